@@ -1,0 +1,345 @@
+"""The door of this room: what is where, and who holds it.
+
+Event loop only, no locks, nothing here waits. Keys are (n, WORDS) u64, as `keys_array` makes them. A method that
+raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
+from kvoffloadd.cache.eviction import Eviction
+from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.errors import KeyWidthError, LimitError, SchemaError
+from kvoffloadd.model import (
+    KEY_BYTES_MAX,
+    BoolArray,
+    GroupSchema,
+    I64Array,
+    KeyState,
+    U8Array,
+    U16Array,
+    U32Array,
+    U64Array,
+    slot_pages,
+)
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.policy.base import Policy
+    from kvoffloadd.tiers.memory import MemoryTier
+
+SPACES_MAX = 1 << 16
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What happened since the start: `keys_hit/pending/missed` of keys asked for by `pin`, parts by what became of them."""
+
+    keys_hit: int = 0
+    keys_pending: int = 0
+    keys_missed: int = 0
+    parts_reserved: int = 0
+    parts_committed: int = 0
+    parts_aborted: int = 0
+    parts_sealed: int = 0
+    keys_cleared: int = 0
+    keys_corrupt: int = 0
+    keys_without_space: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8)."""
+
+    rows: I64Array
+    states: U8Array
+
+    @property
+    def hits(self) -> BoolArray:
+        """Whether each key hits."""
+        found: BoolArray = self.states == KeyState.HIT
+        return found
+
+    @property
+    def hit_rows(self) -> U32Array:
+        """Rows of the keys that hit, in order."""
+        return self.rows[self.hits].astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """`states` per key; `parts` are the record numbers that were reserved, key by key, part by part."""
+
+    states: U8Array
+    parts: I64Array
+
+
+def keys_array(packed: bytes, key_bytes: int) -> U64Array:
+    """(n, WORDS) u64 of packed keys. Raises KeyWidthError unless they are a whole number of keys."""
+    if len(packed) % key_bytes:
+        raise KeyWidthError(f"{len(packed)} bytes of keys are no multiple of this namespace's key width of {key_bytes}")
+    raw = np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
+    if key_bytes == KEY_BYTES_MAX:
+        return raw.view(np.uint64)
+    padded = np.zeros((len(raw), KEY_BYTES_MAX), np.uint8)
+    padded[:, :key_bytes] = raw
+    return padded.view(np.uint64)
+
+
+def has_duplicates(keys: U64Array) -> bool:
+    """Whether a key occurs twice."""
+    if len(keys) < 2:
+        return False
+    ordered = keys[np.lexsort(keys.T)]
+    return bool((ordered[1:] == ordered[:-1]).all(axis=1).any())
+
+
+class Cache:
+    """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
+
+    def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
+        self.tier = tier
+        self.entries = Entries(tier, seed)
+        self.eviction = Eviction(self.entries, make_policy)
+        self.counters = CacheCounters()
+        self.namespaces: dict[bytes, Namespace] = {}
+        self._next_space = 0
+        self._tick = 0
+
+    # --- namespaces and groups ---
+
+    def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
+        """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
+        self._reap_namespaces()
+        namespace = self.namespaces.get(fingerprint)
+        if namespace is None:
+            namespace = self.namespaces[fingerprint] = Namespace(fingerprint, uid, label, key_bytes)
+        namespace.sessions += 1
+        return namespace
+
+    def close_namespace(self, namespace: Namespace) -> None:
+        """A session has left. A namespace that nobody uses is forgotten once it has no keys."""
+        namespace.sessions -= 1
+        self._reap_namespaces()
+
+    def _reap_namespaces(self) -> None:
+        for namespace in [n for n in self.namespaces.values() if n.sessions == 0]:
+            if not any(space.rows for space in namespace.spaces.values()):
+                for space in namespace.spaces.values():
+                    del self.entries.spaces[space.id]
+                del self.namespaces[namespace.fingerprint]
+
+    def declare(self, namespace: Namespace, schema: GroupSchema) -> Space:
+        """The space of a group, made if the group is new. Raises SchemaError if it is known with other properties."""
+        namespace.check_schema(schema)
+        space = namespace.spaces.get(schema.group)
+        if space is None:
+            space = namespace.spaces[schema.group] = self._new_space(namespace, schema)
+        return space
+
+    def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
+        """A rank has told the payload size of its part. Raises SchemaError if another rank told another one."""
+        space.check_part(part, payload_bytes)
+        space.part_bytes[part] = payload_bytes
+        self.eviction.admit(space)
+
+    def _new_space(self, namespace: Namespace, schema: GroupSchema, old: Space | None = None) -> Space:
+        spaces = self.entries.spaces
+        if len(spaces) >= SPACES_MAX - 1:
+            raise LimitError(f"{len(spaces)} groups are held; clear namespaces that are out of use")
+        while self._next_space in spaces:
+            self._next_space = (self._next_space + 1) % SPACES_MAX
+        space = Space(self._next_space, namespace, schema, list(old.part_bytes) if old else [0] * schema.parts)
+        if old and old.queue:
+            self.eviction.admit(space)
+        spaces[space.id] = space
+        return space
+
+    # --- reading ---
+
+    def find(self, space: Space, keys: U64Array) -> Found:
+        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing."""
+        rows = self.entries.index.find(space.id, keys)
+        states = np.zeros(len(keys), np.uint8)
+        held = np.flatnonzero(rows >= 0)
+        complete = self.entries.complete(rows[held])
+        states[held[complete]] = KeyState.HIT
+        unready = held[~complete]
+        states[unready[self.entries.in_flight(rows[unready])]] = KeyState.PENDING
+        return Found(rows, states)
+
+    def hold(self, rows: U32Array) -> None:
+        """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
+        np.add.at(self.entries.leases, rows, 1)
+
+    def unhold(self, rows: U32Array) -> None:
+        """End a `hold`. Keys that were retired meanwhile go now."""
+        np.subtract.at(self.entries.leases, rows, 1)
+        self.entries.bury(rows)
+
+    def use(self, space: Space, found: Found, first: int) -> None:
+        """Tell the policy that a request uses the keys that hit; `first`: position of the first key in its prompt."""
+        at = np.flatnonzero(found.hits)
+        if not len(at) or space.queue is None:
+            return
+        rows = found.rows[at].astype(np.uint32)
+        space.queue.policy.touch(rows, (at + first).astype(np.uint32))
+        self._touch_slots(self.entries.first[rows].astype(np.int64))
+
+    def _touch_slots(self, parts: I64Array) -> None:
+        self._tick += 1
+        self.tier.touch(self.entries.parts.page[parts], self._tick)
+
+    def part_records(self, rows: U32Array, part: int) -> I64Array:
+        """Record numbers of one part of each row."""
+        return self.entries.first[rows].astype(np.int64) + part
+
+    def payload_addresses(self, parts: I64Array) -> U64Array:
+        """Where the payloads are; valid while the parts are held."""
+        return self.tier.addresses(self.entries.parts.page[parts])
+
+    def payload_bytes(self, parts: I64Array) -> I64Array:
+        """Size of each part's payload."""
+        rows = self.entries.parts.row[parts]
+        sizes = np.zeros(len(parts), np.int64)
+        for space, at in self.entries.by_space(rows):
+            numbers = parts[at] - self.entries.first[rows[at]]
+            sizes[at] = np.asarray(space.part_bytes, np.int64)[numbers]
+        return sizes
+
+    # --- writing: reserve, begin, then commit or abort ---
+
+    def reserve(self, space: Space, keys: U64Array, wanted: U16Array, first: int) -> Reservation:
+        """Slots for the `wanted` parts of each key, in key order, evicting exactly what is needed.
+
+        States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
+        keys behind the last one that could be served. `keys` are distinct; `first` is the position of the first one in
+        its prompt. Raises SchemaError for a part whose payload size no rank has told yet.
+        """
+        unknown = [p for p in wanted.tolist() if not space.part_bytes[p]]
+        if unknown:
+            raise SchemaError(f"no rank has registered part {unknown[0]} of group {space.schema.group} yet")
+        rows = self.entries.index.find(space.id, keys)
+        states = np.full(len(keys), KeyState.RESERVED, np.uint8)
+        empty = np.ones((len(keys), len(wanted)), bool)
+        held = np.flatnonzero(rows >= 0)
+        if len(held):
+            now = self.entries.parts.state[self.entries.records(rows[held], wanted)]
+            empty[held] = now == PartState.EMPTY
+            states[held[~empty[held].any(axis=1)]] = KeyState.HIT
+            writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
+            states[held[writing]] = KeyState.PENDING
+        sizes = np.array([slot_pages(space.part_bytes[p]) for p in wanted.tolist()], np.int64)
+        at = np.flatnonzero(states == KeyState.RESERVED)
+        self.hold(rows[held].astype(np.uint32))  # what this request names is no victim of it
+        served = self._served(space, empty[at], sizes)
+        self.unhold(rows[held].astype(np.uint32))
+        states[at[served:]] = KeyState.NO_SPACE
+        self.counters.keys_without_space += len(at) - served
+        at = at[:served]
+        new = at[rows[at] < 0]
+        if len(new):
+            rows[new] = self.entries.insert(space, keys[new], (new + first).astype(np.uint32))
+        records = self.entries.records(rows[at], wanted)
+        for column, size in enumerate(sizes.tolist()):
+            self._give_slots(records[empty[at, column], column], size)
+        return Reservation(states, records[empty[at]])
+
+    def _served(self, space: Space, empty: BoolArray, sizes: I64Array) -> int:
+        """How many of the keys, in order, get slots for all their `empty` (keys, parts) parts; evicts for them."""
+        served = min(len(empty), self.entries.index.room(), self.entries.parts.room(space.schema.parts))
+        for size in np.unique(sizes).tolist():
+            need = empty[:served, sizes == size].sum(axis=1).cumsum()
+            room = self.eviction.make_room(size, int(need[-1]) if served else 0)
+            served = int(np.searchsorted(need, room, side="right"))
+        return served
+
+    def _give_slots(self, records: I64Array, size: int) -> None:
+        self.entries.parts.page[records] = self.tier.take(size, records.astype(np.uint32))
+        self.entries.parts.state[records] = PartState.RESERVED
+        self.counters.parts_reserved += len(records)
+
+    def begin(self, parts: I64Array) -> None:
+        """A copy is about to write these reserved parts."""
+        self.entries.parts.state[parts] = PartState.WRITING
+
+    def commit(self, parts: I64Array) -> I64Array:
+        """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
+        entries = self.entries
+        entries.parts.state[parts] = PartState.COMMITTED
+        np.subtract.at(entries.missing, entries.parts.row[parts], 1)
+        entries.account(parts, +1)
+        self.counters.parts_committed += len(parts)
+        self._touch_slots(parts)
+        kept = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        rows = np.unique(entries.parts.row[parts])
+        live = entries.live(rows)
+        entries.tell(live[entries.complete(live)], added=True)
+        entries.bury(rows)
+        return kept
+
+    def abort(self, parts: I64Array) -> None:
+        """These reserved parts will not be written, or their bytes are not valid. No copy touches them any more."""
+        entries = self.entries
+        rows = np.unique(entries.parts.row[parts])
+        entries.vacate(parts)
+        self.counters.parts_aborted += len(parts)
+        live = entries.live(rows)
+        entries.retire(live[entries.vacant(live)])
+        entries.bury(rows)
+
+    def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
+        """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""
+        columns = self.entries.parts
+        same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.COMMITTED)
+        columns.digest[parts[same]] = digests[same]
+        columns.state[parts[same]] = PartState.SEALED
+        self.counters.parts_sealed += int(same.sum())
+
+    # --- dropping ---
+
+    def drop(self, rows: U32Array) -> None:
+        """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
+        live = self.entries.live(np.unique(rows))
+        self.counters.keys_corrupt += len(live)
+        self.entries.retire(live)
+
+    def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
+        """Start a new epoch: from the first step on nothing of the old one hits. Each step frees some: (keys, bytes)."""
+        old = list(namespace.spaces.values())
+        for space in old:
+            namespace.spaces[space.schema.group] = self._new_space(namespace, space.schema, space)
+        namespace.epoch += 1
+        yield 0, 0
+        for space in old:
+            for rows in self.entries.scan(space):
+                keys, held_bytes = space.keys, space.bytes
+                self.entries.retire(self.entries.live(rows))
+                self.counters.keys_cleared += keys - space.keys
+                yield keys - space.keys, held_bytes - space.bytes
+            if space.rows == 0:
+                self.entries.spaces.pop(space.id, None)  # otherwise its last row takes it along
+
+    def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end)."""
+        rows = self.entries.live(self.entries.scan_step(space, cursor))
+        after = cursor + SCAN_ROWS
+        packed = self.entries.packed(rows[self.entries.complete(rows)], space)
+        return packed, after if after < self.entries.index.rows_end else 0
+
+    def figures(self) -> dict[str, int]:
+        """Counters and gauges of this room."""
+        return {
+            **asdict(self.counters),
+            "keys_evicted": self.eviction.keys_evicted,
+            "slabs_taken_over": self.eviction.slabs_taken_over,
+            "keys": len(self.entries.index),
+            "events_lost": self.entries.events_lost,
+            "index_bytes": self.entries.memory_bytes(),
+        }

@@ -1,0 +1,215 @@
+"""The life of a key: its row in the index, its part records, its slots, from insertion to the last thing that holds it.
+
+Event loop only. A key that is retired (evicted, cleared, corrupt) is out of the index at once, but its slots stay
+until no lease holds it and no copy writes it; then it is buried and its row number can be used again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.index import WORDS, Index
+from kvoffloadd.cache.parts import Parts, PartState
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.tiers.memory import MemoryTier
+
+EVENTS_MAX = 65_536
+SCAN_ROWS = 65_536
+"""Rows that one step of a scan looks at, so that no step holds the loop for long."""
+
+
+class RowState(enum.IntEnum):
+    """FREE: the number is unused. LIVE: in the index. RETIRED: out of it, but still held by somebody."""
+
+    FREE = 0
+    LIVE = 1
+    RETIRED = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """Keys (packed, of one namespace and group) that became complete, or went."""
+
+    namespace: Namespace
+    group: int
+    added: bytes
+    removed: bytes
+
+
+class Entries:
+    """All keys held. Rows and part records are plain numbers; what they mean is in the columns here."""
+
+    def __init__(self, tier: MemoryTier, seed: int) -> None:
+        # Every row has at least one slot, and a slot at least one page.
+        max_rows = tier.num_pages + 1
+        self.tier = tier
+        self.index = Index(max_rows, seed)
+        self.parts = Parts(4 * max_rows + (1 << 16))
+        self.first: U32Array = reserve_array((max_rows,), np.uint32)
+        self.missing: U16Array = reserve_array((max_rows,), np.uint16)
+        self.leases: U32Array = reserve_array((max_rows,), np.uint32)
+        self.state: U8Array = reserve_array((max_rows,), np.uint8)
+        self.spaces: dict[int, Space] = {}
+        self.events: deque[Event] = deque()
+        self.events_lost = 0
+
+    # --- beginning ---
+
+    def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
+        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, index and parts have room."""
+        rows = self.index.insert(space.id, keys)
+        self.first[rows] = self.parts.allocate(space.schema.parts, rows)
+        self.missing[rows] = space.schema.parts
+        self.leases[rows] = 0
+        self.state[rows] = RowState.LIVE
+        space.rows += len(rows)
+        if space.queue:
+            space.queue.policy.insert(rows, self.index.hash(space.id, keys), positions)
+        return rows
+
+    def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
+        """(rows, parts) record numbers."""
+        return self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
+
+    # --- questions, one answer per row ---
+
+    def complete(self, rows: I64Array | U32Array) -> BoolArray:
+        """All parts committed."""
+        found: BoolArray = self.missing[rows] == 0
+        return found
+
+    def in_flight(self, rows: I64Array | U32Array) -> BoolArray:
+        """A part is reserved or being written."""
+        flags = np.zeros(len(rows), bool)
+        unready = np.flatnonzero(self.missing[rows] > 0)
+        for width, at in self._by_width(rows[unready]):
+            state = self.parts.state[self.parts.run(self.first[rows[unready[at]]], width)]
+            flags[unready[at]] = ((state == PartState.RESERVED) | (state == PartState.WRITING)).any(axis=1)
+        return flags
+
+    def evictable(self, rows: U32Array) -> BoolArray:
+        """Live, not leased, not in flight."""
+        yes = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
+        at = np.flatnonzero(yes)
+        yes[at] = ~self.in_flight(rows[at])
+        return yes
+
+    def vacant(self, rows: U32Array) -> BoolArray:
+        """No part has a slot."""
+        flags = np.zeros(len(rows), bool)
+        for width, at in self._by_width(rows):
+            flags[at] = (self.parts.state[self.parts.run(self.first[rows[at]], width)] == PartState.EMPTY).all(axis=1)
+        return flags
+
+    def live(self, rows: U32Array) -> U32Array:
+        """Those of the rows that are live."""
+        return rows[self.state[rows] == RowState.LIVE]
+
+    # --- the end ---
+
+    def retire(self, rows: U32Array) -> None:
+        """No lookup finds these live keys any more; what is held or being written stays until it is let go."""
+        if not len(rows):
+            return
+        self.tell(rows[self.complete(rows)], added=False)
+        self.index.remove(rows)
+        for space, at in self.by_space(rows):
+            if space.queue:
+                space.queue.policy.remove(rows[at])
+        self.state[rows] = RowState.RETIRED
+        self.bury(rows)
+
+    def bury(self, rows: U32Array) -> None:
+        """Free the retired ones of these rows that nothing holds: their slots, records and numbers."""
+        rows = np.unique(rows[(self.state[rows] == RowState.RETIRED) & (self.leases[rows] == 0)])
+        rows = rows[~self.in_flight(rows)]
+        if not len(rows):
+            return
+        for space, at in self.by_space(rows):
+            records = self.parts.run(self.first[rows[at]], space.schema.parts).ravel()
+            self.vacate(records[self.parts.state[records] != PartState.EMPTY])
+            self.parts.free(space.schema.parts, self.first[rows[at]])
+            space.rows -= len(at)
+            if space.rows == 0 and space.namespace.spaces.get(space.schema.group) is not space:
+                del self.spaces[space.id]  # the last row of an epoch that was cleared
+        self.state[rows] = RowState.FREE
+        self.index.free(rows)
+
+    def vacate(self, parts: I64Array) -> None:
+        """Free the slots of these parts, whatever they hold."""
+        if not len(parts):
+            return
+        valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
+        np.add.at(self.missing, self.parts.row[valid], 1)
+        self.account(valid, -1)
+        self.tier.give(self.parts.page[parts])
+        self.parts.state[parts] = PartState.EMPTY
+        self.parts.generation[parts] += np.uint16(1)
+
+    # --- accounts ---
+
+    def account(self, parts: I64Array, sign: int) -> None:
+        """Committed bytes of each space, `parts` being committed (+1) or vacated (-1)."""
+        rows = self.parts.row[parts]
+        for space, at in self.by_space(rows):
+            numbers = parts[at] - self.first[rows[at]]
+            space.bytes += sign * int(np.asarray(space.part_bytes, np.int64)[numbers].sum())
+
+    def tell(self, rows: U32Array, *, added: bool) -> None:
+        """Count complete keys that came or went, and note the event for namespaces that somebody listens to."""
+        for space, at in self.by_space(rows):
+            space.keys += len(at) if added else -len(at)
+            if space.namespace.listeners:
+                packed = self.packed(rows[at], space)
+                self.events.append(
+                    Event(space.namespace, space.schema.group, packed if added else b"", b"" if added else packed)
+                )
+                if len(self.events) > EVENTS_MAX:
+                    self.events.popleft()
+                    self.events_lost += 1
+
+    def packed(self, rows: U32Array, space: Space) -> bytes:
+        """The rows' keys, `key_bytes` each."""
+        raw = np.ascontiguousarray(self.index.keys[rows]).view(np.uint8).reshape(len(rows), 8 * WORDS)
+        return raw[:, : space.namespace.key_bytes].tobytes()
+
+    def memory_bytes(self) -> int:
+        """Bytes of index, part records and row columns in use."""
+        per_row = self.first.itemsize + self.missing.itemsize + self.leases.itemsize + self.state.itemsize
+        return self.index.memory_bytes() + self.parts.memory_bytes() + self.index.rows_end * per_row
+
+    # --- walks ---
+
+    def scan(self, space: Space) -> Iterator[U32Array]:
+        """Rows of a space that are not free, a bounded number looked at per step."""
+        for start in range(0, self.index.rows_end, SCAN_ROWS):
+            yield self.scan_step(space, start)
+
+    def scan_step(self, space: Space, start: int) -> U32Array:
+        """Rows of a space among the SCAN_ROWS from `start` on."""
+        end = min(start + SCAN_ROWS, self.index.rows_end)
+        mine = (self.index.space[start:end] == space.id) & (self.state[start:end] != RowState.FREE)
+        return (np.flatnonzero(mine) + start).astype(np.uint32)
+
+    def by_space(self, rows: I64Array | U32Array) -> Iterator[tuple[Space, I64Array]]:
+        """Positions in `rows`, by space."""
+        spaces = self.index.space[rows]
+        if len(spaces) and (spaces == spaces[0]).all():
+            yield self.spaces[int(spaces[0])], np.arange(len(spaces))
+            return
+        for space_id in np.unique(spaces).tolist():
+            yield self.spaces[space_id], np.flatnonzero(spaces == space_id)
+
+    def _by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:
+        for space, at in self.by_space(rows):
+            yield space.schema.parts, at

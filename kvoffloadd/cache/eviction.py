@@ -1,0 +1,86 @@
+"""Room for new slots: who has to go. Event loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.namespace import Queue
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.entries import Entries
+    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.policy.base import Policy
+    from kvoffloadd.model import U32Array
+
+SLABS_TRIED = 8
+
+
+class Eviction:
+    """Queues by slot size, and the balance between sizes. `make_policy(capacity_rows, max_rows)` makes a policy.
+
+    Keys compete within one slot size. Between sizes, the slab whose last use is the oldest goes first: a size that
+    needs room takes over another size's slab if that is colder than all of its own, or if it has nothing left to evict.
+    """
+
+    def __init__(self, entries: Entries, make_policy: Callable[[int, int], Policy]) -> None:
+        self._entries = entries
+        self._tier = entries.tier
+        self._make_policy = make_policy
+        self.queues: dict[int, Queue] = {}
+        self.keys_evicted = 0
+        self.slabs_taken_over = 0
+
+    def admit(self, space: Space) -> None:
+        """Give a space its queue once a part's size is known, and tell the queue all sizes."""
+        sizes = space.sizes()
+        if space.queue is None:
+            size = next(iter(sizes))
+            queue = self.queues.get(size)
+            if queue is None:
+                capacity_rows = max(1, self._tier.num_pages // sum(s * n for s, n in sizes.items()))
+                queue = self.queues[size] = Queue(self._make_policy(capacity_rows, self._entries.index.max_keys))
+            space.queue = queue
+        for size, count in sizes.items():
+            space.queue.slots_per_key[size] = max(count, space.queue.slots_per_key.get(size, 0))
+
+    def make_room(self, size: int, wanted: int) -> int:
+        """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them are."""
+        free = self._tier.num_free(size)
+        while free < wanted:
+            if not (self._take_colder_slab(size) or self._evict(size, wanted - free) or self._take_slab(size)):
+                break
+            free = self._tier.num_free(size)
+        return min(free, wanted)
+
+    def _evict(self, size: int, slots: int) -> bool:
+        for queue in self.queues.values():
+            per_key = queue.slots_per_key.get(size, 0)
+            if per_key and len(queue.policy):
+                rows = queue.policy.victims(-(-slots // per_key), self._entries.evictable)
+                if len(rows):
+                    self._drop(rows)
+                    return True
+        return False
+
+    def _take_colder_slab(self, size: int) -> bool:
+        own = self._tier.coldest_touch(size)
+        return own > 0 and self._take_slab(size, colder_than=own)
+
+    def _take_slab(self, size: int, colder_than: int | None = None) -> bool:
+        for slab in self._tier.coldest_slabs(size)[:SLABS_TRIED].tolist():
+            if colder_than is not None and self._tier.slab_touched[slab] >= colder_than:
+                return False
+            rows = np.unique(self._entries.parts.row[self._tier.owners_in(slab)])
+            if self._entries.evictable(rows).all():
+                self._drop(rows)
+                self._tier.unassign(slab)
+                self.slabs_taken_over += 1
+                return True
+        return False
+
+    def _drop(self, rows: U32Array) -> None:
+        self.keys_evicted += len(rows)
+        self._entries.retire(rows)

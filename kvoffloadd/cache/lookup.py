@@ -1,0 +1,54 @@
+"""Which prefixes of a prompt can be restored, from which keys hit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U32Array
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHits:
+    """One group's answer: `hits[i]` tells whether key `first + i` of the prompt hits. Keys before `first` are held locally."""
+
+    schema: GroupSchema
+    first: int
+    hits: BoolArray
+
+
+def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
+    """Every prefix length, in tokens, that all the groups can serve, longest first.
+
+    A boundary lies behind a whole number of keys of every group, and behind what is held locally. Full attention needs
+    every key before it; a sliding window the last `window_keys` before it; chunked attention those since the start of
+    its chunk; Mamba the one state right before it.
+    """
+    common: I64Array | None = None
+    for group in groups:
+        lengths = _servable_lengths(group) * group.schema.tokens_per_key
+        common = lengths if common is None else np.intersect1d(common, lengths, assume_unique=True)
+    if common is None:
+        return np.zeros(0, np.uint32)
+    return common[::-1].astype(np.uint32)
+
+
+def _servable_lengths(group: GroupHits) -> I64Array:
+    """Prefix lengths in keys, ascending, above `first`, whose need this group's hits meet."""
+    end = group.first + len(group.hits)
+    lengths = np.arange(group.first + 1, end + 1, dtype=np.int64)
+    misses = np.where(group.hits, np.int64(-1), lengths - 1)
+    last_miss = np.maximum.accumulate(misses) if len(misses) else misses
+    return lengths[last_miss < _first_needed(group.schema, lengths)]
+
+
+def _first_needed(schema: GroupSchema, lengths: I64Array) -> I64Array:
+    """Index of the first key that a prefix of each length needs: no miss may lie there or behind."""
+    if schema.kind is GroupKind.FULL:
+        return np.zeros_like(lengths)
+    if schema.kind is GroupKind.MAMBA:
+        return lengths - 1
+    if schema.kind is GroupKind.CHUNKED:
+        return lengths // schema.window_keys * schema.window_keys
+    return np.maximum(lengths - schema.window_keys, 0)

@@ -1,0 +1,83 @@
+"""Who may share: namespaces, and the spaces that their groups' keys live in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import SchemaError
+from kvoffloadd.model import GroupSchema, slot_pages
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.policy.base import Policy
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """Keys that compete for the same slots, in order of eviction. `slots_per_key` by slot size in pages: the most of any space."""
+
+    policy: Policy
+    slots_per_key: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """The keys of one group in one epoch of a namespace. `id` is what the index knows; it is unique while rows carry it.
+
+    `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
+    first size that is told. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed payload.
+    """
+
+    id: int
+    namespace: Namespace
+    schema: GroupSchema
+    part_bytes: list[int]
+    queue: Queue | None = None
+    rows: int = 0
+    keys: int = 0
+    bytes: int = 0
+
+    def sizes(self) -> dict[int, int]:
+        """Slots per key by slot size in pages, of the parts that are known."""
+        counts: dict[int, int] = {}
+        for size in map(slot_pages, filter(None, self.part_bytes)):
+            counts[size] = counts.get(size, 0) + 1
+        return counts
+
+    def check_part(self, part: int, payload_bytes: int) -> None:
+        """Raises SchemaError if another rank registered this part with another size."""
+        known = self.part_bytes[part]
+        if known and known != payload_bytes:
+            raise SchemaError(
+                f"group {self.schema.group} part {part} has payloads of {known} bytes in this namespace, not {payload_bytes}"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """Keys of two namespaces never meet. `epoch` counts clears, `listeners` subscribed sessions."""
+
+    fingerprint: bytes
+    uid: int
+    label: str
+    key_bytes: int
+    epoch: int = 0
+    spaces: dict[int, Space] = field(default_factory=dict)
+    sessions: int = 0
+    listeners: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Complete keys held."""
+        return sum(space.keys for space in self.spaces.values())
+
+    @property
+    def bytes(self) -> int:
+        """Committed payload bytes held."""
+        return sum(space.bytes for space in self.spaces.values())
+
+    def check_schema(self, schema: GroupSchema) -> None:
+        """Raises SchemaError if the group is known with other properties."""
+        known = self.spaces.get(schema.group)
+        if known and known.schema != schema:
+            raise SchemaError(f"group {schema.group} is {known.schema} in this namespace, not {schema}")

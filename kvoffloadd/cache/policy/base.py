@@ -1,0 +1,40 @@
+"""The interface of eviction policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+
+class Policy(Protocol):
+    """Orders the resident keys of one slot footprint for eviction.
+
+    A key is a row number (u32, below the `max_rows` given at construction; rows are reused after `remove`). All calls
+    come from the event loop. The caller guarantees that `insert` names rows it does not hold and that the other
+    calls name rows it does.
+    """
+
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+        """Take new keys, given in prompt order.
+
+        `hashes`: a well-mixed u64 per key, equal whenever the same key comes back (for ghost lists).
+        `positions`: index of each key in its prompt's key list (0 = first block of the prompt).
+        """
+
+    def touch(self, rows: U32Array, positions: U32Array) -> None:
+        """A request used these keys, given in prompt order."""
+
+    def remove(self, rows: U32Array) -> None:
+        """Forget keys: evicted, cleared or dropped."""
+
+    def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
+
+        Fewer only if fewer evictable rows exist. The rows stay held until `remove`: a caller that changes its mind
+        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say no).
+        """
+
+    def __len__(self) -> int:
+        """Rows held."""

@@ -1,0 +1,236 @@
+"""Jobs under way: one record owns all that a job needs until its last access, then settles it and tells the outcome.
+
+Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a record's copies
+name; the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.model import BoolArray, Direction, Outcome
+from kvoffloadd.tiers.hashing import hash_payloads
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.device.base import Copy, Device
+    from kvoffloadd.device.plan import Copies
+    from kvoffloadd.lanes import Lane
+    from kvoffloadd.model import I64Array, U32Array, U64Array
+
+HASH_CHUNK_BYTES = 32 << 20
+"""Work of one turn of the hash lane: what is urgent waits at most for that."""
+
+VERIFY_URGENT, SEAL_URGENT = 0, 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferResult:
+    """`bad`: for a load, which of its keys failed verification."""
+
+    outcome: Outcome
+    bytes: int
+    seconds: float
+    bad: BoolArray
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Jobs and what they moved, by direction; `copies` are those issued after coalescing `descriptors`."""
+
+    jobs: int = 0
+    keys: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    descriptors: int = 0
+    copies: int = 0
+    not_done: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A running job. `parts`: record numbers it reads or writes, one per key; `rows`: their keys, held by a load."""
+
+    direction: Direction
+    parts: I64Array
+    rows: U32Array
+    done: Callable[[TransferResult], None]
+    bad: BoolArray
+    copy: Copy | None = None
+    cancelled: bool = False
+    finished: bool = False
+
+    def cancel(self) -> None:
+        """Drop what has not begun. `done` is still called, after the last access."""
+        self.cancelled = True
+        if self.copy is not None:
+            self.copy.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Transfers:
+    """All running jobs of the daemon, and the sealing of what they stored."""
+
+    cache: Cache
+    hash_lane: Lane
+    verify_loads: bool
+    running: set[Transfer] = field(default_factory=set)
+    unsealed: int = 0
+    counters: dict[Direction, TransferCounters] = field(
+        default_factory=lambda: {direction: TransferCounters() for direction in Direction}
+    )
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def holds(self) -> int:
+        """Rows that running loads hold."""
+        return sum(len(t.rows) for t in self.running)
+
+    @property
+    def reserved(self) -> int:
+        """Parts that running stores own."""
+        return sum(len(t.parts) for t in self.running if t.direction is Direction.STORE)
+
+    # --- store ---
+
+    def store(
+        self, device: Device, parts: I64Array, copies: Copies, deadline: float, done: Callable[[TransferResult], None]
+    ) -> Transfer:
+        """Copy into reserved parts, one per key, that the job owns from here on; commit or abort them at the end.
+
+        `deadline`: loop time after which no further piece of it begins.
+        """
+        self.cache.begin(parts)
+        transfer = Transfer(Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool))
+        self.running.add(transfer)
+        finish = partial(self._stored, transfer)
+        transfer.copy = device.submit(Direction.STORE, copies, deadline_s=deadline, urgent=False, done=finish)
+        return transfer
+
+    def _stored(self, transfer: Transfer, result: CopyResult) -> None:
+        if result.outcome is Outcome.DONE:
+            self._seal(self.cache.commit(transfer.parts))
+        else:
+            self.cache.abort(transfer.parts)
+        self._finish(transfer, result)
+
+    def _seal(self, parts: I64Array) -> None:
+        columns = self.cache.entries.parts
+        sizes = self.cache.payload_bytes(parts)
+        chunk = (np.cumsum(sizes) - sizes) // HASH_CHUNK_BYTES
+        for number in np.unique(chunk):
+            mine = parts[chunk == number]
+            work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes[chunk == number])
+            self.unsealed += len(mine)
+            sealed = partial(self._sealed, mine, columns.generation[mine])
+            self.hash_lane.submit(work, sealed, urgent=SEAL_URGENT)
+
+    def _sealed(self, parts: I64Array, generations: np.ndarray, digests: U64Array | BaseException) -> None:
+        self.unsealed -= len(parts)
+        if not isinstance(digests, BaseException):
+            self.cache.seal(parts, generations, digests)
+        self._wake()
+
+    # --- load ---
+
+    def load(
+        self,
+        device: Device,
+        rows: U32Array,
+        parts: I64Array,
+        build: Callable[[BoolArray], Copies],
+        deadline: float,
+        urgent: bool,
+        done: Callable[[TransferResult], None],
+    ) -> Transfer:
+        """Copy one part of each of these complete keys out; the keys are held until the end.
+
+        `build(good)` makes the copies of the keys that are good; with `verify_loads` a key whose sealed payload does
+        not match its checksum is dropped first.
+        """
+        self.cache.hold(rows)
+        transfer = Transfer(Direction.LOAD, parts, rows, done, np.zeros(len(rows), bool))
+        self.running.add(transfer)
+        begin = partial(self._begin_load, transfer, device, build, deadline, urgent)
+        sealed = np.flatnonzero(self.cache.entries.parts.state[parts] == PartState.SEALED)
+        if self.verify_loads and len(sealed):
+            wanted = parts[sealed]
+            work = partial(hash_payloads, self.cache.payload_addresses(wanted), self.cache.payload_bytes(wanted))
+            verified = partial(self._verified, transfer, sealed, begin)
+            self.hash_lane.submit(work, verified, urgent=VERIFY_URGENT)
+        else:
+            begin()
+        return transfer
+
+    def _verified(
+        self, transfer: Transfer, at: I64Array, begin: Callable[[], None], digests: U64Array | BaseException
+    ) -> None:
+        if isinstance(digests, BaseException):
+            self._loaded(transfer, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, f"verification failed: {digests}"))
+            return
+        stored = self.cache.entries.parts.digest[transfer.parts[at]]
+        transfer.bad[at] = (digests != stored).any(axis=1)
+        if transfer.bad.any():
+            self.cache.drop(transfer.rows[transfer.bad])
+        begin()
+
+    def _begin_load(
+        self,
+        transfer: Transfer,
+        device: Device,
+        build: Callable[[BoolArray], Copies],
+        deadline: float,
+        urgent: bool,
+    ) -> None:
+        if transfer.cancelled:
+            self._loaded(transfer, CopyResult(Outcome.CANCELLED, 0, 0, 0, 0.0))
+            return
+        finish = partial(self._loaded, transfer)
+        copies = build(~transfer.bad)
+        transfer.copy = device.submit(Direction.LOAD, copies, deadline_s=deadline, urgent=urgent, done=finish)
+
+    def _loaded(self, transfer: Transfer, result: CopyResult) -> None:
+        self.cache.unhold(transfer.rows)
+        self._finish(transfer, result)
+
+    # --- both ---
+
+    def _finish(self, transfer: Transfer, result: CopyResult) -> None:
+        self.running.remove(transfer)
+        transfer.finished = True
+        counters = self.counters[transfer.direction]
+        counters.jobs += 1
+        counters.bytes += result.bytes
+        counters.seconds += result.seconds
+        counters.descriptors += result.descriptors
+        counters.copies += result.copies
+        if result.outcome is Outcome.DONE:
+            counters.keys += len(transfer.parts) - int(transfer.bad.sum())
+        else:
+            counters.not_done += 1
+        outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and transfer.bad.any() else result.outcome
+        transfer.done(TransferResult(outcome, result.bytes, result.seconds, transfer.bad, result.reason))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._idle.set()
+
+    async def settle(self, transfers: set[Transfer], deadline_s: float, *, sealed: bool = False) -> bool:
+        """Wait until these transfers have ended (and, with `sealed`, nothing waits for the hash lane); False at the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(not t.finished for t in transfers) or (sealed and self.unsealed):
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

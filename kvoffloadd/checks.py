@@ -1,0 +1,138 @@
+"""Checks of single config values: each takes what TOML gave, and returns the typed value or raises ValueError."""
+
+from __future__ import annotations
+
+import math
+import os
+import pwd
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kvoffloadd.units import BYTES_MAX, format_bytes, parse_bytes
+
+T = TypeVar("T")
+Check = Callable[[object], T]
+
+SUN_PATH_BYTES = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
+
+_UID_MAX = (1 << 32) - 2  # (uid_t)-1 means "no user" to the kernel
+
+
+def count(low: int, high: int) -> Check[int]:
+    """An integer from `low` to `high`. A bool is no integer."""
+
+    def check(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("must be an integer")
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low} to {high}")
+        return value
+
+    return check
+
+
+def size(low: int, high: int = BYTES_MAX, multiple: int = 1) -> Check[int]:
+    """Bytes, as an integer or as text with a unit; a multiple of `multiple`."""
+
+    def check(value: object) -> int:
+        if isinstance(value, str):
+            value = parse_bytes(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError('must be a number of bytes or text like "64GiB"')
+        if not low <= value <= high:
+            raise ValueError(f"must be from {format_bytes(low)} to {format_bytes(high)}")
+        if value % multiple:
+            raise ValueError(f"must be a multiple of {multiple} bytes")
+        return value
+
+    return check
+
+
+def seconds(low: float, high: float) -> Check[float]:
+    """Seconds from `low` to `high`."""
+
+    def check(value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError("must be a number of seconds")
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low:g} to {high:g} seconds")
+        return float(value)
+
+    return check
+
+
+def flag(value: object) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def flag_or_auto(value: object) -> bool | str:
+    """True, false or "auto"."""
+    if value == "auto":
+        return "auto"
+    if not isinstance(value, bool):
+        raise ValueError('must be true, false or "auto"')
+    return value
+
+
+def choice(*names: str) -> Check[str]:
+    """One of a few words."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError("must be one of " + ", ".join(f'"{name}"' for name in names))
+        return value
+
+    return check
+
+
+def name(value: object) -> str:
+    """Text; empty: the default."""
+    if not isinstance(value, str):
+        raise ValueError("must be text in quotes")
+    return value
+
+
+def socket_path(value: object) -> Path:
+    """An absolute path that fits a socket address."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a path in quotes")
+    path = Path(value)
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path")
+    length = len(os.fsencode(path))
+    if length > SUN_PATH_BYTES:
+        raise ValueError(f"has {length} bytes, a socket's path may have {SUN_PATH_BYTES}")
+    return path
+
+
+def socket_mode(value: object) -> int:
+    """Permission bits of the socket."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("must be an octal number like 0o660")
+    if value & ~0o666 or value & 0o600 != 0o600:
+        hint = f"; did you mean 0o{value}?" if 600 <= value <= 666 and set(str(value)) <= set("046") else ""
+        raise ValueError(f"is 0o{value:o}, must be from 0o600 to 0o666, without execute bits{hint}")
+    return value
+
+
+def uids(value: object) -> tuple[int, ...]:
+    """User ids from a list of ids and names; names are looked up now."""
+    if not isinstance(value, list):
+        raise ValueError('must be a list of user ids and names, like [1000, "vllm"]')
+    found = []
+    for user in value:
+        if isinstance(user, str):
+            try:
+                found.append(pwd.getpwnam(user).pw_uid)
+            except KeyError:
+                raise ValueError(f'names the user "{user}", whom this machine does not have') from None
+        elif isinstance(user, int) and not isinstance(user, bool) and 0 <= user <= _UID_MAX:
+            found.append(user)
+        else:
+            raise ValueError(f"has {user!r} in it, which is neither a user's id nor a name")
+    return tuple(sorted(set(found)))

@@ -1,0 +1,264 @@
+"""The command line: `kvoffloadd serve`, and an operator's questions and orders to a running daemon.
+
+Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
+3 no daemon can be reached, 4 the daemon refused or did not answer in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd import __version__, config, errors
+from kvoffloadd.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffloadd.client import Client
+
+EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
+EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
+
+DEFAULT_SOCKET = config.ServerConfig().socket
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code (module docstring). Never raises for what an operator can get wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except errors.ConfigError as error:
+        return _complain(str(error), EXIT_USAGE)
+    except errors.DaemonUnreachableError as error:
+        return _complain(str(error), EXIT_UNREACHABLE)
+    except errors.ConnectionLostError as error:
+        return _complain(f"the daemon went away before it answered: {error}", EXIT_UNREACHABLE)
+    except errors.DeadlineError as error:
+        return _complain(f"the daemon did not answer in time: {error}", EXIT_REFUSED)
+    except errors.KvOffloadError as error:
+        return _complain(f"refused: {error}", EXIT_REFUSED)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; a second error at interpreter exit helps nobody.
+        sys.stderr.close()
+        return EXIT_BAD_NEWS
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code
+
+
+# --- the daemon itself ------------------------------------------------------------------------------
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    chosen = _load(arguments)
+    # Imported here, as in the other commands: each loads what it needs, and a wrong config is told before all that.
+    from kvoffloadd import log
+    from kvoffloadd.daemon import run
+
+    log.setup(chosen.log)
+    return run(chosen, arguments.faults)
+
+
+def _config_check(arguments: argparse.Namespace) -> int:
+    chosen = config.load(arguments.file)
+    try:
+        config.check_memory_fits(chosen.memory.capacity_bytes)
+    except errors.ConfigError as error:
+        # No error: the file may be meant for another machine.
+        sys.stderr.write(f"note: it would not start here: {error}\n")
+    sys.stdout.write(f"{arguments.file}: ok\n")
+    return EXIT_OK
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.report import config_text
+
+    sys.stdout.write(config_text(_load(arguments)))
+    return EXIT_OK
+
+
+def _load(arguments: argparse.Namespace) -> config.Config:
+    overrides: dict[str, str] = dict(arguments.set)
+    # Quoted, so that text stays text even where it would be a TOML value.
+    if arguments.socket is not None:
+        overrides["server.socket"] = json.dumps(str(arguments.socket), ensure_ascii=False)
+    if arguments.memory is not None:
+        overrides["memory.capacity_bytes"] = json.dumps(arguments.memory)
+    if arguments.policy is not None:
+        overrides["memory.policy"] = json.dumps(arguments.policy)
+    return config.load(arguments.config, overrides)
+
+
+# --- questions and orders to a running daemon -------------------------------------------------------
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.report import print_status
+
+    with _client(arguments) as client:
+        status = client.status()
+    if arguments.json:
+        _print_json(status)
+    else:
+        print_status(status)
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        verified = client.verify(payloads=arguments.payloads)
+    findings = list(verified.findings)
+    if arguments.json:
+        _print_json({"findings": findings, "slots": verified.slots, "payloads": verified.payloads})
+    else:
+        from kvoffloadd.report import printable
+
+        sys.stdout.writelines(f"finding: {printable(finding)}\n" for finding in findings)
+        hashed = f", {verified.payloads:,} payloads hashed again" if arguments.payloads else ""
+        sys.stdout.write(f"{len(findings)} findings in {verified.slots:,} slots{hashed}\n")
+    return EXIT_BAD_NEWS if findings else EXIT_OK
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    what = "every key of every namespace" if arguments.everything else "every key of the own namespace"
+    if not arguments.yes and not _confirmed(f"Drop {what} from the daemon at {arguments.socket}?"):
+        return _complain("nothing was dropped: say --yes, or answer yes at a terminal", EXIT_USAGE)
+    with _client(arguments) as client:
+        cleared = client.clear(everything=arguments.everything)
+    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
+    return EXIT_OK
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
+        drained = client.drain(deadline_s=arguments.deadline_s, everything=True)
+    if drained.jobs or drained.unsealed:
+        sys.stdout.write(f"deadline passed: {drained.jobs:,} jobs still run, {drained.unsealed:,} slots unsealed\n")
+        return EXIT_BAD_NEWS
+    sys.stdout.write("drained: every job has ended and all that was stored is sealed\n")
+    return EXIT_OK
+
+
+def _client(arguments: argparse.Namespace) -> Client:
+    from kvoffloadd.client import Client
+
+    return Client(arguments.socket, namespace=None, role="observer")
+
+
+def _confirmed(question: str) -> bool:
+    """Whether somebody at a terminal said yes."""
+    if not sys.stdin.isatty():
+        return False
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, default=_jsonable) + "\n")
+
+
+def _jsonable(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"kvoffloadd: {message}\n")
+    return code
+
+
+# --- arguments ----------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvoffloadd",
+        description="A KV-cache offload daemon, and the commands for its operator.",
+        epilog="Exit codes: 0 done, 1 findings or a missed drain, 2 usage or config, 3 unreachable, 4 refused.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Any, text: str, group: Any = commands) -> argparse.ArgumentParser:
+        child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
+        child.set_defaults(command=run)
+        return child
+
+    serve = add("serve", _serve, "Run the daemon in the foreground.")
+    _add_config_options(serve)
+    serve.add_argument("--faults", metavar="TEXT", default="", help="inject faults; for tests of the daemon only")
+
+    status = add("status", _status, "Counters and gauges of a running daemon.")
+    status.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    verify = add("verify", _verify, "Let the daemon audit itself; exit 1 if it finds anything wrong.")
+    verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
+    verify.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    clear = add("clear", _clear, "Drop keys.")
+    clear.add_argument("--everything", action="store_true", help="of all namespaces (root or the daemon's user only)")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+
+    drain = add("drain", _drain, "Wait until the running jobs have ended and all that they stored is sealed.")
+    drain.add_argument("--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="default: 60")
+
+    for client_command in (status, verify, clear, drain):
+        client_command.add_argument(
+            "--socket", type=_socket, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
+        )
+
+    config_commands = commands.add_parser("config", help="Check or show config files.").add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
+    check = add("check", _config_check, "Check a config file; say every problem in it.", config_commands)
+    check.add_argument("file", type=Path, metavar="FILE")
+    show = add("show", _config_show, "Print the config that `serve` would use, as TOML.", config_commands)
+    _add_config_options(show)
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it every key has its default")
+    parser.add_argument("--socket", type=_socket, metavar="PATH", help="instead of server.socket")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help='instead of memory.capacity_bytes, like "8GiB"')
+    parser.add_argument("--policy", metavar="NAME", help="instead of memory.policy")
+    parser.add_argument(
+        "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="instead of the file's value; repeatable",
+    )  # fmt: skip
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    dotted, equals, value = text.partition("=")
+    if not equals or "." not in dotted:
+        raise argparse.ArgumentTypeError(f'"{text}" is not section.key=value')
+    return dotted.strip(), value.strip()
+
+
+def _socket(text: str) -> Path:
+    # A relative path means the caller's directory, also after a daemon has changed its own.
+    return Path(text).absolute()
+
+
+def _size(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+    return text
+
+
+def _deadline(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds') from None
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f'"{text}" is not between 0 and 86,400 seconds')
+    return seconds

@@ -1,0 +1,41 @@
+"""The worker's side of kvoffloadd: register a KV cache, store and load its blocks, know whose they are.
+
+Importing this loads neither torch nor CUDA. `Client` waits, `AsyncClient` awaits; both have the same calls.
+"""
+
+from kvoffloadd.client.aio import AsyncClient
+from kvoffloadd.client.blocking import Client
+from kvoffloadd.client.job import Job, JobConnectionLostError, JobDeadlineError, JobResult
+from kvoffloadd.client.kvcache import Group, KvCache
+from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.results import Audit, Cleared, Drained, Event, EventGap, Found, KeyEvents, Lease, Reserved
+from kvoffloadd.client.tensor import SharedTensor
+from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.protocol.messages import NamespaceSpec
+
+__all__ = [
+    "AsyncClient",
+    "Audit",
+    "Cleared",
+    "Client",
+    "Drained",
+    "Event",
+    "EventGap",
+    "Found",
+    "Group",
+    "GroupKind",
+    "Job",
+    "JobConnectionLostError",
+    "JobDeadlineError",
+    "JobResult",
+    "KeyEvents",
+    "KeyState",
+    "KvCache",
+    "Lease",
+    "NamespaceSpec",
+    "Outcome",
+    "Ref",
+    "Registration",
+    "Reserved",
+    "SharedTensor",
+]

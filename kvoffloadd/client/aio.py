@@ -1,0 +1,280 @@
+"""The asyncio client: its own non-blocking socket and the loop's readers, since asyncio's transports drop descriptors.
+
+Ownership: everything belongs to the event loop of the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from kvoffloadd.client import ops
+from kvoffloadd.client.dialer import Settings
+from kvoffloadd.client.exchange import Exchange
+from kvoffloadd.errors import UsageError
+from kvoffloadd.model import Direction, U8Array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from kvoffloadd.client.job import Job, JobResult
+    from kvoffloadd.client.kvcache import KvCache
+    from kvoffloadd.client.ops import First, Groups, Op, Transfers
+    from kvoffloadd.client.registration import Registration
+    from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
+    from kvoffloadd.client.waitable import Steps, Wait
+    from kvoffloadd.protocol.messages import NamespaceSpec
+
+R = TypeVar("R")
+
+
+class _LoopPoll:
+    """A `lines.Poller` on the running loop, and the carrying out of waits there."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watched: set[int] = set()
+        self._writable: set[int] = set()
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The client's loop. Raises UsageError if another one runs."""
+        running = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = running
+        elif self._loop is not running:
+            raise UsageError("an AsyncClient belongs to the event loop of its first call")
+        return running
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        self._watched.add(fd)
+        self.loop().add_reader(fd, ready)
+
+    def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
+        self._writable.add(fd)
+        self.loop().add_writer(fd, ready)
+
+    def unwatch_writable(self, fd: int) -> None:
+        if fd in self._writable:
+            self._writable.discard(fd)
+            self.loop().remove_writer(fd)
+
+    def unwatch(self, fd: int) -> None:
+        self.unwatch_writable(fd)
+        if fd in self._watched:
+            self._watched.discard(fd)
+            self.loop().remove_reader(fd)
+
+    async def carry_out(self, wait: Wait) -> None:
+        """Let the loop run, one turn at least, until a target is done or the time has passed."""
+        if any(target.done for target in wait.targets):
+            return
+        loop = self.loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        timer = loop.call_later(max(wait.until - monotonic(), 0.0), wake)
+        for target in wait.targets:
+            target.add_waker(wake)
+        try:
+            await future
+        finally:
+            timer.cancel()
+            for target in wait.targets:
+                target.discard_waker(wake)
+
+
+class AsyncClient:
+    """A session with the daemon, for asyncio and uvloop. The calls, their arguments and errors are `Client`'s.
+
+    Calls of many tasks may be under way at once. What the daemon says is taken in as it comes, also while no call
+    waits. A call that is cancelled leaves its job, if it made one, among `open_jobs`.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str],
+        *,
+        namespace: NamespaceSpec | None,
+        role: Literal["worker", "scheduler", "observer"] = "worker",
+        instance: bytes | None = None,
+        deadline_s: float = 10.0,
+        connect_deadline_s: float = 5.0,
+        reconnect: bool = True,
+        retry_busy: bool = True,
+    ) -> None:
+        """As `Client`. Needs no running loop."""
+        settings = Settings(
+            socket_path=os.fspath(socket_path),
+            namespace=namespace,
+            role=role,
+            instance=os.urandom(16) if instance is None else instance,
+            deadline_s=deadline_s,
+            connect_deadline_s=connect_deadline_s,
+            reconnect=reconnect,
+            retry_busy=retry_busy,
+        )
+        self._poll = _LoopPoll()
+        self._deadline_s = deadline_s
+        self._exchange = Exchange(settings, self._poll)
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def boot_id(self) -> bytes:
+        """As `Client.boot_id`."""
+        return self._exchange.session.boot_id
+
+    async def connect(self) -> None:
+        """As `Client.connect`."""
+        await self._run(self._exchange.connect(self._until()))
+
+    async def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
+        """As `Client.close`."""
+        await self._run(self._exchange.close(self._until(deadline_s), force=force))
+
+    async def ping(self) -> None:
+        """As `Client.ping`."""
+        await self._call(ops.ping())
+
+    async def register(self, caches: KvCache) -> Registration:
+        """As `Client.register`."""
+        return await self._run(self._exchange.register(caches, self._until()))
+
+    async def unregister(self, registration: Registration) -> None:
+        """As `Client.unregister`."""
+        await self._run(self._exchange.unregister(registration, self._until()))
+
+    async def lookup(self, groups: Groups, first: First = 0) -> Found:
+        """As `Client.lookup`."""
+        return await self._call(ops.lookup(groups, first, self._exchange.key_bytes))
+
+    async def pin(self, groups: Groups, first: First = 0) -> Found:
+        """As `Client.pin`."""
+        return await self._call(ops.pin(groups, first, self._exchange.key_bytes))
+
+    async def prefetch(self, groups: Groups, first: First = 0) -> Found:
+        """As `Client.prefetch`."""
+        return await self._call(ops.prefetch(groups, first, self._exchange.key_bytes))
+
+    async def touch(self, groups: Groups, first: First = 0) -> None:
+        """As `Client.touch`."""
+        await self._call(ops.touch(groups, first, self._exchange.key_bytes))
+
+    async def release(self, lease: int) -> None:
+        """As `Client.release`."""
+        await self._run(self._exchange.release(lease, self._until()))
+
+    async def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
+        """As `Client.reserve`."""
+        named = None if parts is None else list(parts)
+        return await self._call(ops.reserve(groups, first, named, self._exchange.key_bytes))
+
+    async def clear(self, *, everything: bool = False) -> Cleared:
+        """As `Client.clear`."""
+        return await self._call(ops.clear(everything))
+
+    async def snapshot(self, group: int) -> U8Array:
+        """As `Client.snapshot`."""
+        return await self._run(self._exchange.snapshot(group, self._until()))
+
+    async def store(
+        self,
+        registration: Registration,
+        groups: Transfers,
+        *,
+        lease: int = 0,
+        first: First = 0,
+        deadline_s: float = 60.0,
+    ) -> Job:
+        """As `Client.store`."""
+        key_bytes = self._exchange.key_bytes
+        what = ops.transfer(Direction.STORE, registration, groups, first, lease, deadline_s, key_bytes)
+        return await self._run(self._exchange.submit(what, self._until()))
+
+    async def load(
+        self,
+        registration: Registration,
+        groups: Transfers,
+        *,
+        lease: int = 0,
+        first: First = 0,
+        deadline_s: float = 60.0,
+        expedited: bool = False,
+    ) -> Job:
+        """As `Client.load`."""
+        key_bytes = self._exchange.key_bytes
+        what = ops.transfer(
+            Direction.LOAD, registration, groups, first, lease, deadline_s, key_bytes, expedited=expedited
+        )
+        return await self._run(self._exchange.submit(what, self._until()))
+
+    async def wait(self, job: Job, deadline_s: float) -> JobResult:
+        """As `Client.wait`."""
+        await self.wait_any([job], deadline_s)
+        if job.result is None:
+            raise UsageError(f"{job} has no result")
+        return job.result
+
+    async def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
+        """As `Client.wait_any`."""
+        return await self._run(self._exchange.wait_any(jobs, self._until(deadline_s)))
+
+    async def cancel(self, job: Job) -> None:
+        """As `Client.cancel`."""
+        await self._run(self._exchange.cancel(job, self._until()))
+
+    def open_jobs(self) -> list[Job]:
+        """As `Client.open_jobs`."""
+        return self._exchange.session.open_jobs()
+
+    async def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
+        """As `Client.drain`."""
+        until = self._until(deadline_s + self._deadline_s)
+        return await self._run(self._exchange.call(ops.drain(everything, deadline_s), until))
+
+    async def status(self) -> dict[str, Any]:
+        """As `Client.status`."""
+        return await self._call(ops.status())
+
+    async def verify(self, *, payloads: bool = False, deadline_s: float | None = None) -> Audit:
+        """As `Client.verify`."""
+        return await self._run(self._exchange.call(ops.verify(payloads), self._until(deadline_s)))
+
+    async def subscribe(self) -> None:
+        """As `Client.subscribe`."""
+        await self._run(self._exchange.subscribe(self._until()))
+
+    async def events(self, deadline_s: float = 0.0) -> list[Event]:
+        """As `Client.events`."""
+        return await self._run(self._exchange.events(self._until(deadline_s)))
+
+    # --- helpers ---------------------------------------------------------------------------------
+
+    def _until(self, deadline_s: float | None = None) -> float:
+        return monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+
+    async def _call(self, op: Op[R]) -> R:
+        return await self._run(self._exchange.call(op, self._until()))
+
+    async def _run(self, steps: Steps[R]) -> R:
+        try:
+            while True:
+                await self._poll.carry_out(next(steps))
+        except StopIteration as end:
+            value: R = end.value
+            return value
+        finally:
+            steps.close()

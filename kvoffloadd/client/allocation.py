@@ -1,0 +1,57 @@
+"""One piece of shared memory with its descriptor: what `attach` announces."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from kvoffloadd.sharedmem import Mapping, create_memfd
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array
+
+_live: weakref.WeakSet[Allocation] = weakref.WeakSet()
+
+
+class Allocation:
+    """Shared memory that is mapped here and that a descriptor names.
+
+    It owns the descriptor, which is closed with the object. The memory stays mapped as long as any array over it lives:
+    `owner` is the object that keeps it so.
+    """
+
+    def __init__(self, fd: int, address: int, size_bytes: int, owner: object) -> None:
+        """Takes `fd`, whose byte 0 is at `address`."""
+        self.fd = fd
+        self.address = address
+        self.size_bytes = size_bytes
+        self.owner = owner
+        weakref.finalize(self, os.close, fd).atexit = False
+        stat = os.fstat(fd)
+        self.identity = (stat.st_dev, stat.st_ino)
+        """Names the memory: two allocations with the same identity are attached once."""
+        _live.add(self)
+
+    @classmethod
+    def create(cls, name: str, size_bytes: int) -> tuple[Allocation, U8Array]:
+        """A new sealed memfd, and all of it as u8 (size_bytes,)."""
+        fd = create_memfd(name, size_bytes)
+        try:
+            mapping = Mapping.map_fd(fd, size_bytes, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        array = mapping.array()
+        # Every view, torch's too, holds this array, so the mapping ends with the last of them. Not at exit: threads
+        # may still run then.
+        weakref.finalize(array, mapping.close).atexit = False
+        return cls(fd, mapping.address, size_bytes, array), array
+
+    @classmethod
+    def around(cls, address: int, size_bytes: int) -> Allocation | None:
+        """The allocation known here that holds these bytes."""
+        for allocation in _live:
+            if allocation.address <= address and address + size_bytes <= allocation.address + allocation.size_bytes:
+                return allocation
+        return None

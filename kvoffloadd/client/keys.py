@@ -1,0 +1,82 @@
+"""Keys and block ids between numpy and the wire's packed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffloadd.errors import MessageError, UsageError
+from kvoffloadd.model import NO_BLOCK, KeyState, U8Array, U32Array
+
+Keys = bytes | bytearray | memoryview | U8Array
+"""Packed keys, or a u8 array (keys, key_bytes)."""
+
+BlockIds = npt.NDArray[np.integer[Any]] | Sequence[int]
+"""Block ids (keys,) or (keys, blocks_per_key); `model.NO_BLOCK` says that this block of the key is not wanted."""
+
+_KEY_STATE_MAX = max(KeyState)
+
+
+def pack_keys(keys: Keys, key_bytes: int) -> bytes:
+    """The keys, one after the other. Raises UsageError if they are not `key_bytes` wide."""
+    if isinstance(keys, np.ndarray):
+        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != key_bytes:
+            raise UsageError(f"keys are u8 arrays of shape (n, {key_bytes}), not {keys.dtype} {keys.shape}")
+        return keys.tobytes()
+    try:
+        packed = bytes(memoryview(keys))  # not bytes(keys), which would take an int for a length
+    except TypeError as error:
+        raise UsageError(f"keys are bytes or a u8 array (n, {key_bytes}), not {type(keys).__name__}") from error
+    if len(packed) % key_bytes:
+        raise UsageError(f"{len(packed)} bytes of keys are no multiple of the key width {key_bytes}")
+    return packed
+
+
+def unpack_keys(packed: bytes, key_bytes: int) -> U8Array:
+    """u8 (keys, key_bytes). Raises MessageError if the daemon's bytes don't fit the width."""
+    if len(packed) % key_bytes:
+        raise MessageError(f"{len(packed)} bytes of keys are no multiple of the key width {key_bytes}")
+    return np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
+
+
+def pack_blocks(block_ids: BlockIds, keys: int, blocks_per_key: int) -> bytes:
+    """The ids as little-endian u32. Raises UsageError for no integers, out of u32 range, or of another count."""
+    ids = block_ids if isinstance(block_ids, np.ndarray) else _from_sequence(block_ids)
+    if ids.dtype.kind not in "iu":
+        raise UsageError(f"block ids are integers, not {ids.dtype}")
+    shapes = ((keys,), (keys, 1)) if blocks_per_key == 1 else ((keys, blocks_per_key),)
+    if ids.shape not in shapes:
+        raise UsageError(f"block ids of shape {ids.shape}; {keys} keys of {blocks_per_key} blocks need {shapes[-1]}")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > NO_BLOCK):
+        raise UsageError(f"block ids from {ids.min()} to {ids.max()} do not fit u32")
+    return ids.astype("<u4").tobytes()
+
+
+def _from_sequence(block_ids: Sequence[int]) -> npt.NDArray[Any]:
+    """Lists are slow but welcome; numpy would take a bool among integers for one of them."""
+    ids = np.asarray(block_ids)
+    if ids.size == 0:
+        return ids.astype(np.uint32)
+    if any(isinstance(item, (bool, np.bool_)) for item in np.asarray(block_ids, dtype=object).flat):
+        raise UsageError("block ids are integers, not bool")
+    return ids
+
+
+def unpack_states(states: list[bytes], counts: tuple[int, ...]) -> list[U8Array]:
+    """u8 per key and group. Raises MessageError where the daemon's answer doesn't fit the question."""
+    if tuple(map(len, states)) != counts:
+        raise MessageError(f"states for {tuple(map(len, states))} keys; asked for {counts}")
+    found = [np.frombuffer(packed, np.uint8) for packed in states]
+    if any(array.size and array.max() > _KEY_STATE_MAX for array in found):
+        raise MessageError("a key state that is none")
+    return found
+
+
+def unpack_u32(packed: bytes, what: str) -> U32Array:
+    """u32 (n,). Raises MessageError."""
+    if len(packed) % 4:
+        raise MessageError(f"{what}: {len(packed)} bytes are no u32 array")
+    return np.frombuffer(packed, "<u4").astype(np.uint32, copy=False)

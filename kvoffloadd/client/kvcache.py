@@ -1,0 +1,88 @@
+"""A worker's KV cache as the daemon sees it: canonical tensors, and groups that name bytes in their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.model import GroupKind, Ref
+from kvoffloadd.protocol.messages import GroupSpec, RefSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffloadd.client.allocation import Allocation
+    from kvoffloadd.client.tensor import SharedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as this rank registers it: the schema that the namespace shares, and this rank's part.
+
+    `refs`: where a block's bytes lie in the tensors' rows; none: this rank has no part of the group (a scheduler, or a
+    pipeline rank without its layers). `parts` and `part`: this rank holds slice `part` of `parts` of each key's bytes.
+    """
+
+    group: int
+    kind: GroupKind
+    tokens_per_key: int
+    refs: Sequence[Ref] = ()
+    window_keys: int = 0
+    blocks_per_key: int = 1
+    parts: int = 1
+    part: int = 0
+
+    def spec(self) -> GroupSpec:
+        """As it travels."""
+        refs = [
+            RefSpec(tensor=ref.tensor, offset=ref.offset, length=ref.length, count=ref.count, stride=ref.stride)
+            for ref in self.refs
+        ]
+        return GroupSpec(
+            group=self.group,
+            kind=GroupKind(self.kind).value,
+            tokens_per_key=self.tokens_per_key,
+            window_keys=self.window_keys,
+            blocks_per_key=self.blocks_per_key,
+            parts=self.parts,
+            part=self.part,
+            refs=refs,
+        )
+
+
+class KvCache:
+    """Tensors and groups of one worker. Raises UsageError where they do not fit each other.
+
+    Tensors that lie in the same memory are attached once.
+    """
+
+    def __init__(self, tensors: Sequence[SharedTensor], groups: Sequence[Group]) -> None:
+        self.tensors = tuple(tensors)
+        self.groups = tuple(groups)
+        self._by_number = {group.group: group for group in self.groups}
+        if len(self._by_number) != len(self.groups):
+            raise UsageError("a group is named twice")
+        for group in self.groups:
+            self._check(group)
+
+    def _check(self, group: Group) -> None:
+        if not 0 <= group.part < group.parts:
+            raise UsageError(f"group {group.group}: part {group.part} of {group.parts}")
+        for ref in group.refs:
+            if not 0 <= ref.tensor < len(self.tensors):
+                raise UsageError(f"group {group.group}: a ref names tensor {ref.tensor} of {len(self.tensors)}")
+            page_bytes = self.tensors[ref.tensor].page_bytes
+            if ref.offset < 0 or ref.length < 1 or ref.count < 1 or ref.end > page_bytes:
+                raise UsageError(f"group {group.group}: {ref} leaves its page of {page_bytes} bytes")
+
+    def group(self, number: int) -> Group:
+        """The group of that number. Raises UsageError."""
+        found = self._by_number.get(number)
+        if found is None:
+            raise UsageError(f"group {number} is not registered; these are: {sorted(self._by_number)}")
+        return found
+
+    def allocations(self) -> list[Allocation]:
+        """The memory behind the tensors, each one once."""
+        return list({tensor.allocation.identity: tensor.allocation for tensor in self.tensors}.values())

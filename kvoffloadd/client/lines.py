@@ -1,0 +1,178 @@
+"""A client's open connections: each link with its socket and its daemon's pidfd, and what to do when one is ready."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvoffloadd.client import ops
+from kvoffloadd.client.link import Link, Pending, broken
+from kvoffloadd.client.wire import Wire
+from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.client.job import Job
+    from kvoffloadd.client.ops import Op
+    from kvoffloadd.client.session import Session
+
+
+class Poller(Protocol):
+    """Tells when a descriptor is ready. Level-triggered: `ready` is called as long as it is."""
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call `ready` when `fd` is readable."""
+
+    def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call `ready` also when `fd`, which is watched, is writable."""
+
+    def unwatch_writable(self, fd: int) -> None:
+        """Take back `watch_writable`; nothing if there was none."""
+
+    def unwatch(self, fd: int) -> None:
+        """Forget `fd`, which is still open; nothing if it is not watched."""
+
+
+class Lines:
+    """Moves bytes between sockets and links. Every method returns at once."""
+
+    def __init__(self, path: str, session: Session, poller: Poller) -> None:
+        self._path = path
+        self._session = session
+        self._poller = poller
+        self._wires: dict[Link, Wire] = {}
+        self._stalled: set[Link] = set()
+
+    def open(self) -> Link:
+        """A new connection, not greeted yet. Raises OSError."""
+        wire = Wire(self._path)
+        link = self._session.begin()
+        self._wires[link] = wire
+        self._poller.watch(wire.fileno(), partial(self._readable, link))
+        return link
+
+    def watch_daemon(self, link: Link) -> None:
+        """From now on learn of the daemon's death."""
+        self._poller.watch(link.pidfd, partial(self._daemon_ended, link))
+
+    def ask(self, link: Link, op: Op[Any], job: Job | None = None) -> Pending:
+        """Send a request, or queue what the kernel does not take now. Raises UsageError if it can't be asked at all."""
+        try:
+            pending = link.ask(op, job)
+        except FramingError as error:
+            raise UsageError(f"too much for one request: {error}") from error
+        except StateError as error:
+            raise UsageError(f"the client is being closed: {error}") from error
+        self._flush(link)
+        return pending
+
+    def break_off(self, link: Link, reason: str) -> None:
+        """Say and hear nothing more. While jobs hang on it, the socket is kept to learn when the daemon closes it."""
+        self._session.end(link, reason)
+        if link.jobs and link in self._wires:
+            self._wires[link].stop_sending()
+        self.reap()
+
+    def awaits_close(self, link: Link) -> bool:
+        """Whether it was broken off and the daemon has not closed it yet."""
+        return link.ended.done and link in self._wires
+
+    def reap(self) -> None:
+        """Close what belongs to ended connections on which nothing hangs any more."""
+        if self._session.old:
+            for link in self._session.finished():
+                self._dispose(link)
+
+    def close(self) -> None:
+        """Close everything, whatever hangs on it."""
+        if self._session.link is not None:
+            self._session.end(self._session.link, "the client was closed")
+        for link in self._session.old:
+            self._dispose(link)
+        self._session.old.clear()
+
+    # --- what the poller calls -----------------------------------------------------------------------
+
+    def _readable(self, link: Link) -> None:
+        self._read(link)
+        self.reap()
+
+    def _flush(self, link: Link) -> None:
+        wire = self._wires[link]
+        try:
+            all_sent = wire.send(link.outbox)
+        except ConnectionError:
+            self._read_rest(link)  # what it said before it closed still counts
+            self.break_off(link, "the daemon takes no more requests on this connection")
+            return
+        except OSError as error:
+            self.break_off(link, f"can't send: {error}")
+            return
+        if not all_sent:
+            self._stalled.add(link)
+            self._poller.watch_writable(wire.fileno(), partial(self._flush, link))
+        elif link in self._stalled:
+            self._stalled.discard(link)
+            self._poller.unwatch_writable(wire.fileno())
+
+    def _daemon_ended(self, link: Link) -> None:
+        self._poller.unwatch(link.pidfd)  # stays readable for ever
+        self._read_rest(link)
+        self._session.died(link)
+        self.reap()
+
+    # --- helpers -------------------------------------------------------------------------------------
+
+    def _read(self, link: Link) -> bool:
+        """Take what has come; True if there may be more."""
+        try:
+            got = self._wires[link].read()
+            if got is None:
+                return False
+            data, fds = got
+            if not data:
+                self._closed_by_daemon(link)
+                return False
+            if link.ended.done:  # broken off: nothing that is said on it counts any more
+                _close_all(fds)
+            else:
+                self._session.receive(link, data, fds)
+                self._release_unclaimed(link)
+        except PeerError as error:
+            self.break_off(link, broken(error))
+        return True
+
+    def _read_rest(self, link: Link) -> None:
+        while link in self._wires and self._read(link):
+            pass
+
+    def _release_unclaimed(self, link: Link) -> None:
+        while link.unclaimed and not link.ended.done:
+            self.ask(link, ops.release(link.unclaimed.pop()))
+
+    def _closed_by_daemon(self, link: Link) -> None:
+        self._close_wire(link)
+        self._session.end(link, "the daemon closed the connection")
+        link.closed.settle()
+
+    def _close_wire(self, link: Link) -> None:
+        wire = self._wires.pop(link, None)
+        if wire is not None:
+            self._stalled.discard(link)
+            self._poller.unwatch(wire.fileno())
+            wire.close()
+        _close_all(link.connection.take_fds())
+
+    def _dispose(self, link: Link) -> None:
+        self._close_wire(link)
+        if link.pidfd >= 0:
+            self._poller.unwatch(link.pidfd)
+            os.close(link.pidfd)
+            link.pidfd = -1
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

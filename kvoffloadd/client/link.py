@@ -1,0 +1,161 @@
+"""One connection to the daemon, without I/O: what was asked on it, what came back, whose blocks hang on it."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.client.results import Found, Lease, Reserved
+from kvoffloadd.client.waitable import Waitable
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, PeerError, RemoteError
+from kvoffloadd.protocol import messages
+from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
+
+if TYPE_CHECKING:
+    from kvoffloadd.client.job import Job
+    from kvoffloadd.client.ops import Op
+
+
+class Pending(Waitable):
+    """A request that awaits its reply. When done, either `error` is set or `value` is the call's value.
+
+    `sent`: at least one byte has gone to the kernel; what was not sent, the daemon never saw. `abandoned`: its deadline
+    passed; the reply, if it comes, still tells whether its job was admitted and what must be released.
+    """
+
+    __slots__ = ("abandoned", "error", "job", "op", "reply_type", "sent", "value")
+
+    def __init__(self, op: Op[Any], reply_type: type[Message], job: Job | None) -> None:
+        super().__init__()
+        self.op = op
+        self.reply_type = reply_type
+        self.job = job
+        self.sent = False
+        self.abandoned = False
+        self.value: Any = None
+        self.error: KvOffloadError | None = None
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A frame, or what is left of it, and the descriptors that go with its first byte."""
+
+    data: memoryview | bytes
+    fds: tuple[int, ...]
+    pending: Pending
+
+
+class Link:
+    """One connection, from its `hello` to its end.
+
+    `jobs`: those asked for on it whose blocks are not proven free. `unclaimed`: leases that came after their caller had
+    given up; somebody must release them. `pidfd`: says when its daemon is dead; owned by the
+    I/O side, which closes it. `usable`: greeted, and everything is registered. `ended`: nothing more will come of it.
+    `closed`: the daemon closed it, so that its copies have ended if it still lives. `dead`: its daemon is dead.
+    """
+
+    def __init__(self) -> None:
+        self.connection = Connection(daemon=False)
+        self.outbox: deque[Outgoing] = deque()
+        self.jobs: dict[int, Job] = {}
+        self.unclaimed: list[Lease] = []
+        self.boot_id = b""
+        self.pidfd = -1
+        self.limits: messages.Limits | None = None
+        self.usable = False
+        self.bye: Pending | None = None
+        self.ended = Waitable()
+        self.closed = Waitable()
+        self.dead = Waitable()
+        self._seq = 0
+        self._pendings: dict[int, Pending] = {}
+
+    def ask(self, op: Op[Any], job: Job | None = None) -> Pending:
+        """Put the request into the outbox. From now on the job's blocks are the daemon's.
+
+        Raises StateError or FramingError; nothing is asked then.
+        """
+        seq = self._seq % 0xFFFFFFFF + 1  # never 0, which the daemon uses for "can't tell which"
+        request = op.build(seq)
+        frame = self.connection.send(request)
+        self._seq = seq
+        pending = Pending(op, REPLIES[type(request).reply], job)
+        self._pendings[seq] = pending
+        if job is not None:
+            self.jobs[job.id] = job
+        self.outbox.append(Outgoing(frame, op.fds, pending))
+        return pending
+
+    def receive(self, data: bytes | memoryview, fds: list[int]) -> None:
+        """Take what the socket gave. Raises PeerError: the daemon broke the protocol, the link must be broken off."""
+        self.connection.receive_data(data, fds)
+
+    def next_push(self) -> Push | None:
+        """Settle replies until a push comes; None: more bytes are needed. Raises PeerError as `receive` does."""
+        while True:
+            found = self.connection.next_message()
+            if found is None:
+                return None
+            message, fds = found
+            if fds:
+                self._take_pidfd(message, fds)
+            if isinstance(message, Push):
+                return message
+            if isinstance(message, Reply):
+                self._settle(message)
+
+    def _take_pidfd(self, message: Message, fds: list[int]) -> None:
+        if not isinstance(message, messages.Welcome) or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise MessageError(f"{len(fds)} descriptors with a {type(message).__name__}")
+        self.pidfd = fds[0]
+
+    def _settle(self, reply: Reply) -> None:
+        pending = self._pendings.get(reply.seq)
+        if pending is None:
+            said = f": {reply.code}: {reply.message}" if isinstance(reply, messages.Error) else ""
+            raise MessageError(f"a reply to request {reply.seq}, which awaits none{said}")
+        if isinstance(reply, messages.Error):
+            pending.error = RemoteError(reply.code, reply.message, reply.fault, reply.retryable)
+            if pending.job is not None and self.jobs.pop(pending.job.id, None) is not None:
+                pending.job.refuse(str(pending.error))
+        elif type(reply) is not pending.reply_type:
+            raise MessageError(f"a {type(reply).__name__} where a {pending.reply_type.__name__} was due")
+        else:
+            pending.value = pending.op.parse(reply, self.boot_id)
+            if pending.job is not None:
+                pending.job.accept(pending.value)
+            if pending.abandoned and isinstance(pending.value, (Found, Reserved)) and pending.value.lease:
+                self.unclaimed.append(pending.value.lease)
+        del self._pendings[reply.seq]
+        pending.settle()
+
+    def end(self, reason: str) -> None:
+        """Nothing more will come: fail what awaits a reply. Jobs stay, but for those that were never sent."""
+        if self.ended.done:
+            return
+        self.usable = False
+        pendings, self._pendings = self._pendings, {}
+        for pending in pendings.values():
+            pending.error = ConnectionLostError(reason)
+            if pending.job is not None and not pending.sent:
+                self.jobs.pop(pending.job.id, None)
+                pending.job.refuse("its request was never sent")
+            pending.settle()
+        self.outbox.clear()
+        self.ended.settle()
+
+    def lose_jobs(self, reason: str) -> None:
+        """It is proven that no copy of this link's jobs runs any more."""
+        jobs, self.jobs = self.jobs, {}
+        for job in jobs.values():
+            job.lose(reason)
+
+
+def broken(error: PeerError) -> str:
+    """The reason to give where the daemon broke the protocol."""
+    return f"the daemon broke the protocol: {error}"

@@ -1,0 +1,281 @@
+"""Every operation of the clients: how to ask, and what the answer means. Pure; shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
+from kvoffloadd.errors import MessageError, UsageError
+from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.protocol import messages
+from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Request
+
+if TYPE_CHECKING:
+    from kvoffloadd.client.job import Job
+    from kvoffloadd.client.registration import Registration
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Op(Generic[R]):
+    """One operation.
+
+    `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
+    formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
+    `fds` go with the frame; `owner` keeps them open until it is sent.
+    """
+
+    build: Callable[[int], Request]
+    parse: Callable[[Any, bytes], R]
+    repeatable: bool = False
+    fds: tuple[int, ...] = ()
+    owner: object = None
+
+
+Groups = Mapping[int, Keys]
+First = int | Mapping[int, int]
+Transfers = Mapping[int, tuple[Keys, BlockIds]]
+
+
+def _nothing(_reply: messages.Done, _boot_id: bytes) -> None:
+    return None
+
+
+def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[GroupKeys], tuple[int, ...]]:
+    """The packed lists, in the mapping's order, and their counts."""
+    lists = []
+    for group, keys in groups.items():
+        start = first if isinstance(first, int) else first.get(group, 0)
+        lists.append(GroupKeys(group=int(group), keys=pack_keys(keys, key_bytes), first=int(start)))
+    return lists, tuple(len(one.keys) // key_bytes for one in lists)
+
+
+def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) -> Op[messages.Welcome]:
+    """The session's first request."""
+
+    def build(seq: int) -> Request:
+        return messages.Hello(seq=seq, version=messages.VERSION, role=role, instance=instance, namespace=namespace)
+
+    def parse(reply: messages.Welcome, _boot_id: bytes) -> messages.Welcome:
+        if reply.version not in messages.VERSIONS:
+            raise MessageError(f"welcome in version {reply.version}, which was not offered")
+        if reply.fds != 1:
+            raise MessageError("welcome without the daemon's pidfd: nobody could tell when its copies have ended")
+        return reply
+
+    return Op(build, parse)
+
+
+_PING: Op[None] = Op(lambda seq: messages.Ping(seq=seq), _nothing, repeatable=True)
+_STATUS: Op[dict[str, Any]] = Op(
+    lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True
+)
+_SUBSCRIBE: Op[None] = Op(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
+_BYE: Op[None] = Op(lambda seq: messages.Bye(seq=seq), _nothing)
+
+
+def ping() -> Op[None]:
+    """Answered at once."""
+    return _PING
+
+
+def status() -> Op[dict[str, Any]]:
+    """Counters and gauges."""
+    return _STATUS
+
+
+def subscribe() -> Op[None]:
+    """Events from now on."""
+    return _SUBSCRIBE
+
+
+def bye() -> Op[None]:
+    """Answered when the session's copies have ended."""
+    return _BYE
+
+
+def attach(fds: tuple[int, ...], owner: object) -> Op[list[int]]:
+    """Announces one frame's worth of shared memory; the value is the allocation ids."""
+
+    def parse(reply: messages.Attached, _boot_id: bytes) -> list[int]:
+        if len(reply.allocations) != len(fds) or len(reply.sizes_bytes) != len(fds):
+            raise MessageError(f"{len(fds)} descriptors were attached, {len(reply.allocations)} answered")
+        return reply.allocations
+
+    return Op(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
+
+
+def register(registration: Registration, allocations: Mapping[tuple[int, int], int]) -> Op[int]:
+    """Names the tensors in `allocations` (identity of the memory -> id) and the groups; the value is the id."""
+    caches = registration.caches
+    tensors = [tensor.spec(allocations[tensor.allocation.identity]) for tensor in caches.tensors]
+    groups = [group.spec() for group in caches.groups]
+
+    def build(seq: int) -> Request:
+        return messages.Register(seq=seq, tensors=tensors, groups=groups)
+
+    return Op(build, lambda reply, _boot_id: int(reply.registration))
+
+
+def unregister(registration: Registration) -> Op[None]:
+    """Answered when the memory is unmapped."""
+    return Op(lambda seq: messages.Unregister(seq=seq, registration=registration.named_id()), _nothing)
+
+
+def lookup(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
+    """Which keys hit, which prefixes can be restored."""
+    return _find(messages.Lookup, groups, first, key_bytes, repeatable=True)
+
+
+def pin(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
+    """Lookup, and a read lease."""
+    return _find(messages.Pin, groups, first, key_bytes)
+
+
+def prefetch(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
+    """Lookup that brings keys into memory."""
+    return _find(messages.Prefetch, groups, first, key_bytes)
+
+
+def _find(
+    kind: Callable[..., Request], groups: Groups, first: First, key_bytes: int, repeatable: bool = False
+) -> Op[Found]:
+    lists, counts = _group_keys(groups, first, key_bytes)
+
+    def parse(reply: messages.Found, boot_id: bytes) -> Found:
+        states = unpack_states(reply.states, counts)
+        return Found(states, unpack_u32(reply.boundaries, "boundaries"), Lease(reply.lease, boot_id))
+
+    return Op(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=repeatable)
+
+
+def touch(groups: Groups, first: First, key_bytes: int) -> Op[None]:
+    """Keys were used."""
+    lists, _counts = _group_keys(groups, first, key_bytes)
+    return Op(lambda seq: messages.Touch(seq=seq, groups=lists), _nothing)
+
+
+def release(lease: int) -> Op[None]:
+    """Ends a lease."""
+    return Op(lambda seq: messages.Release(seq=seq, lease=int(lease)), _nothing)
+
+
+def reserve(groups: Groups, first: First, parts: list[int] | None, key_bytes: int) -> Op[Reserved]:
+    """Slots for keys that are to be stored."""
+    lists, counts = _group_keys(groups, first, key_bytes)
+
+    def parse(reply: messages.Reserved, boot_id: bytes) -> Reserved:
+        return Reserved(unpack_states(reply.states, counts), Lease(reply.lease, boot_id))
+
+    return Op(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=parts), parse)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A store or load, packed and checked, before it is a job."""
+
+    direction: Direction
+    registration: Registration
+    lists: list[GroupBlocks]
+    counts: tuple[int, ...]
+    lease: int
+    deadline_s: float
+    expedited: bool = False
+
+
+def transfer(
+    direction: Direction,
+    registration: Registration,
+    groups: Transfers,
+    first: First,
+    lease: int,
+    deadline_s: float,
+    key_bytes: int,
+    *,
+    expedited: bool = False,
+) -> Transfer:
+    """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
+    lists, counts = [], []
+    for group, (keys, block_ids) in groups.items():
+        packed = pack_keys(keys, key_bytes)
+        count = len(packed) // key_bytes
+        blocks = pack_blocks(block_ids, count, registration.caches.group(group).blocks_per_key)
+        start = first if isinstance(first, int) else first.get(group, 0)
+        lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
+        counts.append(count)
+    if not deadline_s > 0:
+        raise UsageError(f"a job's deadline is above 0 seconds, not {deadline_s}")
+    return Transfer(direction, registration, lists, tuple(counts), lease, float(deadline_s), expedited)
+
+
+def submit(what: Transfer, job: Job) -> Op[list[U8Array]]:
+    """The request that makes `job`; the value is the key states at admission."""
+
+    def build(seq: int) -> Request:
+        common: dict[str, Any] = {
+            "seq": seq,
+            "job": job.id,
+            "registration": what.registration.named_id(),
+            "groups": what.lists,
+            "lease": int(what.lease),
+            "deadline_s": what.deadline_s,
+        }
+        if what.direction is Direction.STORE:
+            return messages.Store(**common)
+        return messages.Load(**common, expedited=what.expedited)
+
+    def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
+        if reply.job != job.id:
+            raise MessageError(f"asked for job {job.id}, accepted was {reply.job}")
+        return unpack_states(reply.states, what.counts)
+
+    return Op(build, parse)
+
+
+def cancel(job: Job) -> Op[None]:
+    """Ends a job early."""
+    return Op(lambda seq: messages.Cancel(seq=seq, job=job.id), _nothing)
+
+
+def clear(everything: bool) -> Op[Cleared]:
+    """Drops keys."""
+    return Op(
+        lambda seq: messages.Clear(seq=seq, everything=everything),
+        lambda reply, _boot_id: Cleared(reply.keys, reply.bytes),
+    )
+
+
+def drain(everything: bool, deadline_s: float) -> Op[Drained]:
+    """Waits, on the daemon's side, for jobs and seals."""
+    return Op(
+        lambda seq: messages.Drain(seq=seq, everything=everything, deadline_s=deadline_s),
+        lambda reply, _boot_id: Drained(reply.jobs, reply.unsealed),
+    )
+
+
+def verify(payloads: bool) -> Op[Audit]:
+    """Self-audit."""
+    return Op(
+        lambda seq: messages.Verify(seq=seq, payloads=payloads),
+        lambda reply, _boot_id: Audit(tuple(reply.findings), reply.slots, reply.payloads),
+    )
+
+
+def snapshot(group: int, cursor: int, key_bytes: int) -> Op[tuple[U8Array, int]]:
+    """Some complete keys, u8 (keys, key_bytes), and where to go on; 0: those were the last."""
+
+    def parse(reply: messages.Listing, _boot_id: bytes) -> tuple[U8Array, int]:
+        return unpack_keys(reply.keys, key_bytes), reply.cursor
+
+    return Op(lambda seq: messages.Snapshot(seq=seq, group=group, cursor=cursor), parse, repeatable=True)
+
+
+def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:
+    """One u8 (keys, key_bytes) of a snapshot's pages."""
+    return np.concatenate(pages) if pages else np.empty((0, key_bytes), np.uint8)

@@ -1,0 +1,88 @@
+"""What the calls of both clients return. Plain frozen values; arrays in them are read-only views of received bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array, U32Array
+
+
+class Lease(int):
+    """A lease's number, which remembers the run of the daemon that granted it.
+
+    An int everywhere: a scheduler may send it to its workers as a plain number. A client that gets it back knows by
+    `boot_id` when it is void, since a daemon that was started anew gives the same numbers again.
+    """
+
+    boot_id: bytes
+
+    def __new__(cls, number: int = 0, boot_id: bytes = b"") -> Lease:
+        """Lease 0 is none. `boot_id`: empty where it is not known."""
+        made = super().__new__(cls, number)
+        made.boot_id = boot_id
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """Answer to `lookup`, `pin` and `prefetch`.
+
+    `states[g]`: u8 (keys,), `model.KeyState` per key of the g-th group asked for. `boundaries`: u32, prefix lengths
+    in tokens that every group can serve, longest first. `lease`: 0 where none is held.
+    """
+
+    states: list[U8Array]
+    boundaries: U32Array
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reserved:
+    """Answer to `reserve`: `states[g]` as in `Found`; the lease covers the keys in state RESERVED."""
+
+    states: list[U8Array]
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What a clear dropped."""
+
+    keys: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a drain left: 0 and 0 unless its deadline passed."""
+
+    jobs: int
+    unsealed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What the daemon's self-audit found wrong (nothing: empty) and how many slots and payloads it looked at."""
+
+    findings: tuple[str, ...]
+    slots: int
+    payloads: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyEvents:
+    """Keys of a group that became complete or went: u8 (keys, key_bytes) each."""
+
+    group: int
+    added: U8Array
+    removed: U8Array
+
+
+@dataclass(frozen=True, slots=True)
+class EventGap:
+    """Events before this point were lost (a slow reader, a lost connection): read a snapshot."""
+
+
+Event = KeyEvents | EventGap

@@ -1,0 +1,141 @@
+"""What a client knows over all its connections, without I/O: registrations, jobs, events, what proves blocks free."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvoffloadd.client.job import Job
+from kvoffloadd.client.keys import unpack_keys
+from kvoffloadd.client.link import Link
+from kvoffloadd.client.results import Event, EventGap, KeyEvents, Lease
+from kvoffloadd.client.waitable import Waitable
+from kvoffloadd.errors import MessageError
+from kvoffloadd.protocol import messages
+
+if TYPE_CHECKING:
+    from kvoffloadd.client.ops import Transfer
+    from kvoffloadd.client.registration import Registration
+    from kvoffloadd.protocol.messages import Push
+
+EVENTS_MAX = 10_000
+"""Events kept for a caller who does not fetch them; beyond that they are dropped and a gap is told."""
+
+
+class Session:
+    """State of one client. `link` is the present connection; `old` are ended ones on which jobs' blocks still hang.
+
+    A job's blocks are proven free by one of these: its `completed`; an error in reply to its request; the `done` that
+    answers `bye`; its daemon's pidfd; or a greeting by the same daemon (boot id) on a connection made after that daemon
+    closed the job's connection, since a daemon that lives drains a session's copies before it closes its socket. The
+    end of the connection alone proves nothing: a killed daemon's socket ends before its copies do.
+    """
+
+    def __init__(self, key_bytes: int | None) -> None:
+        self.key_bytes = key_bytes
+        self.link: Link | None = None
+        self.old: list[Link] = []
+        self.boot_id = b""
+        self.registrations: list[Registration] = []
+        self.subscribed = False
+        self.news = Waitable()
+        self._events: deque[Event] = deque()
+        self._next_job = 1
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def begin(self) -> Link:
+        """A new connection's state; the one before has ended."""
+        self.link = Link()
+        return self.link
+
+    def greeted(self, link: Link, welcome: messages.Welcome) -> None:
+        """The daemon's answer to `hello`."""
+        link.boot_id = self.boot_id = welcome.boot_id
+        link.limits = welcome.limits
+        for old in self.old:
+            if old.closed.done and old.boot_id == welcome.boot_id:
+                old.lose_jobs("its connection ended before the daemon told how it ended")
+
+    def receive(self, link: Link, data: bytes | memoryview, fds: list[int]) -> None:
+        """Take what the socket gave. Raises PeerError: break the link off."""
+        link.receive(data, fds)
+        while (push := link.next_push()) is not None:
+            self._take(link, push)
+
+    def end(self, link: Link, reason: str) -> None:
+        """Nothing more will come on this connection. Without jobs nobody needs to remember it."""
+        if link.ended.done:
+            return
+        link.end(reason)
+        for registration in self.registrations:
+            registration.id = None
+        if self.subscribed:
+            self._add(EventGap())
+        if self.link is link:
+            self.link = None
+        self.old.append(link)
+
+    def died(self, link: Link) -> None:
+        """The pidfd of this connection's daemon says that it is dead: so are its copies."""
+        self.end(link, "the daemon died")
+        link.dead.settle()
+        link.lose_jobs("the daemon died")
+
+    def finished(self) -> list[Link]:
+        """Takes out the ended connections on which nothing hangs any more; their descriptors can be closed."""
+        done = [link for link in self.old if not link.jobs]
+        self.old = [link for link in self.old if link.jobs]
+        return done
+
+    # --- jobs and leases ---------------------------------------------------------------------------
+
+    def new_job(self, what: Transfer) -> Job:
+        """A job that nobody was asked for yet. Its id never comes again in this client's life."""
+        job = Job(self._next_job, what.direction, what.registration, what.counts)
+        self._next_job += 1
+        return job
+
+    def open_jobs(self) -> list[Job]:
+        """Every job whose blocks are not proven free, oldest first."""
+        links = self.old if self.link is None else [*self.old, self.link]
+        return sorted((job for link in links for job in link.jobs.values()), key=lambda job: job.id)
+
+    def holds(self, job: Job) -> bool:
+        """Whether the present connection is the one that this job was asked for on."""
+        return self.link is not None and self.link.jobs.get(job.id) is job
+
+    def is_void(self, lease: int) -> bool:
+        """Whether a lease ended with an earlier run of the daemon. Plain numbers are not known to be."""
+        return isinstance(lease, Lease) and lease.boot_id not in (b"", self.boot_id)
+
+    # --- pushes ------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """What came since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        self.news = Waitable()
+        return events
+
+    def _take(self, link: Link, push: Push) -> None:
+        if isinstance(push, messages.Completed):
+            job = link.jobs.get(push.job)
+            if job is None:
+                raise MessageError(f"completion of job {push.job}, which does not run")
+            job.complete(push)
+            del link.jobs[push.job]
+        elif isinstance(push, messages.Events):
+            width = self.key_bytes or 0
+            if not self.subscribed or not width:
+                raise MessageError("events that nobody subscribed to")
+            self._add(KeyEvents(push.group, unpack_keys(push.added, width), unpack_keys(push.removed, width)))
+        elif isinstance(push, messages.Gap):
+            self._add(EventGap())
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) >= EVENTS_MAX:
+            self._events.clear()
+            event = EventGap()
+        self._events.append(event)
+        self.news.settle()

@@ -1,0 +1,90 @@
+"""A canonical tensor in shared memory: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffloadd.client.adopt import Extent, numpy_extent, torch_extent
+from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.errors import UsageError
+from kvoffloadd.protocol.messages import TensorSpec
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array
+
+
+class SharedTensor:
+    """A canonical tensor that the daemon can be given.
+
+    `array`: u8 (num_blocks, page_bytes), a view with row stride `stride_bytes`; it keeps the memory alive. `offset`:
+    byte of the allocation where block 0 begins. Made by `allocate` or `adopt`.
+    """
+
+    def __init__(self, allocation: Allocation, extent: Extent, array: U8Array) -> None:
+        self.allocation = allocation
+        self.offset = extent.address - allocation.address
+        self.num_blocks = extent.num_blocks
+        self.page_bytes = extent.page_bytes
+        self.stride_bytes = extent.stride_bytes
+        self.array = array
+
+    @classmethod
+    def allocate(
+        cls, num_blocks: int, page_bytes: int, stride_bytes: int | None = None, *, name: str = "kv_cache"
+    ) -> SharedTensor:
+        """Zeros in a memfd of their own, sealed against resizing, so that a daemon of any uid may map it.
+
+        Raises UsageError for sizes that make no tensor, OSError or LimitError where the kernel has no memory for it.
+        """
+        stride_bytes = page_bytes if stride_bytes is None else stride_bytes
+        if num_blocks < 1 or page_bytes < 1 or stride_bytes < page_bytes:
+            raise UsageError(f"no tensor: {num_blocks} blocks of {page_bytes} bytes, {stride_bytes} apart")
+        allocation, memory = Allocation.create(name, num_blocks * stride_bytes)
+        rows = memory.reshape(num_blocks, stride_bytes)[:, :page_bytes]
+        return cls(allocation, Extent(allocation.address, num_blocks, page_bytes, stride_bytes), rows)
+
+    @classmethod
+    def adopt(cls, tensor: Any) -> SharedTensor:
+        """Share memory that exists: dim 0 is the block, what lies behind one block must be contiguous.
+
+        A torch CPU tensor of any dtype: its storage is moved to shared memory in place, once for all tensors over it;
+        torch views stay valid, numpy views taken before do not. That memory is unsealed: only a daemon of the same uid
+        takes it (prefer `allocate(...).torch()`). A numpy array: over a SharedTensor or a writable `np.memmap` (on a
+        tmpfs, or it is not memory).
+
+        Raises UsageError for anything else.
+        """
+        if isinstance(tensor, np.ndarray):
+            extent, allocation = numpy_extent(tensor)
+            return cls(allocation, extent, _rows_of(tensor, extent))
+        if type(tensor).__module__.partition(".")[0] != "torch":
+            raise UsageError(f"can't share a {type(tensor).__name__}: numpy arrays and torch CPU tensors only")
+        extent, allocation, rows = torch_extent(tensor)
+        return cls(allocation, extent, rows)
+
+    def torch(self) -> Any:
+        """The same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""
+        return importlib.import_module("torch").from_numpy(self.array.view(np.int8))
+
+    def spec(self, allocation: int) -> TensorSpec:
+        """As it travels; `allocation` is the daemon's number for the memory."""
+        return TensorSpec(
+            allocation=allocation,
+            offset=self.offset,
+            num_blocks=self.num_blocks,
+            page_bytes=self.page_bytes,
+            stride_bytes=self.stride_bytes,
+        )
+
+    def __repr__(self) -> str:
+        return f"<SharedTensor {self.num_blocks} blocks of {self.page_bytes} bytes, {self.stride_bytes} apart>"
+
+
+def _rows_of(array: npt.NDArray[Any], extent: Extent) -> U8Array:
+    """The array's memory as u8 rows; keeps the array alive."""
+    flat = array.reshape(extent.num_blocks, -1)  # a view: what lies behind dim 0 is contiguous
+    return flat.view(np.uint8)

@@ -1,0 +1,116 @@
+"""The client's end of the socket: non-blocking, with descriptors both ways."""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import DaemonUnreachableError, FramingError
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
+
+if TYPE_CHECKING:
+    from collections import deque
+
+    from kvoffloadd.client.link import Outgoing
+
+_READ_BYTES = 256 << 10
+_ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * 4)
+
+_ADVICE = {
+    errno.ENOENT: "no such socket: start the daemon, or compare the path with its `--socket`",
+    errno.ECONNREFUSED: "nobody listens there: the daemon has stopped or died, start it again",
+    errno.EACCES: "permission denied: join the socket's group, or run as a user whom the daemon allows",
+    errno.EPROTOTYPE: "that socket is not the daemon's: it is no stream socket",
+    errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded, see its log",
+}
+TRANSIENT = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
+"""Trying again may help: the daemon is about to start, or to accept."""
+
+
+def unreachable(path: str, error: OSError) -> DaemonUnreachableError:
+    """What to tell, and what to do."""
+    advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
+    return DaemonUnreachableError(f"{path}: {advice}")
+
+
+class Wire:
+    """A connected Unix socket. Every method returns at once."""
+
+    def __init__(self, path: str) -> None:
+        """Connects. Raises OSError."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._buffer = bytearray(_READ_BYTES)
+        try:
+            self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """The descriptor to poll; -1 once closed."""
+        return self._socket.fileno()
+
+    def send(self, outbox: deque[Outgoing]) -> bool:
+        """Send what the kernel takes; True if that was all. Raises ConnectionError: the daemon closed it."""
+        while outbox:
+            frame = outbox[0]
+            try:
+                sent = self._send_one(frame)
+            except BlockingIOError:
+                return False
+            frame.pending.sent = True
+            frame.fds = ()
+            if sent == len(frame.data):
+                outbox.popleft()
+            else:
+                frame.data = memoryview(frame.data)[sent:]
+        return True
+
+    def _send_one(self, frame: Outgoing) -> int:
+        if not frame.fds:
+            return self._socket.send(frame.data)
+        fds = array.array("i", frame.fds)
+        return self._socket.sendmsg([frame.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+
+    def read(self) -> tuple[memoryview, list[int]] | None:
+        """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
+
+        Raises FramingError where descriptors came that did not fit.
+        """
+        try:
+            count, ancillary, flags, _address = self._socket.recvmsg_into(
+                [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return memoryview(b""), []
+        fds = _descriptors(ancillary) if ancillary else []
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise FramingError("more descriptors came than a frame may carry")
+        return memoryview(self._buffer)[:count], fds
+
+    def stop_sending(self) -> None:
+        """Tell the daemon that nothing more will come; what it says can still be read."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # the daemon closed it first
+                raise
+
+    def close(self) -> None:
+        """Close the socket. A second time does nothing."""
+        self._socket.close()
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()

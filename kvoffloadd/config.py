@@ -1,0 +1,277 @@
+"""The daemon's config: a few frozen sections, read from TOML, every value checked once. No environment is read.
+
+config/kvoffloadd.toml explains every key and repeats every default; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvoffloadd import checks
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.units import BYTES_MAX, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+D = TypeVar("D")
+T = TypeVar("T")
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+
+def _key(default: D, check: checks.Check[T]) -> D | T:
+    """A config key: its default, and the check that a value from outside must pass."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The socket, who may use it, and the life of the process."""
+
+    socket: Path = _key(Path("/run/kvoffloadd/kvoffloadd.sock"), checks.socket_path)
+    socket_mode: int = _key(0o660, checks.socket_mode)
+    allowed_uids: tuple[int, ...] = _key((), checks.uids)
+    partial_frame_s: float = _key(5.0, checks.seconds(0.05, 3600))
+    drain_s: float = _key(10.0, checks.seconds(0, 3600))
+    use_uvloop: bool | str = _key("auto", checks.flag_or_auto)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """The memory tier. `slab_bytes` is cut to `capacity_bytes`."""
+
+    capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
+    slab_bytes: int = _key(64 * MIB, checks.size(PAGE_BYTES, 64 * GIB, multiple=PAGE_BYTES))
+    policy: str = _key("", checks.name)
+    verify_loads: bool = _key(False, checks.flag)
+    prefault_threads: int = _key(4, checks.count(1, 256))
+    hash_threads: int = _key(1, checks.count(1, 64))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slab_bytes", min(self.slab_bytes, self.capacity_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyConfig:
+    """How jobs move bytes."""
+
+    threads: int = _key(2, checks.count(1, 256))
+    chunk_bytes: int = _key(64 * MIB, checks.size(64 * KIB, 16 * GIB))
+    worker_drain_s: float = _key(10.0, checks.seconds(0.1, 3600))
+    deadline_max_s: float = _key(600.0, checks.seconds(0.1, 86_400))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Caps. The first five hold for all sessions of one uid together, the others for one session."""
+
+    sessions: int = _key(256, checks.count(1, 65_536))
+    jobs: int = _key(4096, checks.count(1, 1 << 20))
+    mapped_bytes: int = _key(TIB, checks.size(PAGE_BYTES, BYTES_MAX))
+    fds: int = _key(8192, checks.count(1, 1 << 20))
+    leases: int = _key(65_536, checks.count(1, 1 << 24))
+    jobs_per_session: int = _key(1024, checks.count(1, 1 << 20))
+    outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB))
+    events_per_session: int = _key(4096, checks.count(1, 1 << 20))
+    keys_per_request: int = _key(65_536, checks.count(1, 1 << 20))
+    tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16))
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What is logged to standard error, and how."""
+
+    level: str = _key("info", checks.choice("debug", "info", "warning", "error"))
+    format: str = _key("auto", checks.choice("auto", "console", "journal", "json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that an operator may choose."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    copy: CopyConfig = field(default_factory=CopyConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
+    {"server": ServerConfig, "memory": MemoryConfig, "copy": CopyConfig, "limits": LimitsConfig, "log": LogConfig}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One `section.key = value` from outside, and where it stood."""
+
+    section: str
+    key: str
+    value: object
+    where: str
+
+    def problem(self, reason: str) -> str:
+        shown = json.dumps(self.value, default=str, ensure_ascii=False)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return f"{self.where}: {self.section}.{self.key} = {shown}: {reason}"
+
+
+def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({})) -> Config:
+    """The config from a TOML file (None: defaults only), then `overrides` by "section.key".
+
+    An override is text as on a command line: a TOML value, or else plain text ("8GiB", "/run/x.sock").
+
+    Raises:
+        ConfigError: the file can't be read or is no TOML, or any keys or values are wrong: all of them in one message.
+    """
+    problems: list[str] = []
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    entries = [*(_file_entries(path, problems) if path else ()), *_override_entries(overrides, problems)]
+    for entry in entries:
+        try:
+            values[entry.section][entry.key] = _checked(entry)
+        except ValueError as error:
+            problems.append(entry.problem(str(error)))
+    config = Config(**{section: SECTIONS[section](**chosen) for section, chosen in values.items()})
+    problems += _contradictions(config)
+    if problems:
+        source = str(path) if path else "options"
+        heading = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{source}: {heading}:", *problems]))
+    return config
+
+
+def _checked(entry: _Entry) -> object:
+    section = SECTIONS.get(entry.section)
+    if section is None:
+        raise ValueError(f"unknown section{_similar(entry.section, SECTIONS)}")
+    known = {item.name: item.metadata["check"] for item in fields(section)}
+    if entry.key not in known:
+        raise ValueError(f"unknown key{_similar(entry.key, known)}")
+    return known[entry.key](entry.value)
+
+
+def _similar(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; known are " + ", ".join(known)
+
+
+def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text: byte {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+    lines = _line_numbers(text)
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            problems.append(f"{lines.get(('', section), 'top level')}: {section}: keys belong into a [section]")
+            continue
+        if section not in SECTIONS and not table:
+            problems.append(f"[{section}]: unknown section{_similar(section, SECTIONS)}")
+        for key, value in table.items():
+            yield _Entry(section, key, value, lines.get((section, key), f"section [{section}]"))
+
+
+def _line_numbers(text: str) -> dict[tuple[str, str], str]:
+    """Where each key stands, for messages alone: tomllib does not tell. Keys in unusual spelling are left out."""
+    found: dict[tuple[str, str], str] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w-]+)\s*\]", line):
+            section = header[1]
+        elif assignment := re.match(r"\s*([\w-]+)\s*=", line):
+            found.setdefault((section, assignment[1]), f"line {number}")
+    return found
+
+
+def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Entry]:
+    for dotted, text in overrides.items():
+        section, dot, key = dotted.partition(".")
+        if not (section and dot and key):
+            problems.append(f"override: {dotted}: must be named as section.key")
+            continue
+        try:
+            value: object = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        yield _Entry(section, key, value, "override")
+
+
+def _contradictions(config: Config) -> Iterator[str]:
+    """What no single value shows."""
+    limits = config.limits
+    if limits.jobs_per_session > limits.jobs:
+        yield (
+            f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
+            "which holds for all sessions of a uid together"
+        )
+
+
+def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
+    """Refuses a memory tier that this machine or this cgroup can't hold: the daemon would be killed while it prefaults.
+
+    `root` is where proc and sys are mounted.
+
+    Raises:
+        ConfigError: `capacity_bytes` is more than min(MemAvailable, the cgroups' headroom).
+    """
+    available, source = min(_memory_limits(root), default=(BYTES_MAX, ""))
+    if capacity_bytes > available:
+        raise ConfigError(
+            f"memory.capacity_bytes = {capacity_bytes} ({format_bytes(capacity_bytes)}): "
+            f"only {format_bytes(available)} are available ({source})"
+        )
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
+    """Bytes that may still be allocated, and which limit says so."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    if available:
+        yield int(available[1]) * KIB, "MemAvailable"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Any ancestor's limit binds too; in a container the path may name a group that is not mounted there.
+        folder = mount / place.lstrip("/")
+        for group in [folder, *folder.parents]:
+            if (headroom := _headroom(group, *names)) is not None:
+                yield headroom, f"cgroup {group}"
+            if group == mount:
+                break
+
+
+def _headroom(group: Path, limit: str, usage: str, cache: str) -> int | None:
+    most, used = _text(group / limit).strip(), _text(group / usage).strip()
+    if not (most.isdigit() and used.isdigit()):
+        return None
+    # Page cache that nobody used lately counts as used, and is given back on demand.
+    reclaimable = re.search(rf"^{cache} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    return max(0, int(most) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+
+
+def _text(path: Path) -> str:
+    """A small file of the kernel's; empty where this kernel has none."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

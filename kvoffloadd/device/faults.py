@@ -1,0 +1,152 @@
+"""A device that does wrong on purpose, for tests and for `serve --faults`: whoever claims to notice must be tried."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+from kvoffloadd.device.base import Allocation, Copy, CopyResult, Device
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.model import Direction, Outcome, U64Array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.device.copyruns import CopyRuns
+    from kvoffloadd.device.plan import Copies
+
+
+class Faults(TypedDict, total=False):
+    """Keyword arguments of `FaultyDevice`."""
+
+    delay_s: float
+    corrupt_every: int
+    fail_every: int
+
+
+class MovingDevice(Device, Protocol):
+    """A device whose chunks are copied by a function that can be replaced."""
+
+    mover: CopyRuns
+
+
+class FaultyDevice:
+    """`inner` with faults; takes over its `mover`. 0 plants none of a kind.
+
+    `delay_s`: every chunk takes so much longer, in its lane's thread and before its first byte moves: the blocks really
+    are in use that long. `corrupt_every`: of every Nth load that is DONE one bit is
+    flipped in its destination, before `done`.
+    `fail_every`: every Nth copy that is DONE is reported as FAILED instead.
+    """
+
+    def __init__(
+        self, inner: MovingDevice, *, delay_s: float = 0.0, corrupt_every: int = 0, fail_every: int = 0
+    ) -> None:
+        self.kind = inner.kind
+        self.planted = 0
+        self._inner = inner
+        self._delay_s = delay_s
+        self._corrupt_every = corrupt_every
+        self._fail_every = fail_every
+        self._loads = 0
+        self._copies = 0
+        self._move = inner.mover
+        if delay_s > 0:
+            inner.mover = self._move_late
+
+    def map(self, fd: int, peer_uid: int) -> Allocation:
+        """See `Device.map`."""
+        return self._inner.map(fd, peer_uid)
+
+    async def unmap(self, allocation: Allocation) -> None:
+        """See `Device.unmap`."""
+        await self._inner.unmap(allocation)
+
+    def submit(
+        self,
+        direction: Direction,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        urgent: bool,
+        done: Callable[[CopyResult], None],
+    ) -> Copy:
+        """See `Device.submit`."""
+
+        def on_end(result: CopyResult) -> None:
+            done(self._plant(direction, copies, result) if result.outcome is Outcome.DONE else result)
+
+        return self._inner.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=on_end)
+
+    def busy_s(self, now: float) -> float:
+        """See `Device.busy_s`."""
+        return self._inner.busy_s(now)
+
+    def gauges(self) -> dict[str, int | float]:
+        """Those of the inner device, and `faults_planted`: bytes flipped and copies failed."""
+        return {**self._inner.gauges(), "faults_planted": self.planted}
+
+    async def close(self, deadline_s: float) -> bool:
+        """See `Device.close`."""
+        return await self._inner.close(deadline_s)
+
+    def _move_late(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+        time.sleep(self._delay_s)
+        self._move(src, dst, size)
+
+    def _plant(self, direction: Direction, copies: Copies, result: CopyResult) -> CopyResult:
+        self._copies += 1
+        if _is_nth(self._copies, self._fail_every):
+            self.planted += 1
+            return replace(result, outcome=Outcome.FAILED, reason="planted fault")
+        if direction is Direction.LOAD and len(copies) > 0:
+            self._loads += 1
+            if _is_nth(self._loads, self._corrupt_every):
+                self.planted += 1
+                ctypes.c_uint8.from_address(int(copies.dst[0])).value ^= 1
+        return result
+
+
+def _is_nth(count: int, every: int) -> bool:
+    return every > 0 and count % every == 0
+
+
+def parse_faults(text: str) -> Faults:
+    """Faults from text like "delay_s=0.5,corrupt_every=100"; empty text: none.
+
+    Raises:
+        ConfigError: an unknown, repeated or ill-typed fault.
+    """
+    faults: Faults = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in entry.partition("="))
+        if name in faults:
+            raise ConfigError(f"faults: {name} is given twice")
+        if name == "delay_s":
+            faults["delay_s"] = _seconds(name, value)
+        elif name == "corrupt_every":
+            faults["corrupt_every"] = _count(name, value)
+        elif name == "fail_every":
+            faults["fail_every"] = _count(name, value)
+        else:
+            raise ConfigError(f'faults: unknown "{name}"; there are {", ".join(Faults.__annotations__)}')
+    return faults
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f'faults: {name}={text}: must be a number of seconds, like "0.5"')
+    return value
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f'faults: {name}={text}: must be a whole number, like "100"')
+    return int(text)

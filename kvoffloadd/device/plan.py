@@ -1,0 +1,324 @@
+"""From block ids to copies. Pure: numpy arrays in and out; no I/O, no clock, no memory behind an address is touched.
+
+    GroupPlan.expand    block ids, payload addresses -> descriptors (memory address, payload address, size)
+    make_copies         descriptors and a direction  -> Copies, neighbours coalesced
+    split               Copies -> chunks for the threads of a lane
+
+All addresses and sizes are u64 arrays of one length. Copies are unordered: no result depends on which is made first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+
+from kvoffloadd.errors import BlockIdError, DuplicateError, ExtentError, LimitError, UsageError
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, Ref, U32Array, U64Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DESCRIPTORS_PER_KEY_MAX = 1 << 20
+DESCRIPTORS_MAX = 1 << 22
+"""Most descriptors of one `expand` (about 100 MiB of arrays, 100 ms on the event loop)."""
+
+CHUNK_BYTES = 64 << 20
+CHUNK_DESCRIPTORS = 1024
+"""Most bytes and copies of a chunk, so that no copy waits long for another's chunk to end."""
+
+_CUT_BYTES = 16 << 10  # a copy is cut at multiples of this: below, streaming stores don't pay (see _copyruns.c)
+_ADDRESS_MAX = 1 << 63
+
+
+class Tensor(NamedTuple):
+    """A canonical tensor where this process sees it: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
+
+    base_address: int
+    num_blocks: int
+    page_bytes: int
+    stride_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPlan:
+    """What is the same for every key of a registered group: one row per descriptor of a key, in payload order.
+
+    A payload is ref-major: for ref r, block j of the key, run i it has the run's bytes at
+    `blocks_per_key * sum(payload_bytes of the refs before r) + j * r.payload_bytes + i * r.length`,
+    so that consecutive blocks of one tensor lie side by side in the payload as they do in the tensor.
+    """
+
+    blocks_per_key: int
+    payload_bytes: int
+    num_blocks: int  # ids at or above are refused: the smallest tensor that a ref names decides
+    block: I64Array  # (descriptors,) j: which of the key's block ids it belongs to
+    base: U64Array  # (descriptors,) its address for block id 0
+    stride: U64Array  # (descriptors,) bytes from one block id to the next
+    offset: U64Array  # (descriptors,) its place in the payload
+    size: U64Array  # (descriptors,)
+
+    @classmethod
+    def build(
+        cls, tensors: Sequence[Tensor | tuple[int, int, int, int]], refs: Sequence[Ref], blocks_per_key: int
+    ) -> Self:
+        """The plan of a group. No refs: this rank has no part of it, and `expand` yields nothing.
+
+        That the tensors lie within their allocations is for the caller to check.
+
+        Raises:
+            ExtentError: a tensor's rows overlap or leave the address space; a ref names no tensor, leaves its tensor's
+                page, has runs that overlap, or shares bytes with another ref.
+            LimitError: more than `DESCRIPTORS_PER_KEY_MAX` descriptors in a key.
+        """
+        rows = [Tensor(*tensor) for tensor in tensors]
+        for index, tensor in enumerate(rows):
+            _check_tensor(index, tensor)
+        for index, ref in enumerate(refs):
+            _check_ref(index, ref, rows)
+        descriptors = blocks_per_key * sum(ref.count for ref in refs)
+        if descriptors > DESCRIPTORS_PER_KEY_MAX:
+            raise LimitError(f"a key of {descriptors} descriptors; at most {DESCRIPTORS_PER_KEY_MAX} can be planned")
+        _check_refs_apart(refs)
+        columns: list[tuple[I64Array, U64Array, U64Array, U64Array, U64Array]] = []
+        payload_bytes = 0
+        for ref in refs:
+            columns.append(_descriptors(ref, rows[ref.tensor], blocks_per_key, payload_bytes))
+            payload_bytes += blocks_per_key * ref.payload_bytes
+        block = np.concatenate([np.empty(0, np.int64), *(column[0] for column in columns)])
+        base, stride, offset, size = (
+            np.concatenate([np.empty(0, np.uint64), *(column[at] for column in columns)]) for at in range(1, 5)
+        )
+        num_blocks = min((rows[ref.tensor].num_blocks for ref in refs), default=NO_BLOCK)
+        return cls(blocks_per_key, payload_bytes, num_blocks, block, base, stride, offset, size)
+
+    def expand(self, blocks: U32Array, payload_addresses: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+        """Descriptors of some keys: memory addresses, payload addresses, sizes; u64 arrays of one length.
+
+        `blocks`: u32 `(keys, blocks_per_key)`; NO_BLOCK entries yield no descriptors.
+        `payload_addresses`: u64 `(keys,)`, where each key's `payload_bytes` begin.
+
+        Raises:
+            BlockIdError: an id is not below `num_blocks`.
+            LimitError: more than `DESCRIPTORS_MAX` descriptors.
+            UsageError: arrays of another shape or dtype.
+        """
+        keys = len(payload_addresses)
+        if blocks.shape != (keys, self.blocks_per_key) or payload_addresses.shape != (keys,):
+            raise UsageError(f"{blocks.shape} block ids, {self.blocks_per_key} a key, for {payload_addresses.shape}")
+        if blocks.dtype != np.uint32 or payload_addresses.dtype != np.uint64:
+            raise UsageError(f"block ids are u32 and addresses u64, not {blocks.dtype} and {payload_addresses.dtype}")
+        if keys * len(self.size) > DESCRIPTORS_MAX:
+            raise LimitError(f"a job of {keys * len(self.size)} descriptors; at most {DESCRIPTORS_MAX} can be planned")
+        outside = blocks >= self.num_blocks
+        gaps = bool(outside.any())
+        if gaps and bool((blocks[outside] != NO_BLOCK).any()):
+            worst = int(blocks[outside & (blocks != NO_BLOCK)].max())
+            raise BlockIdError(f"block id {worst}; the tensors have {self.num_blocks} blocks")
+        wide = blocks.astype(np.uint64)
+        memory = wide[:, self.block]
+        memory *= self.stride
+        memory += self.base
+        payload = payload_addresses[:, None] + self.offset
+        size = np.broadcast_to(self.size, memory.shape)
+        if gaps:
+            wanted = ~outside[:, self.block]
+            return memory[wanted], payload[wanted], size[wanted]
+        return memory.reshape(-1), payload.reshape(-1), size.reshape(-1)
+
+
+def _check_tensor(index: int, tensor: Tensor) -> None:
+    if min(tensor.num_blocks, tensor.page_bytes, tensor.stride_bytes) < 1 or tensor.base_address < 0:
+        raise ExtentError(f"tensor {index}: no bytes")
+    if tensor.num_blocks > 1 and tensor.stride_bytes < tensor.page_bytes:
+        raise ExtentError(
+            f"tensor {index}: rows of {tensor.page_bytes} bytes overlap, they are {tensor.stride_bytes} bytes apart"
+        )
+    if tensor.base_address + (tensor.num_blocks - 1) * tensor.stride_bytes + tensor.page_bytes > _ADDRESS_MAX:
+        raise ExtentError(f"tensor {index}: leaves the address space")
+
+
+def _check_ref(index: int, ref: Ref, tensors: Sequence[Tensor]) -> None:
+    if not 0 <= ref.tensor < len(tensors):
+        raise ExtentError(f"ref {index}: tensor {ref.tensor} of {len(tensors)}")
+    if ref.length < 1 or ref.count < 1 or ref.offset < 0 or ref.stride < 0:
+        raise ExtentError(f"ref {index}: {ref.count} runs of {ref.length} bytes from {ref.offset}, {ref.stride} apart")
+    if ref.count > 1 and ref.stride < ref.length:
+        raise ExtentError(f"ref {index}: runs of {ref.length} bytes overlap, they are {ref.stride} bytes apart")
+    page_bytes = tensors[ref.tensor].page_bytes
+    if ref.end > page_bytes:
+        raise ExtentError(f"ref {index}: ends at byte {ref.end} of a page of {page_bytes} bytes")
+
+
+def _check_refs_apart(refs: Sequence[Ref]) -> None:
+    """A byte that two refs name would be stored twice and loaded twice, which is a race."""
+    by_tensor: dict[int, list[Ref]] = {}
+    for ref in refs:
+        by_tensor.setdefault(ref.tensor, []).append(ref)
+    for tensor, group in by_tensor.items():
+        if len(group) > 1:
+            begins = np.concatenate([_run_offsets(ref) for ref in group])
+            sizes = np.concatenate([np.full(ref.count, ref.length, np.uint64) for ref in group])
+            if _overlap(begins, sizes):
+                raise ExtentError(f"refs to tensor {tensor} share bytes")
+
+
+def _run_offsets(ref: Ref) -> U64Array:
+    return np.arange(ref.count, dtype=np.uint64) * np.uint64(ref.stride) + np.uint64(ref.offset)
+
+
+def _descriptors(
+    ref: Ref, tensor: Tensor, blocks_per_key: int, payload_offset: int
+) -> tuple[I64Array, U64Array, U64Array, U64Array, U64Array]:
+    """The rows of one ref, block-major: block, base, stride, offset, size."""
+    count = blocks_per_key * ref.count
+    return (
+        np.repeat(np.arange(blocks_per_key, dtype=np.int64), ref.count),
+        np.tile(_run_offsets(ref) + np.uint64(tensor.base_address), blocks_per_key),
+        np.full(count, tensor.stride_bytes, np.uint64),
+        np.arange(count, dtype=np.uint64) * np.uint64(ref.length) + np.uint64(payload_offset),
+        np.full(count, ref.length, np.uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Transfers to be made, in any order: u64 arrays `(copies,)`. `descriptors`: their number before coalescing."""
+
+    src: U64Array
+    dst: U64Array
+    size: U64Array
+    descriptors: int
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all of them move."""
+        return int(self.size.sum())
+
+
+def make_copies(direction: Direction, memory: U64Array, payload: U64Array, sizes: U64Array, descriptors: int) -> Copies:
+    """Copies between worker memory and payloads, coalesced. Destinations are not checked: see `check_destinations`."""
+    src, dst = (memory, payload) if direction is Direction.STORE else (payload, memory)
+    return Copies(*coalesce(src, dst, sizes), descriptors)
+
+
+def coalesce(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+    """The same bytes in fewer copies: neighbours in the arrays that are neighbours on both sides in memory become one.
+
+    Ascending runs first, then descending ones (blocks are often handed out from the end). The order is kept; it
+    is not sorted, which would cost more than all the rest of planning and gain nothing on real block tables.
+    """
+    ascending = (src[:-1] + size[:-1] == src[1:]) & (dst[:-1] + size[:-1] == dst[1:])
+    if ascending.any():
+        begins, size = _merge(ascending, size)
+        src, dst = src[begins], dst[begins]
+    descending = (src[1:] + size[1:] == src[:-1]) & (dst[1:] + size[1:] == dst[:-1])
+    if descending.any():
+        begins, size = _merge(descending, size)
+        lasts = np.append(begins[1:], len(src)) - 1
+        src, dst = src[lasts], dst[lasts]
+    return src, dst, size
+
+
+def _merge(joined: BoolArray, size: U64Array) -> tuple[I64Array, U64Array]:
+    """Where the merged runs begin, and their sizes. `joined[i]`: i and i + 1 are one."""
+    begins = np.flatnonzero(np.concatenate([[True], ~joined]))
+    return begins, np.add.reduceat(size, begins)
+
+
+def concatenate(parts: Sequence[Copies]) -> Copies:
+    """All of them as one."""
+    if len(parts) == 1:
+        return parts[0]
+    empty = np.empty(0, np.uint64)
+    return Copies(
+        np.concatenate([empty, *(part.src for part in parts)]),
+        np.concatenate([empty, *(part.dst for part in parts)]),
+        np.concatenate([empty, *(part.size for part in parts)]),
+        sum(part.descriptors for part in parts),
+    )
+
+
+def check_destinations(dst: U64Array, size: U64Array) -> None:
+    """Copies are unordered: two that write a common byte would race.
+
+    Raises:
+        DuplicateError: there are two such.
+    """
+    if _overlap(dst, size):
+        raise DuplicateError("two of the copies write the same bytes: a block or a key is named twice")
+
+
+def _overlap(begin: U64Array, size: U64Array) -> bool:
+    end = begin + size
+    if bool((end[:-1] <= begin[1:]).all()):
+        return False
+    # Sorted apart from each other: if ranges are disjoint, the i-th end lies before the (i + 1)-th begin, and if it
+    # does for all i, then at each begin all earlier ranges but none have ended. Two sorts cost less than one argsort.
+    if not bool(size.all()):  # ranges without bytes meet nothing, but would break the count
+        begin, end = begin[size > 0], end[size > 0]
+    return bool((np.sort(end)[:-1] > np.sort(begin)[1:]).any())
+
+
+def split(
+    copies: Copies,
+    pieces: int,
+    min_piece_bytes: int,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    chunk_descriptors: int = CHUNK_DESCRIPTORS,
+) -> list[Copies]:
+    """Chunks that can be copied at the same time: together the same bytes, none empty.
+
+    About `pieces` of equal size, fewer if they would have less than `min_piece_bytes`, more where a chunk would
+    exceed `chunk_bytes` or `chunk_descriptors` copies. A large copy is cut inside, at a multiple of 16 KiB from its
+    start (so chunks may exceed their size by that much). The chunks' `descriptors` are in proportion to
+    their bytes, and add up.
+
+    Raises:
+        UsageError: a bound below 1.
+    """
+    if min(pieces, min_piece_bytes, chunk_bytes, chunk_descriptors) < 1:
+        raise UsageError(f"can't split into {pieces} pieces of {min_piece_bytes}, chunks of {chunk_bytes} bytes")
+    total = copies.total_bytes
+    if total == 0:
+        return []
+    count = max(min(pieces, total // min_piece_bytes), -(-total // chunk_bytes))
+    if count <= 1 and len(copies) <= chunk_descriptors:
+        return [copies]
+    src, dst, sizes = copies.src, copies.dst, copies.size
+    if not bool(sizes.all()):
+        src, dst, sizes = src[sizes > 0], dst[sizes > 0], sizes[sizes > 0]
+    starts = np.cumsum(sizes, dtype=np.uint64) - sizes  # in bytes from the first copy's start, like all places here
+    cuts = _cuts(starts, np.array([total * at // count for at in range(1, count)], np.uint64))
+    behind = np.searchsorted(starts, cuts, side="right")
+    inside = starts[behind - 1] != cuts
+    behind, begins = behind[inside], np.insert(starts, behind[inside], cuts[inside])
+    whole = np.insert(np.arange(len(starts)), behind, behind - 1)  # which copy each piece is of
+    within = begins - starts[whole]
+    src, dst, sizes = src[whole] + within, dst[whole] + within, np.diff(begins, append=np.uint64(total))
+    chunks = []
+    for lo, hi in _ranges([0, *np.searchsorted(begins, cuts).tolist(), len(begins)], chunk_descriptors):
+        at, end = int(begins[lo]), total if hi == len(begins) else int(begins[hi])
+        descriptors = copies.descriptors * end // total - copies.descriptors * at // total
+        chunks.append(Copies(src[lo:hi], dst[lo:hi], sizes[lo:hi], descriptors))
+    return chunks
+
+
+def _cuts(starts: U64Array, wanted: U64Array) -> U64Array:
+    """The wanted places of cuts, moved down to where a cut is allowed."""
+    begin = starts[np.searchsorted(starts, wanted, side="right") - 1]
+    cuts = np.unique(wanted - (wanted - begin) % np.uint64(_CUT_BYTES))
+    return cuts[cuts > 0]
+
+
+def _ranges(bounds: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """The ranges between neighbours of `bounds`, in steps of at most `longest`."""
+    for lo, hi in itertools.pairwise(bounds):
+        for at in range(lo, hi, longest):
+            yield at, min(at + longest, hi)

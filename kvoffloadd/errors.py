@@ -1,0 +1,213 @@
+"""Every error of the project, by whose fault it is.
+
+A miss is a value, never an error. Each error that can travel over the socket has a stable `code` (part of the
+protocol, see docs/PROTOCOL.md), a `fault` and `retryable`; the server turns it into one error reply.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvOffloadError(Exception):
+    """Base of every error raised on purpose. Not raised itself."""
+
+    code: ClassVar[str] = "internal"
+    fault: ClassVar[str] = "daemon"
+    retryable: ClassVar[bool] = False
+    ends_session: ClassVar[bool] = False
+
+
+class ConfigError(KvOffloadError):
+    """The daemon refuses to start: which key, which value, why."""
+
+    code = "config"
+    fault = "operator"
+
+
+class UsageError(KvOffloadError):
+    """An API of ours was misused by our own code or by a user of the client library."""
+
+    code = "usage"
+    fault = "client"
+
+
+# --- the peer broke the contract -------------------------------------------------------------
+
+
+class PeerError(KvOffloadError):
+    """The peer's request can't be right, whatever the daemon's state. The request changed nothing.
+
+    `seq`: which request it was, where the protocol layer could tell; 0 otherwise.
+    """
+
+    code = "bad_request"
+    fault = "client"
+
+    def __init__(self, message: str, *, seq: int = 0) -> None:
+        super().__init__(message)
+        self.seq = seq
+
+
+class FramingError(PeerError):
+    """Bytes that are no frame: oversize, torn, not msgpack, or with too few or too many descriptors."""
+
+    code = "bad_frame"
+    ends_session = True
+
+
+class MessageError(PeerError):
+    """A frame that is no message: unknown type, unknown, missing or mistyped field."""
+
+    code = "bad_message"
+
+
+class StateError(PeerError):
+    """A message that may not be sent in this state of the session."""
+
+    code = "bad_state"
+
+
+class VersionError(PeerError):
+    """A protocol version that can't be served; the message names those that can."""
+
+    code = "bad_version"
+    ends_session = True
+
+
+class ForbiddenError(PeerError):
+    """The peer's uid may not do this."""
+
+    code = "forbidden"
+
+
+class MemoryKindError(PeerError):
+    """Memory that may not be registered: unsealed and foreign, not readable and writable, not memory."""
+
+    code = "bad_memory"
+
+
+class ExtentError(PeerError):
+    """A tensor or ref that reaches outside what the kernel says is there, or rows that overlap."""
+
+    code = "bad_extent"
+
+
+class UnknownNameError(PeerError):
+    """A registration, allocation, group, lease or job that this session does not have."""
+
+    code = "unknown_name"
+
+
+class KeyWidthError(PeerError):
+    """Keys whose packed length does not fit the namespace's key width."""
+
+    code = "bad_key_width"
+
+
+class BlockIdError(PeerError):
+    """Block ids outside the registered tensors, or not `blocks_per_key` of them for each key."""
+
+    code = "bad_block_id"
+
+
+class DuplicateError(PeerError):
+    """A key or a destination that is named twice in one request."""
+
+    code = "duplicate"
+
+
+class SchemaError(PeerError):
+    """Groups that differ from those which the namespace already has."""
+
+    code = "schema_mismatch"
+
+
+class LeaseError(PeerError):
+    """A lease that does not cover what the request names, or is of the other kind."""
+
+    code = "bad_lease"
+
+
+# --- a legal request that can't be served now --------------------------------------------------
+
+
+class ResourceError(KvOffloadError):
+    """A legal request that can't be served now. The request changed nothing."""
+
+    code = "unavailable"
+    retryable = True
+
+
+class BusyError(ResourceError):
+    """A queue is full: wait for a completion, then ask again."""
+
+    code = "busy"
+    fault = "client"
+
+
+class LimitError(ResourceError):
+    """A cap of this uid is reached: sessions, jobs, mapped bytes, descriptors or leases."""
+
+    code = "limit"
+    fault = "client"
+    retryable = False
+
+
+class DrainingError(ResourceError):
+    """The daemon is shutting down and admits nothing new."""
+
+    code = "draining"
+
+
+class DeviceError(KvOffloadError):
+    """A device failed; the job that met it fails, its blocks hold no valid data."""
+
+    code = "device"
+
+
+class InternalError(KvOffloadError):
+    """A bug in the daemon. The request failed; nothing was served from it."""
+
+
+# --- worker side ---------------------------------------------------------------------------------
+
+
+class ClientError(KvOffloadError):
+    """Base of what the client library raises for reasons that lie on the way to the daemon."""
+
+
+class DaemonUnreachableError(ClientError):
+    """No daemon listens at the socket, or it may not be used by this user."""
+
+    code = "unreachable"
+
+
+class DeadlineError(ClientError, TimeoutError):
+    """The answer did not come in time. Jobs it concerns still own their blocks."""
+
+    code = "deadline"
+
+
+class ConnectionLostError(ClientError, ConnectionError):
+    """The daemon went away during the call."""
+
+    code = "connection_lost"
+
+
+class RemoteError(ClientError):
+    """An error reply. `code`, `fault` and `retryable` are the daemon's."""
+
+    def __init__(self, code: str, message: str, fault: str, retryable: bool) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code  # type: ignore[misc]  # per instance here: the daemon's word, not a class constant
+        self.fault = fault  # type: ignore[misc]
+        self.retryable = retryable  # type: ignore[misc]
+
+
+def all_subclasses(cls: type[KvOffloadError] = KvOffloadError) -> list[type[KvOffloadError]]:
+    """Every class of the tree below `cls`, in definition order; the protocol document is checked against it."""
+    found = []
+    for sub in cls.__subclasses__():
+        found += [sub, *all_subclasses(sub)]
+    return found

@@ -1,0 +1,105 @@
+"""The nouns that every room shares: array types, units, groups, refs, namespaces, outcomes. No behaviour with side effects."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+U8Array = npt.NDArray[np.uint8]
+U16Array = npt.NDArray[np.uint16]
+U32Array = npt.NDArray[np.uint32]
+U64Array = npt.NDArray[np.uint64]
+I64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+PAGE_BYTES = 4096
+"""Alignment of every slot: what O_DIRECT and cuMemHostRegister ask for."""
+
+
+def slot_pages(payload_bytes: int) -> int:
+    """Pages of the slot that holds a payload of this many bytes."""
+    return -(-payload_bytes // PAGE_BYTES)
+
+
+NO_BLOCK = 0xFFFFFFFF
+"""In packed block ids: this block of the key is not wanted."""
+
+KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
+"""Widths a namespace may declare for its keys; wider names are hashed by the client."""
+
+
+class GroupKind(enum.StrEnum):
+    """What a group's layers need of the keys before a boundary (design: `lookup`)."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    MAMBA = "mamba"
+
+
+class KeyState(enum.IntEnum):
+    """The answer per key, one u8 each, in `lookup`, `pin`, `reserve`, `store` and `load`."""
+
+    MISS = 0
+    HIT = 1
+    PENDING = 2
+    RESERVED = 3
+    NO_SPACE = 4
+
+
+class Outcome(enum.StrEnum):
+    """How a job ended. Whatever it is, the job's blocks are the client's again."""
+
+    DONE = "done"
+    PARTIAL = "partial"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    LOST = "lost"  # said by the client library alone: the daemon died
+
+
+class Direction(enum.StrEnum):
+    """Which way a job moves bytes: STORE from worker memory to the daemon, LOAD back."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The bytes of a group in one row of a canonical tensor: `count` runs of `length` bytes, `stride` apart, from `offset`."""
+
+    tensor: int
+    offset: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that one block contributes to a payload through this ref."""
+        return self.length * self.count
+
+    @property
+    def end(self) -> int:
+        """First byte of the row behind the last run."""
+        return self.offset + (self.count - 1) * self.stride + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSchema:
+    """What all sessions of a namespace must agree on for one group.
+
+    `parts` is P: a key is complete when that many parts are committed. `window_keys` counts keys: for SLIDING the keys
+    that hold the last `window - 1` tokens before a boundary, for CHUNKED the keys of one attention chunk; 0 otherwise.
+    """
+
+    group: int
+    kind: GroupKind
+    tokens_per_key: int
+    window_keys: int = 0
+    blocks_per_key: int = 1
+    parts: int = 1

@@ -1,0 +1,421 @@
+"""One frozen struct per message; the closed union; the protocol's version and limits.
+
+Bulk data travels as packed little-endian arrays in `bin` fields: block ids and indices are u32, keys are
+`key_bytes` wide, key states are u8 (`model.KeyState`). Every request carries a `seq` chosen by its sender, and
+gets exactly one reply with the same `seq`. docs/PROTOCOL.md is checked against this file by a test.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+VERSION = 1
+VERSIONS = (1,)
+"""Versions that this side can serve."""
+
+FRAME_BYTES_MAX = 4 << 20
+FDS_PER_FRAME_MAX = 64
+
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Packed = bytes  # by another name, for structs that have a field called bytes
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A map inside a message."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """Base of everything that fills a frame."""
+
+
+class Request(Message):
+    """Sent by the client; gets exactly one reply of type `reply`, or an `error`."""
+
+    reply: ClassVar[str] = "done"
+    seq: Seq
+
+
+class Reply(Message):
+    """Sent by the daemon, once for each request."""
+
+    seq: Seq
+
+
+class Push(Message):
+    """Sent by the daemon on its own account."""
+
+
+# --- maps inside messages ------------------------------------------------------------------------
+
+
+class NamespaceSpec(Part):
+    """Who may share. The daemon adds the owner's uid and the epoch; every field takes part in the fingerprint."""
+
+    model: Text
+    revision: Text = ""
+    dtype: Text = ""
+    layout: Text = ""
+    parallel: Text = ""
+    salt: Text = ""
+    key_bytes: Annotated[int, msgspec.Meta(ge=8, le=32)] = 32
+
+
+class TensorSpec(Part):
+    """A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart, from `offset` in an allocation."""
+
+    allocation: Id
+    offset: Count
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, lt=(1 << 32) - 1)]
+    page_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    stride_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
+class RefSpec(Part):
+    """A `model.Ref`: `tensor` indexes this registration's tensors."""
+
+    tensor: Small
+    offset: Count
+    length: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)] = 1
+    stride: Count = 0
+
+
+class GroupSpec(Part):
+    """A group: the schema that the whole namespace shares, and this rank's part and refs (none: it has no part)."""
+
+    group: Small
+    kind: Literal["full", "sliding", "chunked", "mamba"]
+    tokens_per_key: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    window_keys: Small = 0
+    blocks_per_key: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    parts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    part: Small = 0
+    refs: list[RefSpec] = []
+
+
+class GroupKeys(Part):
+    """Consecutive keys of one prompt; `first` is the index of the first one (those before it are held locally)."""
+
+    group: Small
+    keys: bytes
+    first: Small = 0
+
+
+class GroupBlocks(Part):
+    """Keys with `blocks_per_key` block ids each (u32; 0xFFFFFFFF = this block of the key is not wanted)."""
+
+    group: Small
+    keys: bytes
+    blocks: bytes
+    first: Small = 0
+
+
+class Limits(Part):
+    """What the daemon will take from this session."""
+
+    frame_bytes: Count
+    fds_per_frame: Count
+    keys_per_request: Count
+    jobs: Count
+    deadline_s: float
+
+
+# --- requests ---------------------------------------------------------------------------------------
+
+
+class Hello(Request, tag="hello"):
+    """First message of a session. `namespace` may be left out by an observer only."""
+
+    reply: ClassVar[str] = "welcome"
+    version: Small
+    role: Literal["worker", "scheduler", "observer"]
+    instance: Token
+    namespace: NamespaceSpec | None = None
+
+
+class Ping(Request, tag="ping"):
+    """Answered at once."""
+
+
+class Attach(Request, tag="attach"):
+    """Announces memory: the frame carries `fds` descriptors, each one becomes an allocation."""
+
+    reply: ClassVar[str] = "attached"
+    kind: Literal["shm"]
+    fds: Annotated[int, msgspec.Meta(ge=1, le=FDS_PER_FRAME_MAX)]
+
+
+class Register(Request, tag="register"):
+    """Names tensors in attached memory, and groups. A scheduler registers groups without refs."""
+
+    reply: ClassVar[str] = "registered"
+    tensors: list[TensorSpec]
+    groups: list[GroupSpec]
+
+
+class Unregister(Request, tag="unregister"):
+    """Answered when no copy uses the registration any more and its memory is unmapped."""
+
+    registration: Id
+
+
+class Lookup(Request, tag="lookup"):
+    """Which keys hit, and which prefixes can be restored. Changes nothing, waits for nothing."""
+
+    reply: ClassVar[str] = "found"
+    groups: list[GroupKeys]
+
+
+class Pin(Request, tag="pin"):
+    """Lookup, and a read lease on every key that hits."""
+
+    reply: ClassVar[str] = "found"
+    groups: list[GroupKeys]
+
+
+class Prefetch(Request, tag="prefetch"):
+    """Lookup that also brings what lies in a slower tier into memory."""
+
+    reply: ClassVar[str] = "found"
+    groups: list[GroupKeys]
+
+
+class Touch(Request, tag="touch"):
+    """Says that keys were used without being loaded."""
+
+    groups: list[GroupKeys]
+
+
+class Release(Request, tag="release"):
+    """Ends a lease: read-leased keys may be evicted again; reserved slots that no job fills are freed."""
+
+    lease: Id
+
+
+class Reserve(Request, tag="reserve"):
+    """Slots for keys that are to be stored, for all parts of each key or for the named ones."""
+
+    reply: ClassVar[str] = "reserved"
+    groups: list[GroupKeys]
+    parts: list[Small] | None = None
+
+
+class Store(Request, tag="store"):
+    """A job: worker memory -> daemon. `lease` 0: reserves this rank's part itself."""
+
+    reply: ClassVar[str] = "accepted"
+    job: Id
+    registration: Id
+    groups: list[GroupBlocks]
+    lease: Id = 0
+    deadline_s: Seconds = 60.0
+
+
+class Load(Request, tag="load"):
+    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time."""
+
+    reply: ClassVar[str] = "accepted"
+    job: Id
+    registration: Id
+    groups: list[GroupBlocks]
+    lease: Id = 0
+    deadline_s: Seconds = 60.0
+    expedited: bool = False
+
+
+class Cancel(Request, tag="cancel"):
+    """Ends a job early; its `completed` comes after the last access to its blocks."""
+
+    job: Id
+
+
+class Clear(Request, tag="clear"):
+    """Drops every key of the own namespace, or of all (`everything`; root or the daemon's uid only)."""
+
+    reply: ClassVar[str] = "cleared"
+    everything: bool = False
+
+
+class Drain(Request, tag="drain"):
+    """Answered when the jobs admitted before it have ended and all that they stored is sealed, or at the deadline."""
+
+    reply: ClassVar[str] = "drained"
+    everything: bool = False
+    deadline_s: Seconds = 60.0
+
+
+class Status(Request, tag="status"):
+    """Counters and gauges; keys are stable (docs/BEHAVIOR.md)."""
+
+    reply: ClassVar[str] = "report"
+
+
+class Verify(Request, tag="verify"):
+    """Self-audit; with `payloads` every sealed slot is hashed again. Root or the daemon's uid only."""
+
+    reply: ClassVar[str] = "verified"
+    payloads: bool = False
+
+
+class Subscribe(Request, tag="subscribe"):
+    """From now on `events` of the own namespace are pushed."""
+
+
+class Snapshot(Request, tag="snapshot"):
+    """Some of the complete keys of a group of the own namespace; start with `cursor` 0, end when it answers 0."""
+
+    reply: ClassVar[str] = "listing"
+    group: Small
+    cursor: Count = 0
+
+
+class Bye(Request, tag="bye"):
+    """Orderly end: answered when the session's copies have ended; then the daemon closes the socket."""
+
+
+# --- replies ----------------------------------------------------------------------------------------
+
+
+class Done(Reply, tag="done"):
+    """Nothing to tell but success."""
+
+
+class Error(Reply, tag="error"):
+    """The request failed and changed nothing. `seq` 0: it could not be told which request it was."""
+
+    code: str
+    message: str
+    fault: str
+    retryable: bool
+
+
+class Welcome(Reply, tag="welcome"):
+    """The frame carries `fds` = 1 descriptor: a pidfd of the daemon, readable when it is dead."""
+
+    version: Small
+    boot_id: Token
+    session: Id
+    namespace: bytes
+    epoch: Count
+    limits: Limits
+    features: list[str]
+    fds: Annotated[int, msgspec.Meta(ge=0, le=FDS_PER_FRAME_MAX)] = 1
+
+
+class Attached(Reply, tag="attached"):
+    """Ids and true sizes of the allocations, in the order of the descriptors."""
+
+    allocations: list[Id]
+    sizes_bytes: list[Count]
+
+
+class Registered(Reply, tag="registered"):
+    """The id to name in jobs."""
+
+    registration: Id
+
+
+class Found(Reply, tag="found"):
+    """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease` 0: none held."""
+
+    states: list[bytes]
+    boundaries: bytes
+    lease: Id = 0
+
+
+class Reserved(Reply, tag="reserved"):
+    """`states[g]`: u8 per key: reserved, hit (already there), pending (being stored by another), no_space."""
+
+    states: list[bytes]
+    lease: Id = 0
+
+
+class Accepted(Reply, tag="accepted"):
+    """The job is admitted and will end in one `completed`. Store: keys in state reserved are copied; load: those in state hit."""
+
+    job: Id
+    states: list[bytes]
+
+
+class Cleared(Reply, tag="cleared"):
+    """What the clear dropped; keys under a read lease go when it ends, and hit no more from now on."""
+
+    keys: Count
+    bytes: Count
+
+
+class Drained(Reply, tag="drained"):
+    """`jobs` and `unsealed` are 0 unless the deadline passed."""
+
+    jobs: Count
+    unsealed: Count
+
+
+class Report(Reply, tag="report"):
+    """A map of plain values."""
+
+    status: dict[str, Any]
+
+
+class Verified(Reply, tag="verified"):
+    """What the self-audit found wrong (nothing: an empty list) and how much it looked at."""
+
+    findings: list[str]
+    slots: Count
+    payloads: Count
+
+
+class Listing(Reply, tag="listing"):
+    """Packed keys; `cursor` 0: those were the last."""
+
+    keys: bytes
+    cursor: Count
+
+
+# --- pushes -----------------------------------------------------------------------------------------
+
+
+class Completed(Push, tag="completed"):
+    """The end of a job: its blocks are the client's again.
+
+    `failed[g]`: u32 indices into the job's key list g: for a load the keys whose blocks are not valid, for a store
+    the keys that this job did not store although it had reserved them.
+    """
+
+    job: Id
+    outcome: Literal["done", "partial", "failed", "cancelled", "expired"]
+    bytes: Count
+    seconds: float
+    failed: list[Packed]
+    reason: str = ""
+
+
+class Events(Push, tag="events"):
+    """Keys that became complete or went, packed."""
+
+    group: Small
+    added: bytes
+    removed: bytes
+
+
+class Gap(Push, tag="gap"):
+    """Events were lost because the client read too slowly: read a snapshot."""
+
+
+def _tagged(base: type[Message]) -> dict[str, type[Any]]:
+    return {str(cls.__struct_config__.tag): cls for cls in base.__subclasses__()}
+
+
+REQUESTS: dict[str, type[Request]] = _tagged(Request)
+REPLIES: dict[str, type[Reply]] = _tagged(Reply)
+PUSHES: dict[str, type[Push]] = _tagged(Push)
+FROM_CLIENT: dict[str, type[Message]] = {**REQUESTS}
+FROM_DAEMON: dict[str, type[Message]] = {**REPLIES, **PUSHES}

@@ -1,0 +1,68 @@
+"""Who may say what when.
+
+    HELLO --hello--> GREETING --welcome--> READY --bye--> LEAVING
+                         +----error----> HELLO
+
+The client may have many requests under way in READY. In LEAVING the daemon alone speaks: completions of what still
+runs, replies to what was asked before, and `done` for the bye, after which it closes the socket. A move that is not
+in the table is the sender's fault and changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvoffloadd.errors import ForbiddenError, StateError
+from kvoffloadd.protocol.messages import PUSHES, REPLIES, REQUESTS
+
+
+class State(enum.Enum):
+    """Where a session stands."""
+
+    HELLO = "hello"
+    GREETING = "greeting"
+    READY = "ready"
+    LEAVING = "leaving"
+
+
+_ASKS = {tag: State.READY for tag in REQUESTS if tag not in ("hello", "bye")}
+_ANSWERS = {tag: State.READY for tag in (*REPLIES, *PUSHES) if tag != "welcome"}
+
+CLIENT_MOVES: dict[State, dict[str, State]] = {
+    State.HELLO: {"hello": State.GREETING},
+    State.GREETING: {},
+    State.READY: {**_ASKS, "bye": State.LEAVING},
+    State.LEAVING: {},
+}
+
+DAEMON_MOVES: dict[State, dict[str, State]] = {
+    State.HELLO: {"error": State.HELLO},
+    State.GREETING: {"welcome": State.READY, "error": State.HELLO},
+    State.READY: _ANSWERS,
+    State.LEAVING: dict.fromkeys(_ANSWERS, State.LEAVING),
+}
+
+_OBSERVER = frozenset({"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"})
+_SCHEDULER = frozenset(REQUESTS) - {"attach", "store", "load", "cancel"}
+
+ROLE_MAY: dict[str, frozenset[str]] = {
+    "observer": _OBSERVER,
+    "scheduler": _SCHEDULER,
+    "worker": frozenset(REQUESTS),
+}
+
+
+def move(state: State, tag: str, *, by_client: bool) -> State:
+    """The state after a message. Raises StateError."""
+    moves = CLIENT_MOVES if by_client else DAEMON_MOVES
+    after = moves[state].get(tag)
+    if after is None:
+        sender = "client" if by_client else "daemon"
+        raise StateError(f"the {sender} may not send {tag!r} in state {state.value}")
+    return after
+
+
+def check_role(role: str, tag: str) -> None:
+    """Raises ForbiddenError if a session of this role may not ask this."""
+    if tag not in ROLE_MAY[role]:
+        raise ForbiddenError(f"a session of role {role} may not send {tag!r}")

@@ -1,0 +1,51 @@
+"""What each uid uses, and its caps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvoffloadd.errors import LimitError
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One uid's use of what the daemon shares out, by name: sessions, jobs, mapped_bytes, fds, leases."""
+
+    uid: int
+    caps: dict[str, int]
+    used: dict[str, int] = field(default_factory=dict)
+
+    def charge(self, name: str, amount: int = 1) -> None:
+        """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""
+        used, cap = self.used.get(name, 0), self.caps[name]
+        if used + amount > cap:
+            raise LimitError(f"uid {self.uid} uses {used} of {cap} {name}; {amount} more are over its cap")
+        self.used[name] = used + amount
+
+    def refund(self, name: str, amount: int = 1) -> None:
+        """Give back what was charged."""
+        self.used[name] -= amount
+
+
+class Accounts:
+    """Accounts by uid, all with the same caps."""
+
+    def __init__(self, caps: dict[str, int]) -> None:
+        self._caps = caps
+        self._by_uid: dict[int, Account] = {}
+
+    def of(self, uid: int) -> Account:
+        """The uid's account."""
+        return self._by_uid.setdefault(uid, Account(uid, self._caps))
+
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Use by uid, zeros left out."""
+        return {
+            str(uid): {name: used for name, used in account.used.items() if used}
+            for uid, account in self._by_uid.items()
+            if any(account.used.values())
+        }
+
+    def leaks(self) -> list[str]:
+        """What is still charged; called when no session is left."""
+        return [f"accounts: uid {uid} is still charged {used}" for uid, used in self.figures().items()]

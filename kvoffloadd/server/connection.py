@@ -1,0 +1,291 @@
+"""One accepted socket: bytes and descriptors in and out, back-pressure, deadlines, and the end of the session.
+
+Its own non-blocking socket with `recvmsg`, because asyncio's transports drop descriptors. The event loop alone runs
+here; nothing raised by one connection reaches another.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.session import Session
+
+if TYPE_CHECKING:
+    from kvoffloadd.server.context import Context
+    from kvoffloadd.server.peer import Peer
+
+log = logging.getLogger(__name__)
+
+_READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * m.FDS_PER_FRAME_MAX)
+MESSAGES_PER_TURN = 32
+REQUESTS_UNDER_WAY_MAX = 64
+"""Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
+FLUSH_S = 1.0
+"""How long a peer that is being sent away may take to read its last words."""
+
+
+class PeerConnection:
+    """Owns socket, peer and session from accept to the end."""
+
+    def __init__(self, context: Context, sock: socket.socket, peer: Peer) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._sock = sock
+        self._peer = peer
+        self._protocol = Connection(daemon=True)
+        self._outbox = Outbox(context.config.limits.outbox_bytes)
+        self.session = Session(context, peer, self._outbox, self._send)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading = self._writing = False
+        self._pump_scheduled = False
+        self._ending: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to serve. The session ends by itself when the peer does."""
+        self._context.sessions.add(self.session)
+        self._context.counters.sessions += 1
+        self._resume_reading()
+        if self._peer.pidfd >= 0:
+            self._loop.add_reader(self._peer.pidfd, self._on_peer_death)
+        self._watch_partial()
+
+    # --- in ---
+
+    def _on_readable(self) -> None:
+        try:
+            size, ancillary, flags, _ = self._sock.recvmsg_into([_READ], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(f"read failed: {error.strerror}")
+            return
+        fds = _descriptors(ancillary)
+        if flags & socket.MSG_CTRUNC:
+            _close_all(fds)
+            self._refuse(FramingError(f"more than {m.FDS_PER_FRAME_MAX} descriptors at once"))
+            return
+        if size == 0:
+            _close_all(fds)
+            self.end("the peer closed the socket")
+            return
+        try:
+            with memoryview(_READ)[:size] as data:
+                self._protocol.receive_data(data, fds)
+        except FramingError as error:
+            self._refuse(error)
+            return
+        self._pump()
+
+    def _pump(self) -> None:
+        """Serve what has arrived, a bounded number of messages per turn, while the peer reads its replies."""
+        self._pump_scheduled = False
+        for _ in range(MESSAGES_PER_TURN):
+            if self._ending or self._outbox.congested:
+                break
+            try:
+                got = self._protocol.next_message()
+            except FramingError as error:
+                self._refuse(error)
+                return
+            except PeerError as error:
+                self._reply_error(error, error.seq)
+                continue
+            if got is None:
+                self._watch_partial()
+                break
+            self._serve(*got)
+        else:
+            self._schedule_pump()
+        self._flush()
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _serve(self, message: m.Message, fds: list[int]) -> None:
+        seq: int = getattr(message, "seq", 0)
+        self._context.counters.requests += 1
+        try:
+            answer = self.session.handle(message, fds)
+        except KvOffloadError as error:
+            self._reply_error(error, seq)
+        except Exception:
+            log.exception("a request failed by a bug of ours")
+            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+        else:
+            if isinstance(answer, m.Reply):
+                self._answer(answer)
+            elif len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and not self.session.leaving:
+                answer.close()
+                self._reply_error(BusyError(f"{len(self._tasks)} requests of this session are under way"), seq)
+            else:
+                self._start_task(answer, seq)
+        finally:
+            _close_all(fds)
+
+    def _answer(self, reply: m.Reply) -> None:
+        if isinstance(reply, m.Welcome):
+            # The frame owns the descriptor until it is sent.
+            self._outbox.put(self._protocol.send(reply), (os.pidfd_open(os.getpid()),))
+        else:
+            self._send(reply)
+
+    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int) -> None:
+        task = self._loop.create_task(self._finish_request(answer, seq))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int) -> None:
+        try:
+            self._send(await answer)
+        except KvOffloadError as error:
+            self._reply_error(error, seq)
+        except Exception:
+            log.exception("a request failed by a bug of ours")
+            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+        self._flush()
+        if self.session.leaving:
+            self.end("the peer said bye")
+
+    # --- out ---
+
+    def _send(self, message: m.Message) -> None:
+        if self._sock.fileno() < 0:
+            return  # the session has ended; its last completions have no reader
+        self._outbox.put(self._protocol.send(message))
+        self._flush()
+
+    def _reply_error(self, error: KvOffloadError, seq: int) -> None:
+        self._context.counters.errors += 1
+        self._context.counters.busy += isinstance(error, BusyError)
+        text = str(error)[:400]
+        self._send(m.Error(seq=seq, code=error.code, message=text, fault=error.fault, retryable=error.retryable))
+        if error.ends_session:
+            self.end(text)
+
+    def _refuse(self, error: FramingError) -> None:
+        """The stream is unusable: say so and go."""
+        self._reply_error(error, 0)
+
+    def _flush(self) -> None:
+        while self._outbox.frames and self._sock.fileno() >= 0:
+            frame, fds = self._outbox.frames[0]
+            try:
+                if fds:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                    size = self._sock.sendmsg([frame], rights)
+                    _close_all(fds)
+                else:
+                    size = self._sock.send(frame)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self.end(f"write failed: {error.strerror}")
+                return
+            self._outbox.sent(size)
+        self._set_writing(bool(self._outbox.frames))
+        if self._outbox.congested:
+            self._pause_reading()
+        elif not self._reading and not self._ending:
+            self._resume_reading()
+            self._schedule_pump()  # what had arrived before the pause
+
+    def _set_writing(self, wanted: bool) -> None:
+        if wanted and not self._writing and self._sock.fileno() >= 0:
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+        elif not wanted and self._writing:
+            self._loop.remove_writer(self._sock.fileno())
+        self._writing = wanted
+
+    def _pause_reading(self) -> None:
+        if self._reading:
+            self._loop.remove_reader(self._sock.fileno())
+            self._reading = False
+
+    def _resume_reading(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._on_readable)
+        self._reading = True
+
+    # --- deadlines and the end ---
+
+    def _watch_partial(self) -> None:
+        """A frame that has begun, and the hello, must come within `partial_frame_s`."""
+        waiting = self._protocol.partial or not self.session.role
+        if waiting and self._timer is None:
+            self._timer = self._loop.call_later(self._context.config.server.partial_frame_s, self._on_partial_late)
+        elif not waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_partial_late(self) -> None:
+        self._timer = None
+        self._refuse(FramingError(f"no whole frame within {self._context.config.server.partial_frame_s} s"))
+
+    def _on_peer_death(self) -> None:
+        self._context.counters.peers_killed += 1
+        self.end("the peer died")
+
+    def end(self, reason: str) -> asyncio.Task[None]:
+        """End the session: drain its copies, free what it holds, close the socket. Once; later calls join."""
+        if self._ending is None:
+            log.info("session %d of pid %d ends: %s", self.session.id, self._peer.pid, reason)
+            self._pause_reading()
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._peer.pidfd >= 0:
+                self._loop.remove_reader(self._peer.pidfd)
+            self._ending = self._context.spawn(self._end())
+        return self._ending
+
+    async def _end(self) -> None:
+        me = asyncio.current_task()
+        await self.session.close()
+        for task in self._tasks - ({me} if me else set()):
+            task.cancel()
+        await self._last_words()
+        self._set_writing(False)
+        self._sock.close()
+        self._peer.close()
+        for _, fds in self._outbox.frames:
+            _close_all(fds)
+        _close_all(self._protocol.take_fds())
+        self._context.sessions.discard(self.session)
+        self.ended.set()
+
+    async def _last_words(self) -> None:
+        """Give the peer a moment to read what is queued (an error, the last completions)."""
+        until = self._loop.time() + FLUSH_S
+        while self._outbox.frames and self._loop.time() < until:
+            before = self._outbox.queued_bytes
+            self._flush()
+            if self._outbox.queued_bytes == before:
+                await asyncio.sleep(0.01)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def _close_all(fds: list[int] | tuple[int, ...]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

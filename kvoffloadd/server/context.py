@@ -1,0 +1,123 @@
+"""What all sessions of one daemon share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.cache import audit
+from kvoffloadd.cache.lease import ReadLease, WriteLease
+from kvoffloadd.server.account import Accounts
+from kvoffloadd.server.instance import Instances
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.transfer import Transfers
+    from kvoffloadd.config import Config
+    from kvoffloadd.device.base import Device
+    from kvoffloadd.lanes import Lane
+    from kvoffloadd.server.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class SessionCounters:
+    """Since the start."""
+
+    sessions: int = 0
+    sessions_refused: int = 0
+    requests: int = 0
+    errors: int = 0
+    busy: int = 0
+    peers_killed: int = 0
+    drains_late: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """Owned by the daemon. `fatal(reason)` ends the process: for what can't be mended while it lives."""
+
+    config: Config
+    boot_id: bytes
+    loop: asyncio.AbstractEventLoop
+    cache: Cache
+    transfers: Transfers
+    devices: dict[str, Device]
+    hash_lane: Lane
+    fatal: Callable[[str], None]
+    accounts: Accounts
+    instances: Instances = field(default_factory=Instances)
+    sessions: set[Session] = field(default_factory=set)
+    counters: SessionCounters = field(default_factory=SessionCounters)
+    draining: bool = False
+    own_uid: int = field(default_factory=os.getuid)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    started_s: float = field(default_factory=time.monotonic)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task that the daemon owns: kept until it ends, its failure logged."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a background task failed", exc_info=task.exception())
+
+    def end_leases(self, leases: list[ReadLease | WriteLease], uid: int) -> None:
+        """What nobody holds any more may be evicted; reserved slots that no job fills are freed."""
+        account = self.accounts.of(uid)
+        for lease in leases:
+            if isinstance(lease, ReadLease):
+                self.cache.unhold(lease.rows)
+                account.refund("leases", len(lease.rows))
+            else:
+                self.cache.abort(lease.parts)
+                account.refund("leases", len(lease.parts))
+
+    def check(self) -> list[str]:
+        """The self-audit: what is wrong; nothing: an empty list."""
+        held = [lease for instance in self.instances.all() for lease in instance.leases.all()]
+        holds = sum(len(lease.rows) for lease in held if isinstance(lease, ReadLease)) + self.transfers.holds
+        reserved = sum(len(lease.parts) for lease in held if isinstance(lease, WriteLease)) + self.transfers.reserved
+        findings = audit.check(self.cache, holds, reserved)
+        if not self.sessions:
+            findings += self.accounts.leaks()
+            if len(self.instances):
+                findings.append(f"instances: {len(self.instances)} without a session")
+        return findings
+
+    def status(self) -> dict[str, Any]:
+        """What `status` tells; the keys are stable."""
+        now = self.loop.time()
+        return {
+            "boot_id": self.boot_id.hex(),
+            "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self.started_s, 3),
+            "draining": self.draining,
+            "memory": self.cache.tier.gauges(),
+            "cache": {**self.cache.figures(), "unsealed": self.transfers.unsealed},
+            "transfers": {
+                str(direction): {name: getattr(counters, name) for name in counters.__slots__}
+                for direction, counters in self.transfers.counters.items()
+            },
+            "running": {"jobs": len(self.transfers.running), "holds": self.transfers.holds},
+            "server": {name: getattr(self.counters, name) for name in self.counters.__slots__},
+            "devices": {kind: device.gauges() for kind, device in self.devices.items()},
+            "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
+            "accounts": self.accounts.figures(),
+            "instances": len(self.instances),
+            "sessions": [session.figures(now) for session in self.sessions],
+            "namespaces": [
+                {"label": n.label, "uid": n.uid, "epoch": n.epoch, "keys": n.keys, "bytes": n.bytes, "sessions": n.sessions}
+                for n in self.cache.namespaces.values()
+            ],
+        }

@@ -1,0 +1,55 @@
+"""One engine: the sessions that named the same token, and the leases that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvoffloadd.cache.lease import Leases
+from kvoffloadd.errors import ForbiddenError
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """Lives as long as it has sessions. `token` is known to its members alone: who names it may use its leases."""
+
+    token: bytes
+    uid: int
+    namespace: bytes | None
+    sessions: int = 0
+    leases: Leases = field(default_factory=Leases)
+
+
+class Instances:
+    """Instances by token."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[bytes, Instance] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def join(self, token: bytes, uid: int, namespace: bytes | None) -> Instance:
+        """Pair with `leave`. Raises ForbiddenError if the token is another uid's, or of an engine in another namespace."""
+        instance = self._by_token.get(token)
+        if instance is None:
+            instance = self._by_token[token] = Instance(token, uid, namespace)
+        if instance.uid != uid:
+            raise ForbiddenError("this instance belongs to another user")
+        if instance.namespace is None:
+            instance.namespace = namespace
+        if namespace is not None and instance.namespace != namespace:
+            raise ForbiddenError("all sessions of one instance must name the same namespace")
+        instance.sessions += 1
+        return instance
+
+    def leave(self, instance: Instance) -> bool:
+        """True if that was its last session: the instance is gone, and its leases are to be ended."""
+        instance.sessions -= 1
+        if instance.sessions:
+            return False
+        del self._by_token[instance.token]
+        return True
+
+    def all(self) -> list[Instance]:
+        """Every instance."""
+        return list(self._by_token.values())

@@ -1,0 +1,293 @@
+"""Stores and loads of one session: checked whole, then started; exactly one completion each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.cache import Found, has_duplicates, keys_array
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.transfer import Transfer, TransferResult
+from kvoffloadd.device.plan import DESCRIPTORS_MAX, Copies, check_destinations, concatenate, make_copies
+from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U8Array, U32Array, U64Array
+from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.server.account import Account
+    from kvoffloadd.server.context import Context
+    from kvoffloadd.server.instance import Instance
+    from kvoffloadd.server.outbox import Outbox
+    from kvoffloadd.server.registration import RegisteredGroup, Registration
+
+COMPLETION_BYTES = 512
+"""A `completed` without its `failed` lists, at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupJob:
+    """One group's share of a job, checked. `keys`: (n, WORDS) u64; `blocks`: (n, blocks_per_key) u32."""
+
+    space: Space
+    group: RegisteredGroup
+    keys: U64Array
+    blocks: U32Array
+    first: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A running job of this session. `chosen[g]`: indices of the keys of list g that are copied; `lost[g]`: those that never were."""
+
+    id: int
+    registration: Registration
+    outbox_bytes: int
+    chosen: list[I64Array]
+    lost: list[I64Array]
+    transfer: Transfer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Jobs:
+    """All jobs of one session. `push` queues a message for the peer."""
+
+    context: Context
+    namespace: Namespace
+    instance: Instance
+    account: Account
+    outbox: Outbox
+    push: Callable[[Push], None]
+    running: dict[int, Job] = field(default_factory=dict)
+
+    # --- requests ---
+
+    def store(self, message: Store, registration: Registration) -> Accepted:
+        """Reserve (or take reserved slots of the named lease), and start copying in."""
+        shares = self._check(message.groups, registration)
+        self._admit(message)
+        for share in shares:
+            if (share.blocks == NO_BLOCK).any():
+                raise BlockIdError(f"group {share.group.group}: a store needs all block ids of each key")
+            if has_duplicates(share.keys):
+                raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
+        leased = [self._leased(share, message.lease) for share in shares] if message.lease else None
+        reserved = self._charge(message, shares)
+        states, chosen, parts, copies = [], [], [], []
+        for number, share in enumerate(shares):
+            state, mine = leased[number] if leased else self._reserve(share)
+            at = np.flatnonzero(state == KeyState.RESERVED)
+            states.append(state.tobytes())
+            chosen.append(at)
+            parts.append(mine)
+            copies.append(self._copies(Direction.STORE, share, at, mine))
+        if message.lease:
+            lease = self.instance.leases.write(message.lease)
+            taken = np.concatenate(parts)
+            lease.parts = np.setdiff1d(lease.parts, taken, assume_unique=True)
+            self.account.refund("leases", len(taken))
+        job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
+
+        def start(done: Callable[[TransferResult], None]) -> Transfer:
+            device = self.context.devices["host"]
+            return self.context.transfers.store(
+                device, np.concatenate(parts), concatenate(copies), self._deadline(message), done
+            )
+
+        self._start(job, start if any(map(len, chosen)) else None)
+        return Accepted(seq=message.seq, job=message.job, states=states)
+
+    def load(self, message: Load, registration: Registration) -> Accepted:
+        """Copy out what hits; what does not is named in the completion."""
+        shares = self._check(message.groups, registration)
+        self._admit(message)
+        founds = [self.context.cache.find(share.space, share.keys) for share in shares]
+        if message.lease:
+            self._check_lease(message.lease, founds)
+        parts = [self._part_of(share, found) for share, found in zip(shares, founds, strict=True)]
+        copies = concatenate([self._copies_of(s, f, p, f.hits) for s, f, p in zip(shares, founds, parts, strict=True)])
+        check_destinations(copies.dst, copies.size)
+        reserved = self._charge(message, shares)
+        if not message.lease:
+            for share, found in zip(shares, founds, strict=True):
+                self.context.cache.use(share.space, found, share.first)
+        chosen = [np.flatnonzero(found.hits) for found in founds]
+        job = Job(message.job, registration, reserved, chosen, [np.flatnonzero(~found.hits) for found in founds])
+
+        def build(good: BoolArray) -> Copies:
+            if good.all():
+                return copies
+            masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
+            some = []
+            for share, found, part, mask in zip(shares, founds, parts, masks, strict=True):
+                hits = found.hits
+                hits[np.flatnonzero(hits)[~mask]] = False
+                some.append(self._copies_of(share, found, part, hits))
+            return concatenate(some)
+
+        def start(done: Callable[[TransferResult], None]) -> Transfer:
+            return self.context.transfers.load(
+                self.context.devices["host"],
+                np.concatenate([found.hit_rows for found in founds]),
+                np.concatenate([part[found.hits] for part, found in zip(parts, founds, strict=True)]),
+                build,
+                self._deadline(message),
+                message.expedited,
+                done,
+            )
+
+        self._start(job, start if any(map(len, chosen)) else None)
+        return Accepted(seq=message.seq, job=message.job, states=[found.states.tobytes() for found in founds])
+
+    def cancel(self, job_id: int) -> None:
+        """Raises UnknownNameError unless the job is under way in this session."""
+        job = self.running.get(job_id)
+        if job is None:
+            raise UnknownNameError(f"this session has no job {job_id} under way")
+        if job.transfer is not None:
+            job.transfer.cancel()
+
+    def cancel_all(self) -> set[Transfer]:
+        """Drop what has not begun; returns what still has to end."""
+        transfers = self.transfers()
+        for transfer in transfers:
+            transfer.cancel()
+        return transfers
+
+    def transfers(self) -> set[Transfer]:
+        """What is under way."""
+        return {job.transfer for job in self.running.values() if job.transfer is not None}
+
+    # --- checks, none of which changes anything ---
+
+    def _check(self, groups: Sequence[GroupBlocks], registration: Registration) -> list[GroupJob]:
+        shares = []
+        if len({item.group for item in groups}) != len(groups):
+            raise DuplicateError("a group is named twice in one job")
+        for item in groups:
+            group = registration.group(item.group)
+            keys = keys_array(item.keys, self.namespace.key_bytes)
+            per_key = group.plan.blocks_per_key
+            if len(item.blocks) != 4 * per_key * len(keys):
+                raise BlockIdError(
+                    f"group {item.group}: {len(item.blocks)} bytes of block ids for {len(keys)} keys of {per_key} blocks; "
+                    f"{4 * per_key * len(keys)} are needed"
+                )
+            blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
+            outside = (blocks >= group.plan.num_blocks) & (blocks != NO_BLOCK)
+            if outside.any():
+                raise BlockIdError(
+                    f"group {item.group}: block id {int(blocks[outside].max())}; the tensors have {group.plan.num_blocks} blocks"
+                )
+            if len(keys) * len(group.plan.size) > DESCRIPTORS_MAX:
+                raise LimitError(f"group {item.group}: more than {DESCRIPTORS_MAX} descriptors in one job; split it")
+            shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
+        total = sum(len(share.keys) for share in shares)
+        if total > self.context.config.limits.keys_per_request:
+            raise LimitError(f"{total} keys in one request; the cap is {self.context.config.limits.keys_per_request}")
+        return shares
+
+    def _admit(self, message: Store | Load) -> None:
+        if self.context.draining:
+            raise DrainingError("the daemon is shutting down and takes no new jobs")
+        if message.job in self.running:
+            raise DuplicateError(f"job id {message.job} is in use by a job under way")
+        if len(self.running) >= self.context.config.limits.jobs_per_session:
+            raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
+
+    def _charge(self, message: Store | Load, shares: list[GroupJob]) -> int:
+        """Caps and room for the completion: the last things that can refuse the job. Returns the bytes promised."""
+        size = COMPLETION_BYTES + sum(8 + 4 * len(share.keys) for share in shares)
+        self.outbox.reserve(size)
+        try:
+            self.account.charge("jobs")
+        except LimitError:
+            self.outbox.unreserve(size)
+            raise
+        return size
+
+    def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
+        rows = self.instance.leases.read(lease_id).rows
+        for found in founds:
+            if not np.isin(found.rows, rows).all():
+                raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
+
+    def _leased(self, share: GroupJob, lease_id: int) -> tuple[U8Array, I64Array]:
+        lease = self.instance.leases.write(lease_id)
+        rows = self.context.cache.find(share.space, share.keys).rows
+        parts = np.zeros(0, np.int64)
+        if (rows >= 0).all():
+            parts = self.context.cache.part_records(rows.astype(np.uint32), share.group.part)
+        state = self.context.cache.entries.parts.state[parts]
+        if len(parts) != len(share.keys) or not np.isin(parts, lease.parts).all() or (state != PartState.RESERVED).any():
+            raise LeaseError(f"lease {lease_id} does not cover all keys of this store")
+        return np.full(len(share.keys), KeyState.RESERVED, np.uint8), parts
+
+    # --- plans ---
+
+    def _reserve(self, share: GroupJob) -> tuple[U8Array, I64Array]:
+        wanted = np.array([share.group.part], np.uint16)
+        reservation = self.context.cache.reserve(share.space, share.keys, wanted, share.first)
+        return reservation.states, reservation.parts
+
+    def _part_of(self, share: GroupJob, found: Found) -> I64Array:
+        """Record number of this rank's part, per key (of those that hit; others are 0)."""
+        parts = np.zeros(len(found.rows), np.int64)
+        parts[found.hits] = self.context.cache.part_records(found.hit_rows, share.group.part)
+        return parts
+
+    def _copies_of(self, share: GroupJob, found: Found, parts: I64Array, hits: BoolArray) -> Copies:
+        at = np.flatnonzero(hits)
+        return self._copies(Direction.LOAD, share, at, parts[at])
+
+    def _copies(self, direction: Direction, share: GroupJob, at: I64Array, parts: I64Array) -> Copies:
+        addresses = self.context.cache.payload_addresses(parts)
+        memory, payload, sizes = share.group.plan.expand(share.blocks[at], addresses)
+        return make_copies(direction, memory, payload, sizes, len(sizes))
+
+    def _deadline(self, message: Store | Load) -> float:
+        return self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
+
+    # --- the life of a job ---
+
+    def _start(self, job: Job, start: Callable[[Callable[[TransferResult], None]], Transfer] | None) -> None:
+        self.running[job.id] = job
+        if start is None:
+            nothing = TransferResult(Outcome.DONE, 0, 0.0, np.zeros(0, bool))
+            self.context.loop.call_soon(self._complete, job, nothing)  # behind the reply
+            return
+        job.transfer = start(lambda result: self._complete(job, result))
+        job.registration.running.add(job.transfer)
+
+    def _complete(self, job: Job, result: TransferResult) -> None:
+        del self.running[job.id]
+        if job.transfer is not None:
+            job.registration.running.discard(job.transfer)
+        self.account.refund("jobs")
+        self.outbox.unreserve(job.outbox_bytes)
+        failed = self._failed(job, result)
+        outcome = result.outcome
+        if outcome is Outcome.DONE and any(map(len, failed)):
+            outcome = Outcome.PARTIAL
+        self.push(
+            Completed(
+                job=job.id,
+                outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
+                bytes=result.bytes,
+                seconds=result.seconds,
+                failed=[indices.astype("<u4").tobytes() for indices in failed],
+                reason=result.reason[:200],
+            )
+        )
+
+    @staticmethod
+    def _failed(job: Job, result: TransferResult) -> list[I64Array]:
+        if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
+            return [np.union1d(chosen, lost) for chosen, lost in zip(job.chosen, job.lost, strict=True)]
+        if not len(result.bad):
+            return job.lost
+        masks = np.split(result.bad, np.cumsum([len(at) for at in job.chosen])[:-1])
+        return [np.union1d(at[m], lost) for at, lost, m in zip(job.chosen, job.lost, masks, strict=True)]

@@ -1,0 +1,157 @@
+"""The socket in the file system: taken from a dead daemon, never from a live one; only allowed users get in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
+from kvoffloadd.protocol import codec
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server import peer as peers
+from kvoffloadd.server.connection import PeerConnection
+
+if TYPE_CHECKING:
+    from kvoffloadd.server.context import Context
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+ACCEPT_RETRY_S = 0.1
+
+
+def bind(path: Path, mode: int) -> tuple[socket.socket, int]:
+    """A listening socket at `path`, and the descriptor of the lock that says it is ours, to be held while we live.
+
+    Raises ConfigError if a live daemon has it, or the place can't be used.
+    """
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(f"server.socket: {path.parent} can't be used: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"server.socket: a live daemon has {path} (it holds {path}.lock)") from None
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"server.socket: {path} can't be used: {error.strerror}") from None
+    except ConfigError:
+        os.close(lock)
+        raise
+    return listener, lock
+
+
+def _remove_stale(path: Path) -> None:
+    """Raises ConfigError if somebody listens at `path`, or it is no socket."""
+    try:
+        if not path.is_socket():
+            if path.exists():
+                raise ConfigError(f"server.socket: {path} exists and is no socket")
+            return
+    except OSError as error:
+        raise ConfigError(f"server.socket: {path} can't be looked at: {error.strerror}") from None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # its backlog is full: alive
+        except OSError as error:
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+                path.unlink(missing_ok=True)
+                return
+            raise ConfigError(f"server.socket: {path} can't be tried: {error.strerror}") from None
+    raise ConfigError(f"server.socket: a live process listens at {path}")
+
+
+class Listener:
+    """Accepts peers and owns their connections."""
+
+    def __init__(self, context: Context, listener: socket.socket, path: Path) -> None:
+        self._context = context
+        self._listener = listener
+        self._path = path
+        self._connections: set[PeerConnection] = set()
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)
+
+    def _on_acceptable(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the connection stays in the backlog, and a busy loop would help nobody.
+            log.error("accept failed: %s", error.strerror)
+            self._context.loop.remove_reader(self._listener.fileno())
+            self._context.loop.call_later(ACCEPT_RETRY_S, self._retry)
+            return
+        sock.setblocking(False)
+        self._admit(sock)
+
+    def _retry(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        context = self._context
+        try:
+            peer = peers.identify(sock)
+        except OSError:
+            sock.close()  # gone before it could be looked at
+            return
+        try:
+            if peer.uid not in (0, context.own_uid, *context.config.server.allowed_uids):
+                raise ForbiddenError(f"uid {peer.uid} is not in server.allowed_uids")
+            context.accounts.of(peer.uid).charge("sessions")
+        except (ForbiddenError, LimitError) as error:
+            context.counters.sessions_refused += 1
+            _turn_away(sock, error)
+            peer.close()
+            return
+        connection = PeerConnection(context, sock, peer)
+        self._connections.add(connection)
+        connection.start()
+        context.spawn(self._forget(connection, peer.uid))
+
+    async def _forget(self, connection: PeerConnection, uid: int) -> None:
+        await connection.ended.wait()
+        self._connections.discard(connection)
+        self._context.accounts.of(uid).refund("sessions")
+
+    async def close(self, deadline_s: float) -> None:
+        """Accept nobody any more, end all sessions: each one's copies end before its socket closes."""
+        self._context.loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
+        if ends:
+            await asyncio.wait(ends, timeout=deadline_s)
+
+
+def _turn_away(sock: socket.socket, error: PeerError | ResourceError) -> None:
+    """One error frame, as far as the socket takes it, and out."""
+    reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
+    with contextlib.suppress(OSError):
+        sock.send(codec.encode(reply))
+    sock.close()

@@ -1,0 +1,41 @@
+"""Who is at the other end of a Unix socket: credentials from the kernel, and a pidfd that tells of the process's end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+_UCRED = struct.Struct("3i")
+_SO_PEERPIDFD = 77  # Linux 6.5; not in Python 3.11's socket module
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """`pidfd` is -1 where the process can't be watched (it is gone already, or in a foreign pid namespace); owned by the holder."""
+
+    pid: int
+    uid: int
+    gid: int
+    pidfd: int
+
+    def close(self) -> None:
+        """Close the pidfd."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+
+
+def identify(sock: socket.socket) -> Peer:
+    """The process that connected. It may have passed the socket on: the uid is that of the one who connected."""
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Peer(pid, uid, gid, _pidfd(sock, pid))
+
+
+def _pidfd(sock: socket.socket, pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with contextlib.suppress(OSError, ValueError):
+        return os.pidfd_open(pid)  # racy in theory (a reused pid): the socket's end is watched as well
+    return -1

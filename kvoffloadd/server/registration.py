@@ -1,0 +1,126 @@
+"""What a worker registered: tensors in attached memory, and its part of each group. Checked once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.device.plan import GroupPlan, Tensor
+from kvoffloadd.errors import DuplicateError, ExtentError, SchemaError, UnknownNameError
+from kvoffloadd.model import GroupKind, GroupSchema, Ref
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.cache.transfer import Transfer
+    from kvoffloadd.device.base import Allocation
+    from kvoffloadd.protocol.messages import GroupSpec, TensorSpec
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """An allocation, and how many registrations name it."""
+
+    allocation: Allocation
+    uses: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegisteredGroup:
+    """This rank's view of a group. `plan` yields nothing if the rank has no part of it."""
+
+    group: int
+    part: int
+    plan: GroupPlan
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """Owned by a session. `running`: the jobs that use its memory."""
+
+    id: int
+    groups: dict[int, RegisteredGroup]
+    allocations: frozenset[int]
+    running: set[Transfer] = field(default_factory=set)
+
+    def group(self, number: int) -> RegisteredGroup:
+        """Raises UnknownNameError if the group isn't registered here, or this rank has no part of it."""
+        found = self.groups.get(number)
+        if found is None:
+            raise UnknownNameError(f"registration {self.id} has no group {number}; it has {sorted(self.groups)}")
+        if not found.plan.payload_bytes:
+            raise UnknownNameError(f"registration {self.id} has no part of group {number}: it was registered without refs")
+        return found
+
+
+def schema_of(spec: GroupSpec) -> GroupSchema:
+    """Raises SchemaError for a window that does not fit the kind, or a part that does not exist."""
+    kind = GroupKind(spec.kind)
+    if kind in (GroupKind.FULL, GroupKind.MAMBA) and spec.window_keys:
+        raise SchemaError(f"group {spec.group}: a {kind} group has no window, not one of {spec.window_keys} keys")
+    if kind is GroupKind.CHUNKED and not spec.window_keys:
+        raise SchemaError(f"group {spec.group}: a chunked group needs window_keys, the keys of one attention chunk")
+    if spec.part >= spec.parts:
+        raise SchemaError(f"group {spec.group}: part {spec.part} of {spec.parts}; parts are counted from 0")
+    return GroupSchema(spec.group, kind, spec.tokens_per_key, spec.window_keys, spec.blocks_per_key, spec.parts)
+
+
+def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> list[Tensor]:
+    """The tensors at this process's addresses.
+
+    Raises UnknownNameError for an allocation that this session has not attached, ExtentError for rows that overlap or
+    leave what the kernel says is there.
+    """
+    tensors = []
+    for number, spec in enumerate(specs):
+        entry = attached.get(spec.allocation)
+        if entry is None:
+            raise UnknownNameError(f"tensor {number}: this session has no allocation {spec.allocation}")
+        if spec.stride_bytes < spec.page_bytes:
+            raise ExtentError(f"tensor {number}: stride {spec.stride_bytes} is less than the page of {spec.page_bytes} bytes")
+        end = spec.offset + (spec.num_blocks - 1) * spec.stride_bytes + spec.page_bytes
+        if end > entry.allocation.size_bytes:
+            raise ExtentError(
+                f"tensor {number}: {spec.num_blocks} blocks end at byte {end} of an allocation of "
+                f"{entry.allocation.size_bytes} bytes"
+            )
+        base = entry.allocation.base_address + spec.offset
+        tensors.append(Tensor(base, spec.num_blocks, spec.page_bytes, spec.stride_bytes))
+    return tensors
+
+
+def build(
+    registration_id: int,
+    tensors: list[TensorSpec],
+    groups: list[GroupSpec],
+    attached: Mapping[int, Attached],
+    cache: Cache,
+    namespace: Namespace,
+) -> Registration:
+    """Check everything, then make the groups known to the namespace. Raises PeerErrors, having changed nothing."""
+    located = locate(tensors, attached)
+    checked = []
+    if len({spec.group for spec in groups}) != len(groups):
+        raise DuplicateError("a group is registered twice in one request")
+    for spec in groups:
+        schema = schema_of(spec)
+        refs = [Ref(r.tensor, r.offset, r.length, r.count, r.stride) for r in spec.refs]
+        plan = GroupPlan.build(located, refs, spec.blocks_per_key)
+        if plan.payload_bytes > cache.tier.payload_bytes_max:
+            raise ExtentError(
+                f"group {spec.group}: a payload of {plan.payload_bytes} bytes does not fit into a slab of "
+                f"{cache.tier.payload_bytes_max}; raise memory.slab_bytes or lower blocks_per_key"
+            )
+        namespace.check_schema(schema)
+        known = namespace.spaces.get(spec.group)
+        if known is not None and plan.payload_bytes:
+            known.check_part(spec.part, plan.payload_bytes)
+        checked.append((schema, RegisteredGroup(spec.group, spec.part, plan)))
+    for schema, group in checked:
+        space: Space = cache.declare(namespace, schema)
+        if group.plan.payload_bytes:
+            cache.learn_part(space, group.part, group.plan.payload_bytes)
+    used = frozenset(spec.allocation for spec in tensors)
+    return Registration(registration_id, {group.group: group for _, group in checked}, used)

@@ -1,0 +1,511 @@
+"""One peer's session: each request is checked, carried out, and answered once. No socket here.
+
+A handler returns the reply, or a coroutine that will; whatever it raises becomes the error reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgpack
+import numpy as np
+
+from kvoffloadd.cache.cache import Found, has_duplicates, keys_array
+from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.errors import (
+    DrainingError,
+    DuplicateError,
+    ForbiddenError,
+    LimitError,
+    SchemaError,
+    StateError,
+    UnknownNameError,
+    VersionError,
+)
+from kvoffloadd.model import KeyState
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import tag_of
+from kvoffloadd.protocol.state import check_role
+from kvoffloadd.server import registration
+from kvoffloadd.server.jobs import Jobs
+from kvoffloadd.tiers.hashing import hash_payloads
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.model import U64Array
+    from kvoffloadd.server.context import Context
+    from kvoffloadd.server.instance import Instance
+    from kvoffloadd.server.outbox import Outbox
+    from kvoffloadd.server.peer import Peer
+    from kvoffloadd.server.registration import Attached, Registration
+
+Answer = m.Reply | Coroutine[Any, Any, m.Reply]
+
+FEATURES = ["host", "memory"]
+VERIFY_CHUNK = 256
+
+
+def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
+    """16 bytes that name a namespace: all its fields and the owner's uid."""
+    fields = [uid, spec.model, spec.revision, spec.dtype, spec.layout, spec.parallel, spec.salt, spec.key_bytes]
+    return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
+
+
+class Session:
+    """From hello to the end of its last copy. `push` queues a message for the peer."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, context: Context, peer: Peer, outbox: Outbox, push: Callable[[m.Push], None]) -> None:
+        self.id = next(self._ids)
+        self.peer = peer
+        self.role = ""
+        self.leaving = False
+        self.requests = 0
+        self._context = context
+        self._outbox = outbox
+        self._push = push
+        self._account = context.accounts.of(peer.uid)
+        self._instance: Instance | None = None
+        self._namespace: Namespace | None = None
+        self._jobs: Jobs | None = None
+        self._attached: dict[int, Attached] = {}
+        self._registrations: dict[int, Registration] = {}
+        self._ids_of_session = itertools.count(1)
+        self._listening = False
+        self._events_missed = False
+
+    # --- dispatch ---
+
+    def handle(self, message: m.Message, fds: list[int]) -> Answer:
+        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. `fds` stay the caller's."""
+        if isinstance(message, m.Hello):
+            return self._hello(message)
+        if isinstance(message, m.Attach):
+            check_role(self.role, tag_of(message))
+            return self._attach(message, fds)
+        check_role(self.role, tag_of(message))
+        self.requests += 1
+        return self._HANDLERS[type(message)](self, message)
+
+    @property
+    def privileged(self) -> bool:
+        """Root, or the daemon's own user."""
+        return self.peer.uid in (0, self._context.own_uid)
+
+    # --- hello, memory, registration ---
+
+    def _hello(self, message: m.Hello) -> m.Reply:
+        context = self._context
+        if message.version not in m.VERSIONS:
+            raise VersionError(f"protocol version {message.version} can't be served; this daemon serves {list(m.VERSIONS)}")
+        if message.namespace is None and message.role != "observer":
+            raise StateError(f"a {message.role} must name its namespace")
+        if context.draining:
+            raise DrainingError("the daemon is shutting down and takes no new sessions")
+        name = fingerprint(message.namespace, self.peer.uid) if message.namespace else None
+        instance = context.instances.join(message.instance, self.peer.uid, name)
+        self._instance, self.role = instance, message.role
+        if message.namespace is not None and name is not None:
+            spec = message.namespace
+            namespace = context.cache.open_namespace(name, self.peer.uid, spec.model, spec.key_bytes)
+            self._namespace = namespace
+            self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push)
+        limits = context.config.limits
+        return m.Welcome(
+            seq=message.seq,
+            version=message.version,
+            boot_id=context.boot_id,
+            session=self.id,
+            namespace=name or b"",
+            epoch=self._namespace.epoch if self._namespace else 0,
+            limits=m.Limits(
+                frame_bytes=m.FRAME_BYTES_MAX,
+                fds_per_frame=m.FDS_PER_FRAME_MAX,
+                keys_per_request=limits.keys_per_request,
+                jobs=limits.jobs_per_session,
+                deadline_s=context.config.copy.deadline_max_s,
+            ),
+            features=FEATURES,
+        )
+
+    def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
+        device = self._context.devices["host"]
+        mapped: list[int] = []
+        try:
+            for fd in fds:
+                self._account.charge("fds")
+                try:
+                    mapped.append(self._map(fd))
+                except BaseException:
+                    self._account.refund("fds")
+                    raise
+        except BaseException:
+            for number in mapped:  # all or none
+                self._context.spawn(device.unmap(self._forget_allocation(number)))
+            raise
+        sizes = [self._attached[number].allocation.size_bytes for number in mapped]
+        return m.Attached(seq=message.seq, allocations=mapped, sizes_bytes=sizes)
+
+    def _map(self, fd: int) -> int:
+        device = self._context.devices["host"]
+        allocation = device.map(fd, self.peer.uid)
+        try:
+            self._account.charge("mapped_bytes", allocation.size_bytes)
+        except LimitError:
+            self._context.spawn(device.unmap(allocation))
+            raise
+        number = next(self._ids_of_session)
+        self._attached[number] = registration.Attached(allocation)
+        return number
+
+    def _forget_allocation(self, number: int) -> Any:
+        allocation = self._attached.pop(number).allocation
+        self._account.refund("mapped_bytes", allocation.size_bytes)
+        self._account.refund("fds")
+        return allocation
+
+    def _register(self, message: m.Register) -> m.Reply:
+        cap = self._context.config.limits.tensors_per_registration
+        if len(message.tensors) > cap:
+            raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
+        namespace = self._own_namespace()
+        number = next(self._ids_of_session)
+        made = registration.build(
+            number, message.tensors, message.groups, self._attached, self._context.cache, namespace
+        )
+        for allocation in made.allocations:
+            self._attached[allocation].uses += 1
+        self._registrations[number] = made
+        return m.Registered(seq=message.seq, registration=number)
+
+    def _unregister(self, message: m.Unregister) -> Answer:
+        made = self._registration(message.registration)
+        del self._registrations[made.id]
+        return self._finish_unregister(message.seq, made)
+
+    async def _finish_unregister(self, seq: int, made: Registration) -> m.Reply:
+        config = self._context.config.copy
+        deadline_s = config.deadline_max_s + config.worker_drain_s
+        if not await self._context.transfers.settle(made.running, deadline_s):
+            self._context.fatal(f"copies of registration {made.id} do not end")
+        await self._unmap_unused(made)
+        return m.Done(seq=seq)
+
+    async def _unmap_unused(self, made: Registration) -> None:
+        unused = []
+        for number in made.allocations:
+            entry = self._attached.get(number)
+            if entry is not None:
+                entry.uses -= 1
+                if entry.uses == 0:
+                    unused.append(number)
+        for number in unused:
+            await self._context.devices["host"].unmap(self._forget_allocation(number))
+
+    # --- keys ---
+
+    def _lookup(self, message: m.Lookup) -> m.Reply:
+        founds, boundaries = self._find(message.groups)
+        return m.Found(seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries)
+
+    def _pin(self, message: m.Pin) -> m.Reply:
+        founds, boundaries = self._find(message.groups)
+        rows = np.concatenate([np.zeros(0, np.uint32), *(found.hit_rows for _, _, found in founds)])
+        counters = self._context.cache.counters
+        lease = 0
+        if len(rows):
+            self._account.charge("leases", len(rows))
+            self._context.cache.hold(rows)
+            lease = self._own_instance().leases.add_read(rows).id
+        for space, first, found in founds:
+            self._context.cache.use(space, found, first)
+            counters.keys_hit += int(found.hits.sum())
+            counters.keys_pending += int((found.states == KeyState.PENDING).sum())
+            counters.keys_missed += int((found.states == KeyState.MISS).sum())
+        states = [found.states.tobytes() for _, _, found in founds]
+        return m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease)
+
+    def _touch(self, message: m.Touch) -> m.Reply:
+        founds, _ = self._find(message.groups)
+        for space, first, found in founds:
+            self._context.cache.use(space, found, first)
+        return m.Done(seq=message.seq)
+
+    def _prefetch(self, message: m.Prefetch) -> m.Reply:
+        # There is no slower tier yet: what is held is in memory already.
+        founds, boundaries = self._find(message.groups)
+        return m.Found(seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries)
+
+    def _find(self, groups: list[m.GroupKeys]) -> tuple[list[tuple[Space, int, Found]], bytes]:
+        founds = [(space, first, self._context.cache.find(space, keys)) for space, first, keys in self._keys_of(groups)]
+        hits = [GroupHits(space.schema, first, found.hits) for space, first, found in founds]
+        return founds, restorable_boundaries(hits).astype("<u4").tobytes()
+
+    def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Space, int, U64Array]]:
+        namespace = self._own_namespace()
+        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
+        if len({space.id for space, _, _ in asked}) != len(asked):
+            raise DuplicateError("a group is named twice in one request")
+        total = sum(len(keys) for _, _, keys in asked)
+        cap = self._context.config.limits.keys_per_request
+        if total > cap:
+            raise LimitError(f"{total} keys in one request; the cap is {cap}")
+        return asked
+
+    def _reserve(self, message: m.Reserve) -> m.Reply:
+        if self._context.draining:
+            raise DrainingError("the daemon is shutting down and takes no new reservations")
+        asked = self._keys_of(message.groups)
+        plans = []
+        for space, first, keys in asked:
+            wanted = sorted(set(range(space.schema.parts) if message.parts is None else message.parts))
+            if not wanted or wanted[-1] >= space.schema.parts:
+                raise SchemaError(f"group {space.schema.group} has parts 0 to {space.schema.parts - 1}, not {wanted}")
+            if not all(space.part_bytes[p] for p in wanted):
+                raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
+            if has_duplicates(keys):
+                raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
+            plans.append((space, first, keys, np.array(wanted, np.uint16)))
+        most = sum(len(keys) * len(wanted) for _, _, keys, wanted in plans)
+        self._account.charge("leases", most)
+        reserved = [self._context.cache.reserve(space, keys, wanted, first) for space, first, keys, wanted in plans]
+        parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
+        self._account.refund("leases", most - len(parts))
+        lease = self._own_instance().leases.add_write(parts).id if len(parts) else 0
+        return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
+
+    def _release(self, message: m.Release) -> m.Reply:
+        self._context.end_leases([self._own_instance().leases.pop(message.lease)], self.peer.uid)
+        return m.Done(seq=message.seq)
+
+    # --- jobs ---
+
+    def _store(self, message: m.Store) -> m.Reply:
+        return self._own_jobs().store(message, self._registration(message.registration))
+
+    def _load(self, message: m.Load) -> m.Reply:
+        return self._own_jobs().load(message, self._registration(message.registration))
+
+    def _cancel(self, message: m.Cancel) -> m.Reply:
+        self._own_jobs().cancel(message.job)
+        return m.Done(seq=message.seq)
+
+    # --- the namespace, the daemon ---
+
+    def _clear(self, message: m.Clear) -> Answer:
+        return self._finish_clear(message.seq, self._scope(message.everything))
+
+    async def _finish_clear(self, seq: int, namespaces: list[Namespace]) -> m.Reply:
+        keys = held_bytes = 0
+        walks = [self._context.cache.clear(namespace) for namespace in namespaces]
+        for walk in walks:
+            next(walk)  # from here on nothing old hits, in any of them
+        for walk in walks:
+            for some_keys, some_bytes in walk:
+                keys += some_keys
+                held_bytes += some_bytes
+                await asyncio.sleep(0)
+        return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
+
+    def _drain(self, message: m.Drain) -> Answer:
+        scope = set(map(id, self._scope(message.everything)))
+        jobs = {
+            transfer
+            for session in self._context.sessions
+            if id(session._namespace) in scope
+            for transfer in session.transfers()
+        }
+        return self._finish_drain(message, jobs)
+
+    async def _finish_drain(self, message: m.Drain, jobs: set[Any]) -> m.Reply:
+        await self._context.transfers.settle(jobs, message.deadline_s, sealed=True)
+        left = sum(not job.finished for job in jobs)
+        return m.Drained(seq=message.seq, jobs=left, unsealed=self._context.transfers.unsealed)
+
+    def _scope(self, everything: bool) -> list[Namespace]:
+        if not everything:
+            return [self._own_namespace()]
+        if not self.privileged:
+            raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
+        return list(self._context.cache.namespaces.values())
+
+    def _status(self, message: m.Status) -> m.Reply:
+        return m.Report(seq=message.seq, status=self._context.status())
+
+    def _verify(self, message: m.Verify) -> Answer:
+        if not self.privileged:
+            raise ForbiddenError("only root and the daemon's own user may ask for the self-audit")
+        return self._finish_verify(message)
+
+    async def _finish_verify(self, message: m.Verify) -> m.Reply:
+        findings = self._context.check()
+        columns = self._context.cache.entries.parts
+        slots = int(np.count_nonzero(columns.state))
+        payloads = 0
+        sealed = np.flatnonzero(columns.state == PartState.SEALED) if message.payloads else np.zeros(0, np.int64)
+        for start in range(0, len(sealed), VERIFY_CHUNK):
+            parts = sealed[start : start + VERIFY_CHUNK]
+            parts = parts[columns.state[parts] == PartState.SEALED]
+            wrong = await self._wrong_payloads(parts)
+            payloads += len(parts)
+            findings += [f"payload: part record {part} does not match its checksum" for part in wrong.tolist()]
+        return m.Verified(seq=message.seq, findings=findings[:1000], slots=slots, payloads=payloads)
+
+    async def _wrong_payloads(self, parts: np.ndarray) -> np.ndarray:
+        context = self._context
+        columns = context.cache.entries.parts
+        generations, expected = columns.generation[parts], columns.digest[parts].copy()
+        addresses, sizes = context.cache.payload_addresses(parts), context.cache.payload_bytes(parts)
+        future: asyncio.Future[U64Array] = context.loop.create_future()
+
+        def done(result: U64Array | BaseException) -> None:
+            if future.done():
+                return
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        context.hash_lane.submit(lambda: hash_payloads(addresses, sizes), done, urgent=1)
+        digests = await future
+        same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.SEALED)
+        wrong = parts[(digests != expected).any(axis=1) & same]
+        return wrong
+
+    def _ping(self, message: m.Ping) -> m.Reply:
+        return m.Done(seq=message.seq)
+
+    # --- events ---
+
+    def _subscribe(self, message: m.Subscribe) -> m.Reply:
+        if not self._listening:
+            self._own_namespace().listeners += 1
+            self._listening = True
+        return m.Done(seq=message.seq)
+
+    def _snapshot(self, message: m.Snapshot) -> m.Reply:
+        keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor)
+        return m.Listing(seq=message.seq, keys=keys, cursor=cursor)
+
+    def tell(self, namespace: Namespace, group: int, added: bytes, removed: bytes) -> None:
+        """An event of a namespace; dropped, with a `gap`, when the peer reads too slowly."""
+        if not self._listening or namespace is not self._namespace:
+            return
+        size = len(added) + len(removed) + 128
+        if not self._outbox.room(size + 64):
+            self._events_missed = True
+            return
+        if self._events_missed:
+            self._events_missed = False
+            self._push(m.Gap())
+        self._push(m.Events(group=group, added=added, removed=removed))
+
+    # --- the end ---
+
+    def _bye(self, message: m.Bye) -> Answer:
+        self.leaving = True
+        return self._finish_bye(message.seq)
+
+    async def _finish_bye(self, seq: int) -> m.Reply:
+        await self.close()
+        return m.Done(seq=seq)
+
+    async def close(self) -> None:
+        """End what this session holds: first its copies, then its memory, then its leases if it was the instance's last.
+
+        May be called again. If copies do not end, the process does: a mapping in use can't be released.
+        """
+        context = self._context
+        if self._instance is None:
+            return
+        transfers = self._jobs.cancel_all() if self._jobs else set()
+        if not await context.transfers.settle(transfers, context.config.copy.worker_drain_s):
+            context.counters.drains_late += 1
+            context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")
+            return
+        instance, self._instance = self._instance, None
+        if instance is None:
+            return
+        self._registrations.clear()
+        if context.instances.leave(instance):
+            context.end_leases(instance.leases.pop_all(), self.peer.uid)
+        if self._namespace is not None:
+            self._namespace.listeners -= self._listening
+            context.cache.close_namespace(self._namespace)
+        for number in list(self._attached):
+            await context.devices["host"].unmap(self._forget_allocation(number))
+
+    def transfers(self) -> set[Any]:
+        """Its copies under way."""
+        return self._jobs.transfers() if self._jobs else set()
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """For `status`."""
+        return {
+            "session": self.id,
+            "pid": self.peer.pid,
+            "uid": self.peer.uid,
+            "role": self.role,
+            "namespace": self._namespace.label if self._namespace else "",
+            "requests": self.requests,
+            "jobs": len(self._jobs.running) if self._jobs else 0,
+            "registrations": len(self._registrations),
+            "mapped_bytes": sum(entry.allocation.size_bytes for entry in self._attached.values()),
+        }
+
+    # --- what a session has ---
+
+    def _own_namespace(self) -> Namespace:
+        if self._namespace is None:
+            raise StateError("this session named no namespace in its hello")
+        return self._namespace
+
+    def _own_instance(self) -> Instance:
+        if self._instance is None:
+            raise StateError("this session has ended")
+        return self._instance
+
+    def _own_jobs(self) -> Jobs:
+        if self._jobs is None:
+            raise StateError("this session named no namespace in its hello")
+        return self._jobs
+
+    def _space(self, group: int) -> Space:
+        space = self._own_namespace().spaces.get(group)
+        if space is None:
+            raise UnknownNameError(f"group {group} is not registered in this namespace")
+        return space
+
+    def _registration(self, number: int) -> Registration:
+        found = self._registrations.get(number)
+        if found is None:
+            raise UnknownNameError(f"this session has no registration {number}")
+        return found
+
+    _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
+        m.Ping: _ping,
+        m.Register: _register,
+        m.Unregister: _unregister,
+        m.Lookup: _lookup,
+        m.Pin: _pin,
+        m.Prefetch: _prefetch,
+        m.Touch: _touch,
+        m.Release: _release,
+        m.Reserve: _reserve,
+        m.Store: _store,
+        m.Load: _load,
+        m.Cancel: _cancel,
+        m.Clear: _clear,
+        m.Drain: _drain,
+        m.Status: _status,
+        m.Verify: _verify,
+        m.Subscribe: _subscribe,
+        m.Snapshot: _snapshot,
+        m.Bye: _bye,
+    }

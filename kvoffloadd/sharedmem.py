@@ -1,0 +1,181 @@
+"""Shared memory without opinions: memfds, mappings, prefaulting, lazily committed arrays.
+
+The daemon's side and the client's use it alike. Mappings are made and ended through libc, because Python's `mmap` holds
+the GIL while the kernel works: unmapping or prefaulting some GiB that way would stop the event loop for as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffloadd.errors import LimitError, MemoryKindError, ResourceError, UsageError
+from kvoffloadd.model import PAGE_BYTES, U8Array
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MAP_NORESERVE = 0x4000  # Python's mmap module names it from 3.13 on
+_POPULATE_ALIGN_BYTES = 2 << 20  # threads meet at huge page boundaries, so that none splits one
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def create_memfd(name: str, size_bytes: int) -> int:
+    """A new memfd of zeros whose size is sealed for good. The caller owns the descriptor, which is close-on-exec.
+
+    Raises:
+        UsageError: no bytes.
+        OSError: the kernel gives no memfd.
+    """
+    if size_bytes <= 0:
+        raise UsageError(f"a memfd of {size_bytes} bytes can hold nothing")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed_against_shrinking(fd: int) -> bool:
+    """Whether nobody can ever make this file shorter. False for files that can't be sealed at all."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return bool(seals & fcntl.F_SEAL_SHRINK)
+
+
+class Mapping:
+    """A MAP_SHARED mapping of a whole file, from byte 0. It lives until `close`, never until garbage collection:
+    addresses in it are used by threads that hold no reference to it.
+    """
+
+    __slots__ = ("_address", "_open", "size_bytes", "writable")
+
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
+        """Takes a mapping that exists; use `map_fd` to make one."""
+        self._address = address
+        self._open = True
+        self.size_bytes = size_bytes
+        self.writable = writable
+
+    @classmethod
+    def map_fd(cls, fd: int, size_bytes: int, *, writable: bool = True) -> Self:
+        """Maps the first `size_bytes` of `fd`, which stays the caller's and may be closed. Commits no memory.
+
+        Raises:
+            UsageError: no bytes.
+            LimitError: the kernel has no address space or no huge pages left for it.
+            MemoryKindError: the kernel refuses this descriptor; the message has its reason.
+        """
+        if size_bytes <= 0:
+            raise UsageError(f"a mapping of {size_bytes} bytes can't be made")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            cause = LimitError if number == errno.ENOMEM else MemoryKindError
+            raise cause(f"can't map {size_bytes} bytes of the descriptor: {os.strerror(number)}")
+        return cls(address, size_bytes, writable)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, in this process.
+
+        Raises:
+            UsageError: the mapping is closed.
+        """
+        if not self._open:
+            raise UsageError("the mapping is closed")
+        return self._address
+
+    def array(self) -> U8Array:
+        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: whoever uses it
+        after `close` reads or writes memory that is gone.
+
+        Raises:
+            UsageError: the mapping is closed.
+        """
+        view: U8Array = np.ctypeslib.as_array((ctypes.c_uint8 * self.size_bytes).from_address(self.address))
+        view.flags.writeable = self.writable
+        return view
+
+    def close(self) -> None:
+        """Unmaps, without the GIL: may run in any thread. The caller sees to it that nothing uses the memory any more.
+
+        Raises:
+            UsageError: it is closed already.
+            ResourceError: the kernel can't unmap it.
+        """
+        address = self.address
+        self._open = False  # before the call: another thread may map something else there at once
+        if _libc.munmap(address, self.size_bytes) != 0:
+            raise ResourceError(f"can't unmap {self.size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+def populate(address: int, size_bytes: int, threads: int) -> None:
+    """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
+    takes (about a second per GiB and thread), without the GIL: call it off the event loop.
+
+    Contents never change, so others may use the memory meanwhile. On kernels before 5.14 one byte of each page is read,
+    which commits the pages of shared memory alike.
+
+    Raises:
+        ResourceError: the kernel has no memory for it.
+    """
+    start = address - address % PAGE_BYTES
+    end = address + size_bytes
+    step = max(-(-(end - start) // max(threads, 1)), 1)
+    step += -step % _POPULATE_ALIGN_BYTES
+    with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="kvo-populate") as pool:
+        for done in [pool.submit(_populate, at, min(step, end - at)) for at in range(start, end, step)]:
+            done.result()
+
+
+def _populate(address: int, size_bytes: int) -> None:
+    while _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) != 0:
+        number = ctypes.get_errno()
+        if number == errno.EINVAL:
+            _read_pages(address, size_bytes)
+            return
+        if number not in (errno.EINTR, errno.EAGAIN):
+            raise ResourceError(f"the kernel can't commit {size_bytes} bytes of memory: {os.strerror(number)}")
+
+
+def _read_pages(address: int, size_bytes: int) -> None:
+    # A read, not a write of the same byte: a write between another thread's load and store would undo that thread's.
+    view = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+    np.max(view[::PAGE_BYTES])
+
+
+def reserve_array(shape: tuple[int, ...], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
+    """A zeroed array whose pages cost memory only once they are written: for columns sized for the worst case.
+
+    Private to the process. The memory lives as long as the array or any view of it.
+    """
+    items = int(np.prod(shape, dtype=object)) if shape else 1
+    size_bytes = items * np.dtype(dtype).itemsize
+    if size_bytes == 0:
+        return np.zeros(shape, dtype)
+    base = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    array: npt.NDArray[Any] = np.frombuffer(base, dtype, items).reshape(shape)
+    return array

@@ -1,0 +1,201 @@
+"""The memory tier: a sealed memfd arena, cut into slabs of equal slots.
+
+A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are
+exact: a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab whose slots are all
+free can be given to another size. This file knows places, not keys: who is in a slot is the caller's `owner` number.
+
+Event loop only, but for `prefault`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
+
+@dataclass(slots=True)
+class _Size:
+    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages; the top is handed out first."""
+
+    pages: int
+    slabs: set[int] = field(default_factory=set)
+    free: U32Array = field(default_factory=lambda: np.zeros(64, np.uint32))
+    num_free: int = 0
+
+    def push(self, pages: U32Array) -> None:
+        end = self.num_free + len(pages)
+        if end > len(self.free):
+            self.free = np.concatenate([self.free, np.zeros(end, np.uint32)])
+        self.free[self.num_free : end] = pages
+        self.num_free = end
+
+    def pop(self, count: int) -> U32Array:
+        self.num_free -= count
+        return self.free[self.num_free : self.num_free + count][::-1].copy()
+
+
+class MemoryTier:
+    """`capacity_bytes` of pinned-able shared memory. The last slab may be short, so that any capacity is used whole."""
+
+    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+        self.num_pages = capacity_bytes // PAGE_BYTES
+        self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
+        self.num_slabs = -(-self.num_pages // self.slab_pages)
+        self.fd = create_memfd("kvoffloadd-arena", self.num_pages * PAGE_BYTES)
+        self.mapping = Mapping.map_fd(self.fd, self.num_pages * PAGE_BYTES)
+        self._owner: U32Array = reserve_array((self.num_pages,), np.uint32)  # owner + 1 of the slot at its first page
+        self._slab_size: I64Array = np.zeros(self.num_slabs, np.int64)  # slot size in pages; 0: unassigned
+        self._slab_used: I64Array = np.zeros(self.num_slabs, np.int64)
+        self.slab_touched: U64Array = np.zeros(self.num_slabs, np.uint64)
+        self._unassigned: list[int] = list(range(self.num_slabs - 1, -1, -1))
+        self._sizes: dict[int, _Size] = {}
+        self._closed = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.num_pages * PAGE_BYTES
+
+    def prefault(self, threads: int) -> None:
+        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena."""
+        populate(self.mapping.address, self.mapping.size_bytes, threads)
+
+    def close(self) -> None:
+        """Unmap. The caller guarantees that nothing reads or writes the arena any more."""
+        if self._closed:
+            raise UsageError("the memory tier is closed already")
+        self._closed = True
+        self.mapping.close()
+        os.close(self.fd)
+
+    def addresses(self, pages: U32Array) -> U64Array:
+        """Address of each slot. `pages`: u32 first pages."""
+        found: U64Array = pages.astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.mapping.address)
+        return found
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest payload that a slab can hold."""
+        return self.slab_pages * PAGE_BYTES
+
+    def num_free(self, size: int) -> int:
+        """Slots of `size` pages that can be taken without evicting, unassigned slabs included."""
+        known = self._sizes.get(size)
+        free = known.num_free if known else 0
+        last = self.num_slabs - 1
+        whole = len(self._unassigned) - (last in self._unassigned)
+        short = self._slab_length(last) // size if whole < len(self._unassigned) else 0
+        return free + whole * (self.slab_pages // size) + short
+
+    def coldest_touch(self, size: int) -> int:
+        """The tick at which the coldest slab of this size was last touched; 0 if there is none."""
+        known = self._sizes.get(size)
+        return int(self.slab_touched[list(known.slabs)].min()) if known and known.slabs else 0
+
+    def take(self, size: int, owners: U32Array) -> U32Array:
+        """One slot of `size` pages per owner; the caller has made sure of `num_free`. Returns first pages."""
+        pool = self._sizes.setdefault(size, _Size(size))
+        while pool.num_free < len(owners):
+            slab = next((s for s in reversed(self._unassigned) if self._slab_length(s) >= size), None)
+            if slab is None:
+                raise UsageError("slots were taken that are not free")
+            self._unassigned.remove(slab)
+            self._assign(pool, slab)
+        pages = pool.pop(len(owners))
+        self._owner[pages] = owners + np.uint32(1)
+        np.add.at(self._slab_used, pages // self.slab_pages, 1)
+        return pages
+
+    def give(self, pages: U32Array) -> None:
+        """Free slots of any sizes; they are the next to be handed out."""
+        slabs = pages // self.slab_pages
+        self._owner[pages] = 0
+        np.subtract.at(self._slab_used, slabs, 1)
+        sizes = self._slab_size[slabs]
+        for size in np.unique(sizes).tolist():
+            self._sizes[size].push(pages[sizes == size][::-1])
+
+    def touch(self, pages: U32Array, tick: int) -> None:
+        """Note a use of these slots; feeds `coldest_slabs`."""
+        self.slab_touched[pages // self.slab_pages] = tick
+
+    def coldest_slabs(self, size: int) -> I64Array:
+        """Slabs of other sizes that could hold a slot of `size` pages, least recently touched first."""
+        slabs = np.flatnonzero((self._slab_size != size) & (self._slab_size != 0))
+        if self._slab_length(self.num_slabs - 1) < size:
+            slabs = slabs[slabs != self.num_slabs - 1]
+        order: I64Array = slabs[np.argsort(self.slab_touched[slabs], kind="stable")]
+        return order
+
+    def owners_in(self, slab: int) -> U32Array:
+        """Owners of the used slots of a slab."""
+        first = slab * self.slab_pages
+        owners = self._owner[first : first + self._slab_length(slab)]
+        return owners[owners != 0] - np.uint32(1)
+
+    def unassign(self, slab: int) -> bool:
+        """Give a slab without used slots back for any size; False (nothing changed) if it is in use."""
+        if self._slab_used[slab]:
+            return False
+        pool = self._sizes[int(self._slab_size[slab])]
+        kept = pool.free[: pool.num_free]
+        kept = kept[kept // self.slab_pages != slab]
+        pool.free[: len(kept)] = kept
+        pool.num_free = len(kept)
+        pool.slabs.remove(slab)
+        self._slab_size[slab] = 0
+        self._unassigned.append(slab)
+        return True
+
+    def gauges(self) -> dict[str, int]:
+        """Bytes by use: capacity = used + free + unassigned + tail (what no slot of a slab's size covers)."""
+        used = sum(int(self._slab_used[s]) * pool.pages for pool in self._sizes.values() for s in pool.slabs)
+        free = sum(pool.num_free * pool.pages for pool in self._sizes.values())
+        unassigned = sum(self._slab_length(s) for s in self._unassigned)
+        tail = self.num_pages - used - free - unassigned
+        figures = {"capacity": self.num_pages, "used": used, "free": free, "unassigned": unassigned, "tail": tail}
+        return {f"{name}_bytes": pages * PAGE_BYTES for name, pages in figures.items()}
+
+    def check(self, pages: U32Array, sizes: I64Array, owners: U32Array) -> list[str]:
+        """Audit against what the caller believes: the slots in use, their sizes in pages, their owners."""
+        findings = []
+        if len(np.unique(pages)) != len(pages):
+            findings.append("memory: a slot belongs to two parts")
+        if (self._owner[pages] != owners + np.uint32(1)).any():
+            findings.append("memory: a slot's owner differs from its part")
+        if np.count_nonzero(self._owner) != len(pages):
+            findings.append(f"memory: {np.count_nonzero(self._owner)} slots are owned, {len(pages)} parts have one")
+        if (self._slab_size[pages // self.slab_pages] != sizes).any():
+            findings.append("memory: a slot lies in a slab of another size")
+        for pool in self._sizes.values():
+            slots = sum(self._slab_length(s) // pool.pages for s in pool.slabs)
+            used = sum(int(self._slab_used[s]) for s in pool.slabs)
+            if used + pool.num_free != slots:
+                findings.append(f"memory: {used} used + {pool.num_free} free != {slots} slots of {pool.pages} pages")
+            free = pool.free[: pool.num_free]
+            if len(np.unique(free)) != len(free) or self._owner[free].any():
+                findings.append(f"memory: the free list of {pool.pages}-page slots is wrong")
+        assigned = sum(len(pool.slabs) for pool in self._sizes.values())
+        if assigned + len(self._unassigned) != self.num_slabs:
+            findings.append("memory: a slab is lost or held twice")
+        return findings
+
+    # --- inside ---
+
+    def _slab_length(self, slab: int) -> int:
+        return min(self.slab_pages, self.num_pages - slab * self.slab_pages)
+
+    def _assign(self, pool: _Size, slab: int) -> None:
+        first = slab * self.slab_pages
+        slots = self._slab_length(slab) // pool.pages
+        self._slab_size[slab] = pool.pages
+        pool.slabs.add(slab)
+        # Descending, so that the stack hands them out ascending: neighbours on both sides coalesce.
+        pool.push(np.arange(first + (slots - 1) * pool.pages, first - 1, -pool.pages, dtype=np.int64).astype(np.uint32))
+
+

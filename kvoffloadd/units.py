@@ -1,0 +1,58 @@
+"""Sizes and times as people write and read them.
+
+Binary units only: a GB is 7 % short of a GiB, and whoever writes "GB" may mean either.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+BYTES_MAX = 1 << 62
+"""Largest size that is taken: sums of two still fit a signed 64-bit integer."""
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes from "4096", "64GiB" or "1.5 MiB".
+
+    Raises:
+        ValueError: not a size, an unknown unit, not a whole number of bytes, or more than `BYTES_MAX`.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError('is no size; write bytes, or a number with KiB, MiB, GiB or TiB, like "64GiB"')
+    number, unit = match.groups()
+    if unit not in _UNITS:
+        raise ValueError(f'has the unknown unit "{unit}"; write B, KiB, MiB, GiB, TiB or PiB (powers of 1024)')
+    size = Fraction(number) * _UNITS[unit]
+    if size.denominator != 1:
+        raise ValueError("is not a whole number of bytes")
+    if size > BYTES_MAX:
+        raise ValueError(f"is more than {format_bytes(BYTES_MAX)}")
+    return int(size)
+
+
+def format_bytes(size: int) -> str:
+    """A size for people: whole numbers of a unit exactly ("64 GiB"), others with two decimals ("1.46 GiB")."""
+    unit = max((name for name in _UNITS if name and abs(size) >= _UNITS[name]), key=_UNITS.__getitem__, default="B")
+    whole, rest = divmod(size, _UNITS[unit])
+    return f"{whole:,} {unit}" if rest == 0 else f"{size / _UNITS[unit]:.2f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: microseconds to days, three digits or so."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

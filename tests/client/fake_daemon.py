@@ -1,0 +1,305 @@
+"""A daemon that speaks the protocol, copies nothing, and misbehaves on command.
+
+In the test's process (`FakeDaemon`, a thread) or as a process that can be killed (`python -m tests.client.fake_daemon`).
+Its pidfd names whatever process the test wants, so that the order of EOF and death can be scripted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.errors import FramingError, KvOffloadError
+from kvoffloadd.model import KeyState
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import Connection, tag_of
+
+KEY_BYTES = 32
+Handler = Callable[["Peer", Any], bool]
+"""Returns True if it dealt with the message; else the fake goes on as usual."""
+
+
+@dataclass
+class Peer:
+    """One session as the fake sees it."""
+
+    fake: FakeDaemon
+    socket: socket.socket
+    connection: Connection = field(default_factory=lambda: Connection(daemon=True))
+    role: str = ""
+    instance: bytes = b""
+    fds: list[int] = field(default_factory=list)
+    registered: list[m.Register] = field(default_factory=list)
+    subscribed: bool = False
+    closed: bool = False
+
+    def say(self, message: m.Message, fds: Iterable[int] = ()) -> None:
+        self.raw(self.connection.send(message), fds)
+
+    def raw(self, data: bytes, fds: Iterable[int] = ()) -> None:
+        """Bytes past the protocol's own checks."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.socket.sendmsg([data], ancillary)
+
+    def error(self, seq: int, code: str, *, retryable: bool = False) -> bool:
+        self.say(m.Error(seq=seq, code=code, message=f"scripted {code}", fault="client", retryable=retryable))
+        return True
+
+    def close(self) -> None:
+        """Close the socket, as an orderly daemon does after its copies have ended."""
+        if not self.closed:
+            self.closed = True
+            self.socket.close()
+            for fd in self.fds:
+                os.close(fd)
+            self.fds.clear()
+
+
+class FakeDaemon:
+    """Listens at `path` in a thread of its own. `on[tag]` handlers run there, before the usual behaviour."""
+
+    def __init__(self, path: str, *, boot_id: bytes | None = None, pid: int | None = None) -> None:
+        self.path = path
+        self.boot_id = os.urandom(16) if boot_id is None else boot_id
+        self.pid = os.getpid() if pid is None else pid
+        self.on: dict[str, Handler] = {}
+        self.seen: list[tuple[str, Any]] = []
+        self.peers: list[Peer] = []
+        self.held: set[bytes] = set()
+        self.leases: set[int] = set()
+        self.manual_completion = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen(16)
+        self._ids = iter(range(1, 1 << 30))
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._stop = threading.Event()
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Close everything in order. A second time does nothing."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self.wake()
+            self._thread.join()
+            self._listener.close()
+            os.unlink(self.path)
+            for peer in self.peers:
+                peer.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def run_forever(self) -> None:
+        self._serve()
+
+    def wake(self) -> None:
+        os.write(self._wake_write, b"x")
+
+    def soon(self, action: Callable[[], None], delay_s: float = 0.0) -> None:
+        """Run `action` in the fake's thread."""
+        self._later.append((time.monotonic() + delay_s, action))
+        self.wake()
+
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.seen]
+
+    def last(self, tag: str) -> Any:
+        return next(message for seen, message in reversed(self.seen) if seen == tag)
+
+    def complete(self, peer: Peer, job: int, outcome: Any = "done", failed: Any = (), reason: str = "") -> None:
+        """Push a completion, from the fake's thread."""
+        peer.say(
+            m.Completed(job=job, outcome=outcome, bytes=1, seconds=0.001, failed=list(failed), reason=reason)
+        )
+
+    # --- the thread --------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            now = time.monotonic()
+            due = [item for item in self._later if item[0] <= now]
+            self._later = [item for item in self._later if item[0] > now]
+            for _, action in due:
+                action()
+            timeout = min([at - now for at, _ in self._later], default=5.0)
+            open_peers = {peer.socket: peer for peer in self.peers if not peer.closed}
+            ready, _, _ = select.select([self._listener, self._wake_read, *open_peers], [], [], max(timeout, 0))
+            for one in ready:
+                if one is self._listener:
+                    self.peers.append(Peer(self, self._listener.accept()[0]))
+                elif one == self._wake_read:
+                    os.read(self._wake_read, 100)
+                else:
+                    self._read(open_peers[one])
+
+    def _read(self, peer: Peer) -> None:
+        if peer.closed:
+            return
+        try:
+            data, ancillary, _, _ = peer.socket.recvmsg(1 << 20, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            data, ancillary = b"", []
+        fds = array.array("i")
+        for _, _, packed in ancillary:
+            fds.frombytes(packed)
+        if not data:
+            peer.close()
+            return
+        peer.connection.receive_data(data, fds)
+        while not peer.closed:
+            try:
+                found = peer.connection.next_message()
+            except FramingError:
+                peer.close()
+                return
+            except KvOffloadError as error:
+                peer.error(getattr(error, "seq", 0), error.code)
+                continue
+            if found is None:
+                return
+            self._take(peer, *found)
+
+    def _take(self, peer: Peer, message: m.Message, fds: list[int]) -> None:
+        peer.fds += fds
+        tag = tag_of(message)
+        self.seen.append((tag, message))
+        handler = self.on.get(tag)
+        if handler is None or not handler(peer, message):
+            getattr(self, "_on_" + tag)(peer, message)
+
+    # --- the usual behaviour -----------------------------------------------------------------------
+
+    def _on_hello(self, peer: Peer, message: m.Hello) -> None:
+        peer.role, peer.instance = message.role, message.instance
+        pidfd = os.pidfd_open(self.pid)
+        limits = m.Limits(frame_bytes=4 << 20, fds_per_frame=64, keys_per_request=8192, jobs=64, deadline_s=600.0)
+        welcome = m.Welcome(
+            seq=message.seq, version=1, boot_id=self.boot_id, session=next(self._ids), namespace=b"n" * 16,
+            epoch=0, limits=limits, features=[],
+        )
+        peer.say(welcome, [pidfd])
+        os.close(pidfd)
+
+    def _done(self, peer: Peer, message: Any) -> None:
+        peer.say(m.Done(seq=message.seq))
+
+    _on_ping = _on_touch = _on_cancel = _done
+
+    def _on_subscribe(self, peer: Peer, message: m.Subscribe) -> None:
+        peer.subscribed = True
+        self._done(peer, message)
+
+    def _on_attach(self, peer: Peer, message: m.Attach) -> None:
+        sizes = [os.fstat(fd).st_size for fd in peer.fds[-message.fds :]]
+        peer.say(m.Attached(seq=message.seq, allocations=[next(self._ids) for _ in sizes], sizes_bytes=sizes))
+
+    def _on_register(self, peer: Peer, message: m.Register) -> None:
+        peer.registered.append(message)
+        peer.say(m.Registered(seq=message.seq, registration=next(self._ids)))
+
+    _on_unregister = _done
+
+    def _states(self, groups: Iterable[Any], absent: KeyState, present: KeyState) -> list[bytes]:
+        return [
+            bytes(
+                present if one.keys[i : i + KEY_BYTES] in self.held else absent
+                for i in range(0, len(one.keys), KEY_BYTES)
+            )
+            for one in groups
+        ]
+
+    def _on_lookup(self, peer: Peer, message: Any, lease: int = 0) -> None:
+        states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
+        boundaries = np.array([16], "<u4").tobytes() if any(KeyState.HIT in one for one in states) else b""
+        peer.say(m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease))
+
+    _on_prefetch = _on_lookup
+
+    def _on_pin(self, peer: Peer, message: m.Pin) -> None:
+        lease = next(self._ids)
+        self.leases.add(lease)
+        self._on_lookup(peer, message, lease)
+
+    def _on_release(self, peer: Peer, message: m.Release) -> None:
+        if message.lease in self.leases:
+            self.leases.discard(message.lease)
+            self._done(peer, message)
+        else:
+            peer.error(message.seq, "unknown_name")
+
+    def _on_reserve(self, peer: Peer, message: m.Reserve) -> None:
+        lease = next(self._ids)
+        self.leases.add(lease)
+        states = self._states(message.groups, KeyState.RESERVED, KeyState.HIT)
+        peer.say(m.Reserved(seq=message.seq, states=states, lease=lease))
+
+    def _on_store(self, peer: Peer, message: m.Store) -> None:
+        states = self._states(message.groups, KeyState.RESERVED, KeyState.HIT)
+        for one in message.groups:
+            self.held |= {one.keys[i : i + KEY_BYTES] for i in range(0, len(one.keys), KEY_BYTES)}
+        self._accept(peer, message, states)
+
+    def _on_load(self, peer: Peer, message: m.Load) -> None:
+        self._accept(peer, message, self._states(message.groups, KeyState.MISS, KeyState.HIT))
+
+    def _accept(self, peer: Peer, message: Any, states: list[bytes]) -> None:
+        peer.say(m.Accepted(seq=message.seq, job=message.job, states=states))
+        if not self.manual_completion:
+            self.complete(peer, message.job, failed=[b"" for _ in message.groups])
+
+    def _on_clear(self, peer: Peer, message: m.Clear) -> None:
+        peer.say(m.Cleared(seq=message.seq, keys=len(self.held), bytes=0))
+        self.held.clear()
+
+    def _on_drain(self, peer: Peer, message: m.Drain) -> None:
+        peer.say(m.Drained(seq=message.seq, jobs=0, unsealed=0))
+
+    def _on_status(self, peer: Peer, message: m.Status) -> None:
+        peer.say(m.Report(seq=message.seq, status={"keys": len(self.held)}))
+
+    def _on_verify(self, peer: Peer, message: m.Verify) -> None:
+        peer.say(m.Verified(seq=message.seq, findings=[], slots=0, payloads=0))
+
+    def _on_snapshot(self, peer: Peer, message: m.Snapshot) -> None:
+        """One key a page."""
+        keys = sorted(self.held)
+        cursor = message.cursor + 1 if message.cursor + 1 < len(keys) else 0
+        peer.say(m.Listing(seq=message.seq, keys=b"".join(keys[message.cursor : message.cursor + 1]), cursor=cursor))
+
+    def _on_bye(self, peer: Peer, message: m.Bye) -> None:
+        peer.say(m.Done(seq=message.seq))
+        peer.close()
+
+
+def main() -> None:
+    """Serve until killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--never-complete", action="store_true")
+    arguments = parser.parse_args()
+    fake = FakeDaemon(arguments.socket)
+    fake.manual_completion = arguments.never_complete
+    print("ready", flush=True)
+    fake.run_forever()
+
+
+if __name__ == "__main__":
+    main()

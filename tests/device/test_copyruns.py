@@ -1,0 +1,187 @@
+"""Every implementation moves every byte, and only those, at any alignment and length."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.device import copyruns
+from kvoffloadd.device.copyruns import IMPLEMENTATION, CopyRuns, copy_runs, implementations
+from kvoffloadd.errors import DeviceError, UsageError
+from kvoffloadd.sharedmem import Mapping, create_memfd
+from tests.device.memory import address, noise, same_array, u64
+
+ALL = {**implementations(), "chosen": copy_runs}
+each = pytest.mark.parametrize("copy", ALL.values(), ids=ALL)
+
+
+def test_the_fastest_is_chosen() -> None:
+    assert next(iter(implementations())) == IMPLEMENTATION
+    assert "memmove" in implementations(), "the last resort needs nothing"
+
+
+def _copy_and_check(copy: CopyRuns, runs: list[tuple[int, int, int]], size_bytes: int) -> None:
+    """`runs`: source offset, destination offset, length. Destinations start as noise, so that stray writes show."""
+    src, dst = noise(size_bytes, 1), noise(size_bytes, 2)
+    expected = dst.copy()
+    for at, to, length in runs:
+        expected[to : to + length] = src[at : at + length]
+    copy(
+        u64([address(src) + at for at, _, _ in runs]),
+        u64([address(dst) + to for _, to, _ in runs]),
+        u64([length for _, _, length in runs]),
+    )
+    assert np.array_equal(dst, expected)
+    assert np.array_equal(src, noise(size_bytes, 1))
+
+
+@each
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 70_000) | st.integers(0, 70)), max_size=8
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_any_alignment_and_length(copy: CopyRuns, shapes: list[tuple[int, int, int]]) -> None:
+    runs, src_end, dst_end = [], 0, 0
+    for src_gap, dst_gap, length in shapes:
+        runs.append((src_end + src_gap, dst_end + dst_gap, length))
+        src_end, dst_end = src_end + src_gap + length, dst_end + dst_gap + length
+    _copy_and_check(copy, runs, max(src_end, dst_end) + 200)
+
+
+@each
+@pytest.mark.parametrize("around", [16384, 16384 + 31, 32768, 65536])
+def test_lengths_around_the_streaming_path(copy: CopyRuns, around: int) -> None:
+    for length, misalignment in itertools.product(range(around - 2, around + 35, 9), (0, 1, 16, 31)):
+        _copy_and_check(copy, [(3, misalignment, length)], around + 200)
+
+
+@each
+@pytest.mark.parametrize("length", [1, 100, 4095, 16384, 20_001, 65_536])
+def test_nothing_is_touched_behind_the_end(copy: CopyRuns, length: int) -> None:
+    """Runs end where the file ends; the pages mapped behind it kill the process when they are touched."""
+    size_bytes = 128 << 10
+    fd = create_memfd("kvo-test", size_bytes)
+    src, dst = (Mapping.map_fd(fd, size_bytes + 8192) for _ in range(2))
+    src.array()[: size_bytes // 2] = noise(size_bytes // 2)
+    for to in (size_bytes - length, size_bytes // 2):
+        at = size_bytes // 2 - length
+        copy(u64([src.address + at]), u64([dst.address + to]), u64([length]))
+        assert np.array_equal(dst.array()[to : to + length], noise(size_bytes // 2)[at:])
+    copy(u64([src.address + size_bytes - length]), u64([dst.address]), u64([length]))
+    assert np.array_equal(dst.array()[:length], noise(size_bytes // 2)[-length:])
+    os.close(fd)
+    src.close()
+    dst.close()
+
+
+@each
+def test_more_runs_than_one_system_call_takes(copy: CopyRuns) -> None:
+    count = 3000
+    order = np.random.default_rng(0).permutation(count)
+    runs = [(int(at) * 40, number * 40 + 3, 1 + number % 37) for number, at in enumerate(order)]
+    runs[5] = (0, runs[5][1], 0)
+    _copy_and_check(copy, runs, count * 40 + 100)
+
+
+@each
+def test_nothing_to_copy(copy: CopyRuns) -> None:
+    copy(u64([]), u64([]), u64([]))
+    copy(u64([0, 0]), u64([0, 0]), u64([0, 0]))
+
+
+@each
+def test_strided_arguments(copy: CopyRuns) -> None:
+    src, dst = noise(64, 1), np.zeros(64, np.uint8)
+    table = u64([address(src), address(dst), 8, address(src) + 32, address(dst) + 8, 8]).reshape(2, 3)
+    copy(table[:, 0], table[:, 1], table[:, 2])
+    assert dst[:16].tolist() == [*src[:8], *src[32:40]]
+
+
+@each
+def test_other_arrays_are_refused(copy: CopyRuns) -> None:
+    good = u64([0])
+    for bad in (np.zeros(1, np.int64), np.zeros(1, np.float64), u64([0, 0]), np.zeros((1, 1), np.uint64)):
+        for wrong in range(3):
+            arguments = [bad if at == wrong else good for at in range(3)]
+            with pytest.raises(UsageError):
+                copy(*arguments)  # type: ignore[arg-type]
+
+
+@each
+def test_other_threads_run_meanwhile(copy: CopyRuns) -> None:
+    src, dst = noise(64 << 20), np.zeros(64 << 20, np.uint8)
+    runs = u64([address(src)]), u64([address(dst)]), u64([64 << 20])
+
+    def work() -> None:
+        for _ in range(5):
+            copy(*runs)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    turns = 0
+    while worker.is_alive():
+        turns += 1
+    worker.join()
+    assert turns > 1000
+    assert np.array_equal(src, dst)
+
+
+def test_kernel_copies_report_bad_addresses() -> None:
+    if "process_vm" not in implementations():
+        pytest.skip("process_vm_readv is not allowed here")
+    memory = noise(8)
+    with pytest.raises(DeviceError, match=os.strerror(errno.EFAULT)):
+        implementations()["process_vm"](u64([8]), u64([address(memory)]), u64([8]))
+    good, bad = address(memory), 8
+    with pytest.raises(DeviceError, match=os.strerror(errno.EFAULT)):
+        implementations()["process_vm"](u64([good, bad]), u64([good, good]), u64([1, 1]))
+
+
+@pytest.mark.parametrize("moved", range(1, 31))
+def test_kernel_copies_continue_where_they_stopped(moved: int) -> None:
+    sizes = [5, 10, 15]
+    to = np.stack([u64([100, 200, 300]), u64(sizes)], axis=1)
+    of = np.stack([u64([1100, 1200, 1300]), u64(sizes)], axis=1)
+    done = copyruns._advance(to, of, moved)
+    left = [(100 * (at + 1) + byte) for at, size in enumerate(sizes) for byte in range(size)][moved:]
+    assert [int(a) + byte for a, size in to[done:] for byte in range(int(size))] == left
+    assert [int(a) + byte for a, size in of[done:] for byte in range(int(size))] == [1000 + place for place in left]
+
+
+@pytest.mark.parametrize("hidden", [("native",), ("native", "process_vm")], ids=["process_vm", "memmove"])
+def test_without_the_faster_ones_the_next_is_chosen(hidden: tuple[str, ...]) -> None:
+    """In a fresh interpreter where the compiled module can't be found, or the sandbox forbids the system call too."""
+    if hidden == ("native",) and "process_vm" not in implementations():
+        pytest.skip("process_vm_readv is not allowed here")
+    code = f"""
+import ctypes, importlib.util
+hidden = {hidden!r}
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name.endswith("._copyruns") else find(name, *a)
+class Sandbox(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "process_vm_readv" and "process_vm" in hidden:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+ctypes.CDLL = Sandbox
+from kvoffloadd.device import copyruns
+print(copyruns.IMPLEMENTATION)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    assert done.stdout.strip() == {1: "process_vm", 2: "memmove"}[len(hidden)]
+
+
+def test_same_array_tells_arrays_apart() -> None:
+    assert same_array(u64([1, 2]), [1, 2])
+    assert not same_array(u64([1, 2]), [2, 1])

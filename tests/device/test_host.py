@@ -1,0 +1,473 @@
+"""The host device: what it maps, what it refuses, and that `done` comes once, after the last access."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import stat
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.device.copyruns import copy_runs
+from kvoffloadd.device.host import HostDevice
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.errors import MemoryKindError, UsageError
+from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.sharedmem import create_memfd
+from tests.device.memory import address, noise, u64
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from kvoffloadd.device.base import Copy, CopyResult, Device
+    from kvoffloadd.model import U8Array, U64Array
+
+MIB = 1 << 20
+FOREIGN_UID = os.geteuid() + 12345
+OWN_UID = os.geteuid()
+
+
+@pytest.fixture
+async def device() -> AsyncIterator[HostDevice]:
+    device = HostDevice(asyncio.get_running_loop(), 2, 64 * MIB)
+    yield device
+    assert await device.close(10)
+    assert device.gauges()["copies"] == 0
+
+
+class Gate:
+    """A mover that waits at its door before it copies: `entered` counts, `open` lets all through."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.calls: list[int] = []
+
+    def __call__(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+        self.calls.append(int(dst[0]))
+        self.entered.release()
+        self.open.wait(20)
+        copy_runs(src, dst, size)
+
+    async def wait_entered(self) -> None:
+        await asyncio.to_thread(self.entered.acquire, timeout=20)
+
+
+class Results:
+    """`done` callbacks whose results can be awaited."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._futures: dict[str, asyncio.Future[CopyResult]] = {}
+
+    def done(self, name: str) -> Callable[[CopyResult], None]:
+        future = self._futures[name] = asyncio.get_running_loop().create_future()
+
+        def on_done(result: CopyResult) -> None:
+            self.order.append(name)
+            future.set_result(result)  # a second call raises, and the test fails
+
+        return on_done
+
+    def pending(self, name: str) -> bool:
+        return not self._futures[name].done()
+
+    async def get(self, name: str) -> CopyResult:
+        async with asyncio.timeout(20):
+            return await self._futures[name]
+
+
+@pytest.fixture(autouse=True)
+async def no_failing_callbacks() -> AsyncIterator[None]:
+    heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    yield
+    assert heard == []
+
+
+def copies_of(src: U8Array, dst: U8Array, pieces: int = 1) -> Copies:
+    """One copy of the whole, or several of equal size."""
+    size = len(src) // pieces
+    at = np.arange(pieces, dtype=np.uint64) * np.uint64(size)
+    return Copies(at + np.uint64(address(src)), at + np.uint64(address(dst)), np.full(pieces, size, np.uint64), pieces)
+
+
+def submit(
+    device: Device,
+    copies: Copies,
+    done: Callable[[CopyResult], None],
+    direction: Direction = Direction.LOAD,
+    **how: Any,
+) -> Copy:
+    deadline_s = asyncio.get_running_loop().time() + how.pop("within_s", 20.0)
+    return device.submit(direction, copies, deadline_s=deadline_s, urgent=how.pop("urgent", False), done=done)
+
+
+# --- mapping ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+async def test_map_takes_a_sealed_memfd_of_anyone(device: HostDevice) -> None:
+    with opened(create_memfd("kvo-test", MIB)) as fd:
+        allocation = device.map(fd, FOREIGN_UID)
+        os.pwrite(fd, b"hello", 100)
+    assert (allocation.kind, allocation.size_bytes) == ("host", MIB)
+    assert allocation.base_address == allocation.mapping.address
+    assert bytes(allocation.mapping.array()[100:105]) == b"hello", "it does not need the descriptor any more"
+    assert device.gauges()["mapped_bytes"] == MIB
+    await device.unmap(allocation)
+    assert device.gauges()["mapped_bytes"] == 0
+    with pytest.raises(UsageError):
+        await device.unmap(allocation)
+
+
+@pytest.mark.parametrize("uid", [OWN_UID, 0])
+async def test_map_trusts_its_own_user_and_root_with_unsealed_memory(device: HostDevice, uid: int) -> None:
+    with opened(os.memfd_create("kvo-test")) as fd:
+        os.ftruncate(fd, 4096)
+        await device.unmap(device.map(fd, uid))
+        with pytest.raises(MemoryKindError, match="F_SEAL_SHRINK"):
+            device.map(fd, FOREIGN_UID)
+
+
+async def test_map_takes_a_file_of_dev_shm_from_its_own_user(device: HostDevice) -> None:
+    path = f"/dev/shm/kvo-test-{os.getpid()}"
+    try:
+        with opened(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)) as fd:
+            os.ftruncate(fd, 4096)
+            await device.unmap(device.map(fd, OWN_UID))
+            with pytest.raises(MemoryKindError, match="sealed"):
+                device.map(fd, FOREIGN_UID)
+    finally:
+        os.unlink(path)
+
+
+async def test_map_refuses_memory_that_can_only_be_read(device: HostDevice) -> None:
+    with opened(create_memfd("kvo-test", 4096)) as fd:
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_PATH):
+            with (
+                opened(os.open(f"/proc/self/fd/{fd}", flags)) as other,
+                pytest.raises(MemoryKindError, match=r"O_RDWR|shared memory"),
+            ):
+                device.map(other, OWN_UID)
+
+
+async def test_map_refuses_memory_that_is_sealed_against_writing(device: HostDevice) -> None:
+    with opened(os.memfd_create("kvo-test", os.MFD_ALLOW_SEALING)) as fd:
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+        with pytest.raises(MemoryKindError, match="not permitted"):
+            device.map(fd, OWN_UID)
+
+
+async def test_map_refuses_empty_memory(device: HostDevice) -> None:
+    with opened(os.memfd_create("kvo-test", os.MFD_ALLOW_SEALING)) as fd:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        with pytest.raises(MemoryKindError, match="ftruncate"):
+            device.map(fd, FOREIGN_UID)
+
+
+async def test_map_refuses_what_is_no_memory(device: HostDevice, tmp_path: Path) -> None:
+    disk = tmp_path / "file"
+    disk.write_bytes(b"x" * 4096)
+    reader, writer = os.pipe()
+    left, right = socket.socketpair()
+    fds = [
+        os.open("/dev/null", os.O_RDWR),
+        os.open("/dev/zero", os.O_RDWR),
+        os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY),
+        os.open("/proc/self/clear_refs", os.O_WRONLY),
+        reader,
+        writer,
+        left.detach(),
+        right.detach(),
+        os.eventfd(0),
+        os.pidfd_open(os.getpid()),
+    ]
+    if os.statvfs(disk).f_fsid != os.statvfs("/dev/shm").f_fsid and _is_on_disk(disk):
+        fds.append(os.open(disk, os.O_RDWR))
+    for fd in fds:
+        with opened(fd), pytest.raises(MemoryKindError, match="memfd_create"):
+            device.map(fd, OWN_UID)
+    with pytest.raises(MemoryKindError, match="descriptor"):
+        device.map(fds[0], OWN_UID)
+
+
+def _is_on_disk(path: Path) -> bool:
+    with open("/proc/self/mountinfo") as mounts:
+        device = os.stat(path).st_dev
+        name = f"{os.major(device)}:{os.minor(device)}"
+        return all(" - tmpfs " not in line for line in mounts if line.split()[2] == name)
+
+
+async def test_map_takes_the_kernels_size_and_leaves_the_descriptor(device: HostDevice) -> None:
+    with opened(create_memfd("kvo-test", 5000)) as fd:
+        allocation = device.map(fd, FOREIGN_UID)
+        assert allocation.size_bytes == 5000
+        assert stat.S_ISREG(os.fstat(fd).st_mode), "still open"
+    await device.unmap(allocation)
+
+
+async def test_unmap_does_not_hold_the_loop(device: HostDevice) -> None:
+    with opened(create_memfd("kvo-test", MIB)) as fd:
+        allocation = device.map(fd, FOREIGN_UID)
+    task = asyncio.create_task(device.unmap(allocation))
+    await asyncio.sleep(0)
+    await task
+    with pytest.raises(UsageError, match="closed"):
+        allocation.mapping.array()
+
+
+# --- copying -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(("size_bytes", "pieces"), [(1, 1), (4096, 1), (MIB, 256), (3 * MIB + 5, 1), (8 * MIB, 2048)])
+async def test_a_copy_moves_its_bytes(device: HostDevice, direction: Direction, size_bytes: int, pieces: int) -> None:
+    src, dst, results = noise(size_bytes), np.zeros(size_bytes, np.uint8), Results()
+    submit(device, copies_of(src, dst, pieces), results.done("a"), direction)
+    assert results.pending("a"), "never within submit"
+    result = await results.get("a")
+    assert np.array_equal(src, dst)
+    assert (result.outcome, result.bytes, result.descriptors, result.reason) == (Outcome.DONE, size_bytes, pieces, "")
+    assert pieces <= result.copies <= pieces + 2
+    assert result.seconds > 0
+
+
+async def test_nothing_to_copy_is_done(device: HostDevice) -> None:
+    results = Results()
+    empty = Copies(u64([]), u64([]), u64([]), 0)
+    copy = submit(device, empty, results.done("a"))
+    copy.cancel()
+    assert results.pending("a")
+    assert (await results.get("a")).outcome is Outcome.DONE
+
+
+async def test_a_large_copy_is_split_over_the_threads(device: HostDevice) -> None:
+    device.mover = gate = Gate()
+    src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
+    submit(device, copies_of(src, dst), results.done("a"))
+    await gate.wait_entered()
+    await gate.wait_entered()
+    assert device.gauges()["load_running"] == 2
+    gate.open.set()
+    assert (await results.get("a")).outcome is Outcome.DONE
+    assert sorted(gate.calls) == [address(dst), address(dst) + MIB]
+    assert np.array_equal(src, dst)
+
+
+async def test_loads_never_wait_for_stores(device: HostDevice) -> None:
+    device.mover = gate = Gate()
+    src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
+    submit(device, copies_of(src, dst), results.done("store"), Direction.STORE)
+    await gate.wait_entered()
+    device.mover = copy_runs
+    other = np.zeros(4 * MIB, np.uint8)
+    submit(device, copies_of(src, other), results.done("load"), Direction.LOAD)
+    assert (await results.get("load")).outcome is Outcome.DONE
+    assert results.pending("store")
+    gate.open.set()
+    await results.get("store")
+
+
+async def test_urgent_loads_overtake_and_giants_share() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    device.mover = gate = Gate()
+    src = noise(4 * MIB)
+    giant, small, urgent = (np.zeros(size, np.uint8) for size in (4 * MIB, 4096, 4096))
+    results = Results()
+    submit(device, copies_of(src, giant), results.done("giant"))
+    await gate.wait_entered()
+    submit(device, copies_of(src[:4096], small), results.done("small"))
+    submit(device, copies_of(src[:4096], urgent), results.done("urgent"), urgent=True)
+    gate.open.set()
+    await results.get("giant")
+    assert results.order == ["urgent", "small", "giant"]
+    first, *_, last = gate.calls
+    assert (first, last) == (address(giant), address(giant) + 3 * MIB)
+    assert np.array_equal(giant, src)
+    assert await device.close(5)
+
+
+async def test_cancel_waits_for_what_has_begun_and_drops_the_rest() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    device.mover = gate = Gate()
+    src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
+    copy = submit(device, copies_of(src, dst, 4), results.done("a"))
+    waiting = submit(device, copies_of(src, dst, 4), results.done("b"))
+    await gate.wait_entered()
+    copy.cancel()
+    waiting.cancel()
+    dropped = await results.get("b")
+    assert (dropped.outcome, dropped.bytes) == (Outcome.CANCELLED, 0)
+    assert results.pending("a"), "its first chunk is still being copied"
+    assert not dst.any()
+    gate.open.set()
+    result = await results.get("a")
+    assert (result.outcome, result.bytes, result.descriptors, result.copies) == (Outcome.CANCELLED, MIB, 1, 1)
+    assert np.array_equal(dst[:MIB], src[:MIB])
+    assert not dst[MIB:].any()
+    copy.cancel()
+    assert await device.close(5)
+
+
+async def test_cancel_of_the_last_chunk_comes_too_late(device: HostDevice) -> None:
+    device.mover = gate = Gate()
+    src, dst, results = noise(4096), np.zeros(4096, np.uint8), Results()
+    copy = submit(device, copies_of(src, dst), results.done("a"))
+    await gate.wait_entered()
+    copy.cancel()
+    gate.open.set()
+    assert (await results.get("a")).outcome is Outcome.DONE
+    assert np.array_equal(src, dst)
+
+
+async def test_no_byte_moves_after_done() -> None:
+    """Many copies, cancelled at random moments: from `done` on the destination is the caller's alone."""
+    loop = asyncio.get_running_loop()
+    device = HostDevice(loop, 2, 64 << 10)
+    chance = np.random.default_rng(0)
+    src, results = noise(MIB), Results()
+    targets = {str(number): np.zeros(MIB, np.uint8) for number in range(40)}
+    frozen: dict[str, U8Array] = {}
+    outcomes: dict[str, CopyResult] = {}
+
+    def on_done(name: str, inner: Callable[[CopyResult], None], result: CopyResult) -> None:
+        frozen[name], outcomes[name] = targets[name].copy(), result
+        inner(result)
+
+    for name, dst in targets.items():
+        copy = submit(device, copies_of(src, dst, 64), partial(on_done, name, results.done(name)))
+        if chance.random() < 0.8:
+            loop.call_later(float(chance.random()) * 0.01, copy.cancel)
+    for name in targets:
+        await results.get(name)
+    assert await device.close(5)
+    for name, dst in targets.items():
+        assert np.array_equal(dst, frozen[name])
+        rows = dst.reshape(64, -1) == src.reshape(64, -1)
+        assert outcomes[name].bytes == int(rows.all(axis=1).sum()) * (MIB // 64)
+        assert (outcomes[name].outcome is Outcome.DONE) == (outcomes[name].bytes == MIB)
+    assert len(results.order) == len(targets)
+
+
+@pytest.mark.parametrize("within_s", [-1.0, 0.05])
+async def test_chunks_that_would_begin_after_the_deadline_are_dropped(within_s: float) -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    device.mover = gate = Gate()
+    src, dst, results = noise(MIB), np.zeros(MIB, np.uint8), Results()
+    submit(device, copies_of(src, src), results.done("first"))
+    await gate.wait_entered()
+    submit(device, copies_of(src, dst), results.done("late"), within_s=within_s)
+    result = await results.get("late")
+    assert (result.outcome, result.bytes) == (Outcome.EXPIRED, 0)
+    assert results.pending("first"), "it need not wait for a thread"
+    gate.open.set()
+    assert (await results.get("first")).outcome is Outcome.DONE
+    assert not dst.any()
+    assert await device.close(5)
+
+
+async def test_a_running_chunk_outlives_its_deadline() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    device.mover = gate = Gate()
+    src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
+    submit(device, copies_of(src, dst, 2), results.done("a"), within_s=0.05)
+    await gate.wait_entered()
+    await asyncio.sleep(0.1)
+    assert results.pending("a")
+    gate.open.set()
+    result = await results.get("a")
+    assert (result.outcome, result.bytes) == (Outcome.EXPIRED, MIB)
+    assert np.array_equal(dst[:MIB], src[:MIB])
+    assert not dst[MIB:].any()
+    assert await device.close(5)
+
+
+async def test_a_late_loop_does_not_extend_the_deadline() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    device.mover = gate = Gate()
+    gate.open.set()
+    src, dst, results = noise(MIB), np.zeros(MIB, np.uint8), Results()
+    submit(device, copies_of(src, dst), results.done("late"), within_s=-1.0)
+    time.sleep(0.05)  # noqa: ASYNC251  the lane's thread is at it while the loop can't expire it
+    assert (await results.get("late")).outcome is Outcome.EXPIRED
+    assert gate.calls == []
+    assert await device.close(5)
+
+
+async def test_one_failing_chunk_fails_the_copy_and_no_other() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    src, dst, other, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), np.zeros(MIB, np.uint8), Results()
+    calls = 0
+
+    def failing(src: U64Array, dst: U64Array, size: U64Array) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError("planted")
+        copy_runs(src, dst, size)
+
+    device.mover = failing
+    submit(device, copies_of(src, dst, 4), results.done("a"))
+    result = await results.get("a")
+    assert (result.outcome, result.bytes, result.reason) == (Outcome.FAILED, MIB, "OSError: planted")
+    assert calls == 2, "the chunks behind it are dropped"
+    submit(device, copies_of(src[:MIB], other), results.done("b"))
+    assert (await results.get("b")).outcome is Outcome.DONE
+    assert await device.close(5)
+
+
+async def test_close_cancels_waits_and_tells_the_truth(device: HostDevice) -> None:
+    device.mover = gate = Gate()
+    src, dst, results = noise(MIB // 2), np.zeros(MIB // 2, np.uint8), Results()
+    for name in ("a", "b", "c"):
+        submit(device, copies_of(src, dst), results.done(name), Direction.STORE)
+    await gate.wait_entered()
+    await gate.wait_entered()
+    assert not await device.close(0.05)
+    assert (await results.get("c")).outcome is Outcome.CANCELLED
+    assert results.pending("a")
+    assert results.pending("b")
+    with pytest.raises(UsageError, match="closed"):
+        submit(device, copies_of(src, dst), results.done("d"))
+    gate.open.set()
+    assert await device.close(5)
+    assert not results.pending("a")
+    assert not results.pending("b")
+
+
+async def test_busy_s_is_the_age_of_the_oldest_chunk(device: HostDevice) -> None:
+    now = asyncio.get_running_loop().time
+    assert device.busy_s(now() + 50) == 0
+    device.mover = gate = Gate()
+    src, dst, results = noise(4096), np.zeros(4096, np.uint8), Results()
+    submit(device, copies_of(src, dst), results.done("a"))
+    await gate.wait_entered()
+    assert device.busy_s(now() + 50) == pytest.approx(50, abs=5)
+    gauges = device.gauges()
+    assert {name: gauges[name] for name in ("copies", "load_running", "load_queued", "store_running")} == {
+        "copies": 1,
+        "load_running": 1,
+        "load_queued": 0,
+        "store_running": 0,
+    }
+    gate.open.set()
+    await results.get("a")
+    assert device.gauges()["copies"] == 0

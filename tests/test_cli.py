@@ -1,0 +1,290 @@
+"""The command line: what it says, and with which exit code. A fake client stands in for a running daemon."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffloadd import __version__, cli, config, errors, report
+
+SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
+
+Output = tuple[int, str, str]
+Run = Callable[..., Output]
+
+
+def run_process(*arguments: str) -> Output:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvoffloadd", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+        timeout=50,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process: many cases, no start of an interpreter for each."""
+
+    def run_here(*arguments: str) -> Output:
+        try:
+            code = cli.main(arguments)
+        except SystemExit as stop:  # argparse's way out
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run_here
+
+
+# --- as a process -------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    assert run_process("--version") == (0, f"kvoffloadd {__version__}\n", "")
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    code, out, _ = run_process("--help")
+    assert code == 0
+    for word in ("serve", "status", "verify", "clear", "drain", "config", "3 unreachable"):
+        assert word in " ".join(out.split())
+
+
+def test_no_command_is_a_usage_error() -> None:
+    code, out, err = run_process()
+    assert (code, out) == (2, "")
+    assert "COMMAND" in err
+
+
+def test_config_errors_stop_serve_before_anything_happens(tmp_path: Path) -> None:
+    path = tmp_path / "kvoffloadd.toml"
+    path.write_text("[copy]\nthreads = 0\nthread = 1\n")
+    code, out, err = run_process("serve", "--config", str(path), "--set", "log.level=loud")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        f"kvoffloadd: {path}: 3 problems:",
+        "  line 2: copy.threads = 0: must be from 1 to 256",
+        "  line 3: copy.thread = 1: unknown key; did you mean threads?",
+        '  override: log.level = "loud": must be one of "debug", "info", "warning", "error"',
+    ]
+
+
+def test_config_check_and_show_as_processes() -> None:
+    assert run_process("config", "check", str(SHIPPED))[:2] == (0, f"{SHIPPED}: ok\n")
+    code, out, err = run_process("config", "show")
+    assert (code, err) == (0, "")
+    assert out == report.config_text(config.Config())
+
+
+# --- config -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["serve", "--set", "memory"], '"memory" is not section.key=value'),
+        (["serve", "--set", "memory=4"], '"memory=4" is not section.key=value'),
+        (["serve", "--memory", "64GB"], '"64GB" has the unknown unit "GB"'),
+        (["serve", "--memory", "lots"], '"lots" is no size'),
+        (["serve", "--memory", "5"], "memory.capacity_bytes"),
+        (["serve", "--socket", "/" + 110 * "x"], "a socket's path may have 107"),
+        (["serve", "--conf", "x"], "unrecognized arguments: --conf"),
+        (["serve", "--config", "/no/such.toml"], "/no/such.toml: can't be read: No such file or directory"),
+        (["config", "show", "--set", "a.b=1"], "unknown section"),
+        (["config", "check", "/"], "can't be read: Is a directory"),
+        (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
+        (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
+        (["drain", "--deadline-s", "0"], '"0" is not between'),
+        (["stop"], "invalid choice: 'stop'"),
+    ],
+)
+def test_usage_and_config_errors(run: Run, arguments: list[str], reason: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert reason in err
+    assert "Traceback" not in err
+
+
+def test_config_show_reads_back_to_the_same_config(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run(
+        *("config", "show", "--memory", "8GiB", "--policy", "2", "--socket", "x.sock"),
+        *("--set", 'server.allowed_uids=["root", 12]', "--set", "server.socket_mode=0o600"),
+    )
+    assert code == 0
+    path = tmp_path / "shown.toml"
+    path.write_text(out)
+    shown = config.load(path)
+    assert shown.memory == config.MemoryConfig(capacity_bytes=8 << 30, policy="2")
+    assert shown.server == config.ServerConfig(socket=Path.cwd() / "x.sock", socket_mode=0o600, allowed_uids=(0, 12))
+    assert "8589934592  # 8 GiB" in out
+
+
+def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text('[memory]\ncapacity_bytes = "1PiB"\n')
+    code, out, err = run("config", "check", str(path))
+    assert (code, out) == (0, f"{path}: ok\n")
+    assert "note: it would not start here: memory.capacity_bytes = 1125899906842624 (1 PiB): only" in err
+
+
+# --- a fake daemon ------------------------------------------------------------------------------------
+
+STATUS = {
+    "boot_id": b"\x01\x02",
+    "uptime_s": 7300.0,
+    "draining": False,
+    "memory": {"capacity_bytes": 1 << 30, "slots": 12345, "hit_rate": 0.345},
+    "sessions": [{"uid": 1000, "instance": "[red]a\x1b[2J", "mapped_bytes": 1 << 20}, {"uid": 7}],
+    "groups": {"full": {"keys": 3}, "sliding": {"keys": 4}},
+    "features": [],
+}
+
+
+class FakeClient:
+    """Answers as a daemon would; `failure` is raised instead, if set."""
+
+    failure: Exception | None = None
+    findings: tuple[str, ...] = ()
+    left = 0
+
+    def __init__(self, socket_path: Path, namespace: object, role: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        assert (namespace, role) == (None, "observer")
+        self.socket_path = socket_path
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def status(self) -> dict[str, Any]:
+        return STATUS
+
+    def verify(self, payloads: bool) -> SimpleNamespace:
+        return SimpleNamespace(findings=self.findings, slots=1000, payloads=900 if payloads else 0)
+
+    def clear(self, everything: bool) -> SimpleNamespace:
+        return SimpleNamespace(keys=1200 if everything else 3, bytes=1 << 30)
+
+    def drain(self, deadline_s: float, everything: bool) -> SimpleNamespace:
+        assert everything
+        return SimpleNamespace(jobs=self.left, unsealed=0)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
+    class Fake(FakeClient):
+        pass
+
+    monkeypatch.setattr("kvoffloadd.client.Client", Fake, raising=False)
+    return Fake
+
+
+@pytest.mark.usefixtures("fake")
+def test_status_as_tables(run: Run) -> None:
+    code, out, err = run("status")
+    assert (code, err) == (0, "")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for row in ("boot_id 0102", "uptime_s 2 h 1 min", "draining no", "features none", "capacity_bytes 1 GiB",
+                "slots 12,345", "hit_rate 34.5 %", "uid instance mapped_bytes", "1,000 [red]a\\x1b[2J 1 MiB",
+                "7 - -", "sliding 4"):  # fmt: skip
+        assert row in rows
+
+
+@pytest.mark.usefixtures("fake")
+def test_status_as_json(run: Run) -> None:
+    code, out, _ = run("status", "--json")
+    assert code == 0
+    assert json.loads(out) == {**STATUS, "boot_id": "0102"}
+
+
+def test_verify_exits_1_on_findings(run: Run, fake: type[FakeClient]) -> None:
+    assert run("verify") == (0, "0 findings in 1,000 slots\n", "")
+    assert run("verify", "--payloads") == (0, "0 findings in 1,000 slots, 900 payloads hashed again\n", "")
+    fake.findings = ("slot 3 belongs to two parts",)
+    assert run("verify") == (1, "finding: slot 3 belongs to two parts\n1 findings in 1,000 slots\n", "")
+    code, out, _ = run("verify", "--json", "--payloads")
+    assert (code, json.loads(out)) == (1, {"findings": [*fake.findings], "slots": 1000, "payloads": 900})
+
+
+@pytest.mark.usefixtures("fake")
+def test_clear_asks_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))  # no terminal: its yes does not count
+    code, out, err = run("clear", "--everything")
+    assert (code, out) == (2, "")
+    assert "nothing was dropped: say --yes" in err
+    assert run("clear", "--yes") == (0, "dropped 3 keys, 1 GiB\n", "")
+    assert run("clear", "--yes", "--everything") == (0, "dropped 1,200 keys, 1 GiB\n", "")
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 2), ("no\n", 2), ("", 2)])
+def test_clear_takes_a_yes_from_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    got, _, err = run("clear", "--everything", "--socket", "/tmp/x.sock")
+    assert got == code
+    assert err.startswith("Drop every key of every namespace from the daemon at /tmp/x.sock? [y/N] ")
+
+
+def test_drain_exits_1_when_jobs_are_left(run: Run, fake: type[FakeClient]) -> None:
+    assert run("drain")[0] == 0
+    fake.left = 2
+    assert run("drain", "--deadline-s", "0.5") == (1, "deadline passed: 2 jobs still run, 0 slots unsealed\n", "")
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        (errors.DaemonUnreachableError("no daemon listens at /x"), 3, "no daemon listens at /x"),
+        (errors.ConnectionLostError("end of stream"), 3, "the daemon went away before it answered: end of stream"),
+        (errors.DeadlineError("5 s"), 4, "the daemon did not answer in time: 5 s"),
+        (errors.RemoteError("forbidden", "not yours", "client", False), 4, "refused: forbidden: not yours"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures_have_their_own_exit_codes(
+    run: Run, fake: type[FakeClient], failure: Exception, code: int, message: str
+) -> None:
+    fake.failure = failure
+    assert run("status") == (code, "", f"kvoffloadd: {message}\n" if message else "")
+
+
+# --- formatting ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("x_bytes", 1536, "1.50 KiB"),
+        ("bytes", 0, "0 B"),
+        ("x_s", 0.002, "2.0 ms"),
+        ("hit_rate", 1, "100.0 %"),
+        ("rate_of_x", 2.5, "2.500"),
+        ("keys", 1234567, "1,234,567"),
+        ("on", True, "yes"),
+        ("x", None, "-"),
+        ("x", ["a", 2], "a, 2"),
+        ("x", "\x07bell", "\\x07bell"),
+        ("x", "schön", "schön"),
+    ],
+)
+def test_values_have_units(name: str, value: object, shown: str) -> None:
+    assert report.format_value(name, value) == shown

@@ -1,0 +1,328 @@
+"""Units, the config file, overrides, and whether memory fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pwd
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffloadd import config
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.report import config_text
+from kvoffloadd.units import BYTES_MAX, format_bytes, format_seconds, parse_bytes
+
+SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvoffloadd.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(path: Path | None, **overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        config.load(path, {name.replace("__", "."): text for name, text in overrides.items()})
+    return str(raised.value).splitlines()
+
+
+# --- units --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("4096B", 4096), ("64GiB", 64 * GIB), (" 512 MiB ", 512 * MIB), ("1.5KiB", 1536)],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no size"),
+        ("-1", "no size"),
+        ("many", "no size"),
+        ("1e9", "no size"),
+        ("1 2", "no size"),
+        ("٣", "no size"),
+        ("64GB", 'unknown unit "GB"'),
+        ("64gib", 'unknown unit "gib"'),
+        ("0.3B", "whole number"),
+        ("5000PiB", "4,096 PiB"),
+    ],
+)
+def test_parse_bytes_refuses(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        parse_bytes(text)
+
+
+@given(st.integers(min_value=0, max_value=BYTES_MAX))
+def test_formatted_bytes_are_exact_or_close(size: int) -> None:
+    text = format_bytes(size).replace(",", "")
+    if "." not in text:
+        assert parse_bytes(text) == size
+    else:
+        number, unit = text.split()
+        assert float(number) * parse_bytes("1" + unit) == pytest.approx(size, rel=0.006)
+
+
+def test_format_seconds() -> None:
+    shown = [format_seconds(seconds) for seconds in (0, 2e-5, 0.0123, 5, 119.94, 605, 7300, 200_000)]
+    assert shown == ["0 us", "20 us", "12.3 ms", "5.0 s", "119.9 s", "10 min 5 s", "2 h 1 min", "2 d 7 h"]
+
+
+# --- the shipped file ---------------------------------------------------------------------------------
+
+
+def test_shipped_file_equals_the_defaults() -> None:
+    assert config.load(SHIPPED) == config.load(None) == config.Config()
+
+
+def test_shipped_file_has_every_key_with_a_comment() -> None:
+    text = SHIPPED.read_text(encoding="utf-8")
+    known = {name: [key.name for key in dataclasses.fields(section)] for name, section in config.SECTIONS.items()}
+    assert {name: list(table) for name, table in tomllib.loads(text).items()} == known
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if "=" in line and not line.startswith("#"):
+            assert lines[number - 1].startswith("# "), f"line {number + 1} has no comment: {line}"
+
+
+def test_sections_are_the_fields_of_config() -> None:
+    assert list(config.SECTIONS) == [section.name for section in dataclasses.fields(config.Config)]
+    for name, section in config.SECTIONS.items():
+        assert getattr(config.Config(), name) == section()
+        for key in dataclasses.fields(section):
+            assert callable(key.metadata["check"]), f"{name}.{key.name} has no check"
+
+
+def test_defaults_pass_their_own_checks(tmp_path: Path) -> None:
+    assert config.load(write(tmp_path, config_text(config.Config()))) == config.Config()
+
+
+# --- values -------------------------------------------------------------------------------------------
+
+
+def test_values_are_read_and_typed(tmp_path: Path) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    loaded = config.load(
+        write(
+            tmp_path,
+            f"""
+            [server]
+            socket = "/tmp/x.sock"
+            allowed_uids = [7, "{me}", 7]
+            drain_s = 3
+            use_uvloop = false
+            [memory]
+            capacity_bytes = "1.5GiB"
+            slab_bytes = 8192
+            verify_loads = true
+            """,
+        )
+    )
+    assert loaded.server.socket == Path("/tmp/x.sock")
+    assert loaded.server.allowed_uids == tuple(sorted({7, os.getuid()}))
+    assert isinstance(loaded.server.drain_s, float)
+    assert loaded.server.use_uvloop is False
+    assert (loaded.memory.capacity_bytes, loaded.memory.slab_bytes) == (1536 * MIB, 8192)
+    assert loaded.memory.verify_loads is True
+    assert loaded.copy == config.CopyConfig()
+
+
+def test_a_slab_is_no_larger_than_the_tier() -> None:
+    assert config.load(None, {"memory.capacity_bytes": "1MiB"}).memory.slab_bytes == MIB
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.Config().memory.policy = "lru"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "reason"),
+    [
+        ("server.socket", '"kv.sock"', "must be an absolute path"),
+        ("server.socket", "7", "must be a path in quotes"),
+        ("server.socket", '"/' + 107 * "x" + '"', "has 108 bytes, a socket's path may have 107"),
+        (
+            "server.socket_mode",
+            "660",
+            "is 0o1224, must be from 0o600 to 0o666, without execute bits; did you mean 0o660?",
+        ),
+        ("server.socket_mode", "0o777", "is 0o777, must be from 0o600 to 0o666"),
+        ("server.socket_mode", "0o060", "is 0o60, must be from"),
+        ("server.socket_mode", '"0660"', "must be an octal number like 0o660"),
+        ("server.allowed_uids", '"root"', "must be a list of user ids and names"),
+        ("server.allowed_uids", '["no-such-user"]', 'names the user "no-such-user", whom this machine does not have'),
+        ("server.allowed_uids", "[-1]", "has -1 in it"),
+        ("server.allowed_uids", "[true]", "has True in it"),
+        ("server.partial_frame_s", "0", "must be from 0.05 to 3600 seconds"),
+        ("server.partial_frame_s", "nan", "must be a number of seconds"),
+        ("server.drain_s", "true", "must be a number of seconds"),
+        ("server.use_uvloop", '"yes"', 'must be true, false or "auto"'),
+        ("memory.capacity_bytes", "0", "must be from 4 KiB to 4,096 PiB"),
+        ("memory.capacity_bytes", "4097", "must be a multiple of 4096 bytes"),
+        ("memory.capacity_bytes", '"4GB"', 'has the unknown unit "GB"'),
+        ("memory.capacity_bytes", "true", "must be a number of bytes"),
+        ("memory.capacity_bytes", "4096.0", "must be a number of bytes"),
+        ("memory.policy", "1", "must be text in quotes"),
+        ("memory.verify_loads", "1", "must be true or false"),
+        ("copy.threads", "0", "must be from 1 to 256"),
+        ("copy.threads", "true", "must be an integer"),
+        ("copy.threads", "2.0", "must be an integer"),
+        ("log.level", '"loud"', 'must be one of "debug", "info", "warning", "error"'),
+        ("log.format", "1979-05-27", "must be one of"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_value_line_and_reason(
+    tmp_path: Path, key: str, text: str, reason: str
+) -> None:
+    section, name = key.split(".")
+    heading, problem = problems(write(tmp_path, f"# a comment\n[{section}]\n\n{name} = {text}\n"))
+    assert heading == f"{tmp_path}/kvoffloadd.toml: 1 problem:"
+    assert problem.startswith(f"  line 4: {key} = ")
+    assert reason in problem
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        'top = 1\n[memroy]\n[memory]\ncapacity_byte = 3\nslab_bytes = "1KB"\n[copy]\nthreads = 0\n[limits]\njobs = 1\n',
+    )
+    heading, *found = problems(path, log__level="loud", nonsense="1")
+    assert heading.endswith(": 8 problems:")
+    assert sorted(line.strip()[:33] for line in found) == sorted(
+        line[:33]
+        for line in [
+            "line 1: top: keys belong into a [section]",
+            "[memroy]: unknown section; did you mean memory?",
+            "line 4: memory.capacity_byte = 3: unknown key; did you mean capacity_bytes?",
+            'line 5: memory.slab_bytes = "1KB": has the unknown unit',
+            "line 7: copy.threads = 0: must be",
+            'override: log.level = "loud": must be',
+            "override: nonsense: must be named as section.key",
+            "limits.jobs_per_session = 1024: is more than limits.jobs = 1",
+        ]
+    )
+
+
+def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
+    assert len(problems(write(tmp_path, f'[log]\nlevel = "{"x" * 500}"\n'))[1]) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(b"[server\n", "is not valid TOML: .*line 1"), (b"a = '\xff'\n", "is not UTF-8 text: byte 5")],
+)
+def test_a_file_that_is_no_toml(tmp_path: Path, text: bytes, reason: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=reason):
+        config.load(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: can't be read: No such file"):
+        config.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("memory.capacity_bytes", "8GiB", 8 * GIB),
+        ("memory.capacity_bytes", "8192", 8192),
+        ("memory.policy", "s3-fifo", "s3-fifo"),
+        ("memory.policy", '"true"', "true"),
+        ("server.socket", "/tmp/a b.sock", Path("/tmp/a b.sock")),
+        ("server.use_uvloop", "true", True),
+        ("server.allowed_uids", "[1, 2]", (1, 2)),
+    ],
+)
+def test_an_override_wins_over_the_file(tmp_path: Path, key: str, text: str, expected: Any) -> None:
+    section, name = key.split(".")
+    path = write(tmp_path, '[memory]\ncapacity_bytes = 4096\npolicy = "lru"\n')
+    assert getattr(getattr(config.load(path, {key: text}), section), name) == expected
+
+
+@given(st.dictionaries(st.text(max_size=8), st.dictionaries(st.text(max_size=8), st.integers() | st.text())))
+def test_no_input_escapes_config_error(tables: dict[str, dict[str, Any]]) -> None:
+    overrides = {f"{section}.{key}": str(value) for section, table in tables.items() for key, value in table.items()}
+    try:
+        config.load(None, overrides)
+    except ConfigError as error:
+        assert str(error)
+
+
+# --- does it fit? -------------------------------------------------------------------------------------
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:       8192 kB\n"}
+
+
+def test_memory_fits_mem_available(tmp_path: Path) -> None:
+    root = machine(tmp_path, MEMINFO)
+    config.check_memory_fits(8 * MIB, root)
+    with pytest.raises(ConfigError, match=r"8388609 \(8.00 MiB\): only 8 MiB are available \(MemAvailable\)"):
+        config.check_memory_fits(8 * MIB + 1, root)
+
+
+def test_memory_fits_any_ancestors_cgroup_limit(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/system.slice"
+    root = machine(
+        tmp_path,
+        MEMINFO
+        | {
+            "proc/self/cgroup": "0::/system.slice/kvoffloadd.service\n",
+            f"{group}/memory.max": f"{4 * MIB}\n",
+            f"{group}/memory.current": f"{3 * MIB}\n",
+            f"{group}/memory.stat": f"anon 7\ninactive_file {MIB}\n",
+            f"{group}/kvoffloadd.service/memory.max": "max\n",
+            f"{group}/kvoffloadd.service/memory.current": "4096\n",
+        },
+    )
+    config.check_memory_fits(2 * MIB, root)
+    with pytest.raises(ConfigError, match=r"only 2 MiB are available .*cgroup .*/system.slice"):
+        config.check_memory_fits(2 * MIB + 4096, root)
+
+
+def test_memory_fits_cgroup_v1_in_a_container(tmp_path: Path) -> None:
+    mount = "sys/fs/cgroup/memory"
+    root = machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/box\n4:memory:/not/mounted/here\n",
+            f"{mount}/memory.limit_in_bytes": f"{2 * MIB}\n",
+            f"{mount}/memory.usage_in_bytes": f"{MIB}\n",
+        },
+    )
+    with pytest.raises(ConfigError, match="only 1 MiB are available"):
+        config.check_memory_fits(2 * MIB, root)
+
+
+def test_memory_of_a_machine_that_tells_nothing_is_not_guessed(tmp_path: Path) -> None:
+    config.check_memory_fits(1 << 50, tmp_path)
+
+
+def test_memory_of_this_machine() -> None:
+    config.check_memory_fits(4096)
+    with pytest.raises(ConfigError):
+        config.check_memory_fits(1 << 60)

@@ -1,0 +1,363 @@
+"""Lanes: every completion comes once, on the loop, in time; on asyncio and on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[], Awaitable[None]]], None]]:
+    """Runs a coroutine function on a loop of each kind; a callback's exception fails the test."""
+    with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+
+        def run_on_loop(main: Callable[[], Awaitable[None]]) -> None:
+            async def bounded() -> None:
+                async with asyncio.timeout(20):
+                    await main()
+
+            runner.run(bounded())
+
+        yield run_on_loop
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  threads change it, which set no event
+        await asyncio.sleep(0.0005)
+
+
+class Gate:
+    """Work that begins, says so, and ends when it is let through."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self) -> str:
+        self.entered.set()
+        self.open.wait(20)
+        return "through"
+
+    async def wait_entered(self) -> None:
+        await asyncio.to_thread(self.entered.wait, 20)
+
+
+class Log:
+    """Remembers completions, and on which thread they came."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.threads: set[int] = set()
+        self._changed = asyncio.Event()
+
+    def __call__(self, value: Any) -> None:
+        self.values.append(value)
+        self.threads.add(threading.get_ident())
+        self._changed.set()
+
+    async def wait(self, count: int) -> None:
+        while len(self.values) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def test_done_gets_results_and_exceptions_on_the_loop(run: Any) -> None:
+    async def main() -> None:
+        lane, log = Lane("test", 1, asyncio.get_running_loop()), Log()
+
+        def fail() -> None:
+            raise ZeroDivisionError("planted")
+
+        def exit_thread() -> None:
+            raise SystemExit(3)
+
+        lane.submit(lambda: 17, log)
+        lane.submit(fail, log)
+        lane.submit(exit_thread, log)
+        lane.submit(threading.get_ident, log)
+        assert log.values == [], "never within submit"
+        await log.wait(4)
+        assert log.values[0] == 17
+        assert isinstance(log.values[1], ZeroDivisionError)
+        assert isinstance(log.values[2], SystemExit)
+        assert log.values[3] != threading.get_ident(), "work runs in the lane's thread"
+        assert log.threads == {threading.get_ident()}
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_fifo_within_urgency(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        for number, urgent in enumerate([0, 1, 0, -5, 1, -5]):
+            lane.submit(lambda number=number: number, log, urgent=urgent)  # type: ignore[misc]
+        assert (lane.queued, lane.running) == (6, 1)
+        gate.open.set()
+        await log.wait(7)
+        assert log.values == ["through", 3, 5, 0, 2, 1, 4]
+        assert (lane.queued, lane.running) == (0, 0)
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_cancel_before_during_after(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        ran: list[int] = []
+        running = lane.submit(gate, log)
+        await gate.wait_entered()
+        waiting = lane.submit(lambda: ran.append(1), log)
+        assert waiting.cancel()
+        assert not waiting.cancel(), "only once"
+        assert not running.cancel()
+        assert log.values == [], "never within cancel"
+        await log.wait(1)
+        assert isinstance(log.values[0], CancelledWork)
+        gate.open.set()
+        await log.wait(2)
+        assert log.values[1] == "through"
+        assert not running.cancel()
+        assert await lane.close(5)
+        assert ran == []
+        assert len(log.values) == 2
+
+    run(main)
+
+
+def test_again_gives_others_their_turn(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), list[str]()
+
+        def turns(name: str, count: int) -> Callable[[], Again | str]:
+            left = iter(range(count - 1, -1, -1))
+
+            def work() -> Again | str:
+                order.append(name)
+                return AGAIN if next(left) else name
+
+            return work
+
+        log = Log()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        lane.submit(turns("a", 4), log)
+        lane.submit(turns("b", 2), log)
+        lane.submit(turns("u", 2), log, urgent=-1)
+        gate.open.set()
+        await log.wait(4)
+        assert order == ["u", "u", "a", "b", "a", "b", "a", "a"]
+        assert log.values == ["through", "u", "b", "a"], "one completion each"
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_work_that_comes_again_can_be_cancelled_and_closed(run: Any) -> None:
+    async def main() -> None:
+        lane, log = Lane("test", 1, asyncio.get_running_loop()), Log()
+        turned = [threading.Event(), threading.Event()]
+
+        def forever(event: threading.Event) -> Again:
+            event.set()
+            return AGAIN
+
+        ticket = lane.submit(lambda: forever(turned[0]), log)
+        lane.submit(lambda: forever(turned[1]), log)
+        await asyncio.to_thread(turned[1].wait, 20)
+        assert turned[0].is_set()
+        await until(ticket.cancel)  # it may be running just now
+        await log.wait(1)
+        assert await lane.close(5)
+        assert [type(value) for value in log.values] == [CancelledWork, CancelledWork]
+
+    run(main)
+
+
+def test_close_cancels_the_queued_and_waits_for_the_running(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 2, asyncio.get_running_loop()), Gate(), Log()
+        lane.submit(gate, log)
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        await until(lambda: lane.running == 2)
+        for _ in range(5):
+            lane.submit(lambda: "ran", log)
+        assert not await lane.close(0.05)
+        assert [type(value) for value in log.values] == [CancelledWork] * 5
+        with pytest.raises(UsageError, match="closed"):
+            lane.submit(lambda: None, log)
+        gate.open.set()
+        assert await lane.close(5)
+        assert log.values[5:] == ["through"] * 2, "all told when close says so"
+        assert await lane.close(0), "again, at once"
+
+    run(main)
+
+
+def test_gauges_of_age(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lane, gate = Lane("test", 1, loop), Gate()
+        assert lane.oldest_running_s(loop.time()) == 0
+        lane.submit(gate, lambda _: None)
+        await gate.wait_entered()
+        assert lane.oldest_running_s(time.monotonic() + 100) == pytest.approx(100, abs=5)
+        assert lane.oldest_running_s(0) == 0, "a clock that lags is no negative age"
+        gate.open.set()
+        assert await lane.close(5)
+        assert lane.oldest_running_s(time.monotonic() + 100) == 0
+
+    run(main)
+
+
+def test_a_failing_callback_costs_the_others_nothing(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lane, gate, log, heard = Lane("test", 1, loop), Gate(), Log(), list[dict[str, Any]]()
+        loop.set_exception_handler(lambda _, context: heard.append(context))
+
+        def fail(_: object) -> None:
+            raise ZeroDivisionError("planted")
+
+        lane.submit(gate, fail)
+        lane.submit(lambda: 1, log)
+        gate.open.set()
+        await log.wait(1)
+        assert await lane.close(5)
+        assert len(heard) == 1
+        assert isinstance(heard[0]["exception"], ZeroDivisionError)
+
+    run(main)
+
+
+def test_one_wakeup_drains_many(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        wakeups = 0
+
+        class Counting:
+            def call_soon_threadsafe(self, callback: Any) -> None:
+                nonlocal wakeups
+                wakeups += 1
+                loop.call_soon_threadsafe(callback)
+
+        lane, log, ended = Lane("test", 1, Counting()), Log(), threading.Event()  # type: ignore[arg-type]
+        for number in range(100):
+            lane.submit(lambda number=number: number, log)  # type: ignore[misc]
+        lane.submit(ended.set, log)
+        ended.wait(20)  # without await: the loop must not get its turn before
+        await log.wait(101)
+        assert log.values[:100] == list(range(100))
+        assert wakeups <= 2
+        assert await lane.close(5)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
+    loop = LOOPS[kind]()
+    gate = Gate()
+    raised: list[threading.ExceptHookArgs] = []
+    hook, threading.excepthook = threading.excepthook, raised.append
+    try:
+        lane = Lane("closed", 1, loop)
+        ticket = lane.submit(gate, lambda _: None)
+        queued = lane.submit(lambda: None, lambda _: None)
+        gate.entered.wait(20)
+        loop.close()
+        assert queued.cancel()
+        gate.open.set()
+        while not ticket.cancel() and lane.running:
+            time.sleep(0.001)
+        lane.submit(lambda: None, lambda _: None)
+        while lane.queued or lane.running:
+            time.sleep(0.001)
+    finally:
+        threading.excepthook = hook
+    assert raised == []
+
+
+def test_threads_are_daemons() -> None:
+    loop = asyncio.new_event_loop()
+    Lane("daemonic", 2, loop)
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("kvo-daemonic")]
+    assert len(mine) == 2
+    assert all(thread.daemon for thread in mine)
+    loop.close()
+
+
+def test_a_lane_needs_threads() -> None:
+    loop = asyncio.new_event_loop()
+    with pytest.raises(UsageError):
+        Lane("test", 0, loop)
+    loop.close()
+
+
+class Mess:
+    """Work of random urgency and length, some of it cancelled at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.ended: dict[int, list[Any]] = {number: [] for number in range(2000)}
+        self.began: set[int] = set()
+        self.dropped: set[int] = set()
+
+    async def make(self, lane: Lane) -> None:
+        tickets: list[tuple[int, Ticket]] = []
+        for number, values in self.ended.items():
+            turns = iter(range(self.chance.randrange(3), -1, -1))
+            urgent = self.chance.randrange(3)
+            tickets.append((number, lane.submit(partial(self._work, number, turns), values.append, urgent=urgent)))
+            victim, ticket = self.chance.choice(tickets)
+            if self.chance.random() < 0.3 and ticket.cancel():
+                assert victim not in self.dropped
+                self.dropped.add(victim)
+            if self.chance.random() < 0.02:
+                await asyncio.sleep(0)
+
+    def _work(self, number: int, turns: Iterator[int]) -> Again | int:
+        self.began.add(number)
+        return AGAIN if next(turns) else number
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_each_ticket_ends_once_whatever_happens(run: Any, threads: int, wait: bool) -> None:
+    async def main() -> None:
+        lane, mess = Lane("test", threads, asyncio.get_running_loop()), Mess(threads)
+        await mess.make(lane)
+        if wait:
+            await until(lambda: all(mess.ended.values()))
+        assert await lane.close(10)
+        assert {len(values) for values in mess.ended.values()} == {1}
+        cancelled = {number for number, (value,) in mess.ended.items() if isinstance(value, CancelledWork)}
+        assert cancelled >= mess.dropped
+        assert cancelled == mess.dropped or not wait, "only close cancels without being asked"
+        kept = {number: value for number, (value,) in mess.ended.items() if number not in cancelled}
+        assert all(number == value for number, value in kept.items())
+        assert mess.began >= set(kept)
+
+    run(main)

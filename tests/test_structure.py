@@ -1,0 +1,185 @@
+"""House rules that no linter knows: sizes of files and classes, what importing costs, what stays out of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvoffloadd
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvoffloadd"
+FILES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+
+FILE_LINES_MAX, CLASS_LINES_MAX = 400, 300
+HEAVY = {"torch", "cupy", "cuda"}
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def code_lines(path: Path) -> set[int]:
+    """Lines that hold code: neither blank, nor comment, nor docstring."""
+    quiet = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+    lines: set[int] = set()
+    with tokenize.open(path) as stream:
+        for token in tokenize.generate_tokens(stream.readline):
+            if token.type not in quiet and token.type != tokenize.ENDMARKER:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree(path)):
+        # A string that stands alone: a docstring of a module, class, function or constant.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def imports_when_loaded(body: list[ast.stmt]) -> Iterator[str]:
+    """Top-level names of what a module imports when it is itself imported: not in functions, not for types alone."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from imports_when_loaded(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports_when_loaded(
+                [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            )
+
+
+@each_file
+def test_files_and_classes_stay_small(path: Path) -> None:
+    lines = code_lines(path)
+    assert len(lines) <= FILE_LINES_MAX
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef):
+            inside = lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            assert len(inside) <= CLASS_LINES_MAX, node.name
+
+
+@each_file
+def test_no_assert_in_the_package(path: Path) -> None:
+    """`python -O` strips them: what must hold is checked with an explicit raise."""
+    assert [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Assert)] == []
+
+
+@each_file
+def test_modules_say_what_they_are(path: Path) -> None:
+    module = tree(path)
+    if module.body:
+        assert ast.get_docstring(module)
+        assert "from __future__ import annotations" in path.read_text(encoding="utf-8") or path.name == "__init__.py"
+
+
+@each_file
+def test_nothing_heavy_is_imported_at_module_level(path: Path) -> None:
+    assert HEAVY.isdisjoint(imports_when_loaded(tree(path).body))
+
+
+def test_imports_when_loaded_sees_what_it_must() -> None:
+    source = """
+import os.path
+if TYPE_CHECKING:
+    import torch
+else:
+    import cupy
+try:
+    from cuda.bindings import driver
+except ImportError:
+    pass
+class A:
+    import json
+    def f(self):
+        import torch
+"""
+    assert list(imports_when_loaded(ast.parse(source).body)) == ["os", "cupy", "cuda", "json"]
+
+
+@pytest.mark.parametrize("path", [*FILES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unfinished_and_no_private_paths(path: Path) -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|['\"`( ](/home|/root|/Users)/")
+    text = path.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if marks.search(line)] == []
+
+
+@each_file
+def test_no_pickle(path: Path) -> None:
+    """Nothing that a peer sends may become code."""
+    names = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    assert names.isdisjoint(imports_when_loaded(tree(path).body))
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    assert loaded_by("import kvoffloadd").isdisjoint(HEAVY | {"numpy", "msgspec", "asyncio", "rich"})
+
+
+def test_importing_everything_loads_neither_torch_nor_cuda() -> None:
+    everything = """
+import importlib, pkgutil, kvoffloadd
+for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+    assert loaded_by(everything).isdisjoint(HEAVY)
+
+
+def test_import_contracts_cover_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = next(contract for contract in settings["contracts"] if contract["type"] == "layers")
+    assert layers["exhaustive"] is True
+    listed = {name.strip(" ()") for layer in layers["layers"] for name in re.split(r"[|:]", layer)}
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there - {"__init__"} <= listed
+    forbidden = {tuple(c["source_modules"]) for c in settings["contracts"] if c["type"] == "forbidden"}
+    assert len(forbidden) >= 5
+
+
+def test_version_is_in_the_changelog_or_unreleased() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{kvoffloadd.__version__}]" in text or "## [Unreleased]" in text
+
+
+def test_systemd_unit_is_valid(tmp_path: Path) -> None:
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("systemd-analyze is not installed")
+    # The program need not be installed to check the unit: another one stands in for it.
+    unit = (ROOT / "config" / "kvoffloadd.service").read_text(encoding="utf-8")
+    path = tmp_path / "kvoffloadd.service"
+    path.write_text(unit.replace("/usr/local/bin/kvoffloadd", "/bin/true"), encoding="utf-8")
+    done = subprocess.run([tool, "verify", str(path)], capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_systemd_waits_longer_than_a_drain() -> None:
+    from kvoffloadd.config import Config
+
+    unit = (ROOT / "config" / "kvoffloadd.service").read_text(encoding="utf-8")
+    match = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert match is not None
+    assert int(match[1]) > Config().server.drain_s + Config().copy.worker_drain_s
+    assert "LimitMEMLOCK=infinity" in unit
