@@ -8,9 +8,7 @@ import os
 import resource
 import secrets
 import signal
-import socket
 import threading
-from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.config import check_memory_fits
-from kvoffloadd.device.faults import FaultyDevice, parse_faults
+from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.lanes import Lane
@@ -29,6 +27,9 @@ from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Coroutine
+
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import Device
 
@@ -44,7 +45,7 @@ def run(config: Config, faults: str = "") -> int:
     policy = config.memory.policy or DEFAULT_POLICY
     if policy not in POLICIES:
         raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
-    planted = parse_faults(faults) if faults else {}
+    planted = parse_faults(faults) if faults else Faults()
     check_memory_fits(config.memory.capacity_bytes)
     _raise_descriptor_limit()
     listener, lock = bind(config.server.socket, config.server.socket_mode)
@@ -63,7 +64,9 @@ def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]
         import uvloop
     except ImportError:
         if use_uvloop is True:
-            raise ConfigError("server.use_uvloop = true: uvloop is not installed (pip install kvoffloadd[uvloop])") from None
+            raise ConfigError(
+                "server.use_uvloop = true: uvloop is not installed (pip install kvoffloadd[uvloop])"
+            ) from None
         return asyncio.run
     return uvloop.run
 
@@ -77,7 +80,7 @@ def _raise_descriptor_limit() -> None:
 class Daemon:
     """One run. Owns the listening socket, the arena, the device, the lanes."""
 
-    def __init__(self, config: Config, listener: socket.socket, faults: dict[str, Any]) -> None:
+    def __init__(self, config: Config, listener: socket.socket, faults: Faults) -> None:
         self._config = config
         self._listener = listener
         self._faults = faults
@@ -106,14 +109,17 @@ class Daemon:
         config = self._config
         tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes)
         # Beside serving: the kernel provides pages that are used before they are prefaulted just the same.
-        threading.Thread(target=tier.prefault, args=(config.memory.prefault_threads,), name="kvo-prefault", daemon=True).start()
+        threading.Thread(
+            target=tier.prefault, args=(config.memory.prefault_threads,), name="kvo-prefault", daemon=True
+        ).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
         cache = Cache(tier, policy, secrets.randbits(63))
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
-        device: Device = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
+        host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
+        device: Device = host
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
-            device = FaultyDevice(device, **self._faults)
+            device = FaultyDevice(host, **self._faults)
         limits = config.limits
         caps = {
             "sessions": limits.sessions,

@@ -1,4 +1,6 @@
-"""The nouns that every room shares: array types, units, groups, refs, namespaces, outcomes. No behaviour with side effects."""
+"""The nouns that every room shares: array types, units, groups, refs, namespaces, outcomes. No behaviour with side
+effects.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Direction(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The bytes of a group in one row of a canonical tensor: `count` runs of `length` bytes, `stride` apart, from `offset`."""
+    """The bytes of a group in one row of a canonical tensor: `count` runs of `length` bytes, `stride` apart, from
+    `offset`.
+    """
 
     tensor: int
     offset: int

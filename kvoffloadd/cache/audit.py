@@ -34,7 +34,9 @@ def check(cache: Cache, holds: int, reserved: int) -> list[str]:
         *_check_spaces(cache, rows),
     ]
     if int(entries.leases[rows].sum()) != holds:
-        findings.append(f"leases: keys are held {int(entries.leases[rows].sum())} times, leases and loads account for {holds}")
+        findings.append(
+            f"leases: keys are held {int(entries.leases[rows].sum())} times, leases and loads account for {holds}"
+        )
     if int(in_flight.sum()) != reserved:
         findings.append(f"leases: {int(in_flight.sum())} parts are in flight, leases and stores account for {reserved}")
     stranded = np.count_nonzero(entries.parts.state) - len(filled)

@@ -6,7 +6,6 @@ raises has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,8 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
@@ -39,7 +40,9 @@ SPACES_MAX = 1 << 16
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What happened since the start: `keys_hit/pending/missed` of keys asked for by `pin`, parts by what became of them."""
+    """What happened since the start: `keys_hit/pending/missed` of keys asked for by `pin`, parts by what became of
+    them.
+    """
 
     keys_hit: int = 0
     keys_pending: int = 0
@@ -101,7 +104,9 @@ def has_duplicates(keys: U64Array) -> bool:
 
 
 class Cache:
-    """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
+    """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction
+    policy.
+    """
 
     def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
         self.tier = tier
@@ -198,7 +203,8 @@ class Cache:
 
     def part_records(self, rows: U32Array, part: int) -> I64Array:
         """Record numbers of one part of each row."""
-        return self.entries.first[rows].astype(np.int64) + part
+        found: I64Array = self.entries.first[rows].astype(np.int64) + part
+        return found
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """Where the payloads are; valid while the parts are held."""
@@ -277,7 +283,7 @@ class Cache:
         entries.account(parts, +1)
         self.counters.parts_committed += len(parts)
         self._touch_slots(parts)
-        kept = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        kept: I64Array = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
         rows = np.unique(entries.parts.row[parts])
         live = entries.live(rows)
         entries.tell(live[entries.complete(live)], added=True)
@@ -311,7 +317,9 @@ class Cache:
         self.entries.retire(live)
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
-        """Start a new epoch: from the first step on nothing of the old one hits. Each step frees some: (keys, bytes)."""
+        """Start a new epoch: from the first step on nothing of the old one hits. Each step frees some: (keys,
+        bytes).
+        """
         old = list(namespace.spaces.values())
         for space in old:
             namespace.spaces[space.schema.group] = self._new_space(namespace, space.schema, space)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,11 +15,13 @@ import numpy as np
 
 from kvoffloadd.cache.index import WORDS, Index
 from kvoffloadd.cache.parts import Parts, PartState
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
     from kvoffloadd.tiers.memory import MemoryTier
 
 EVENTS_MAX = 65_536
@@ -66,7 +67,9 @@ class Entries:
     # --- beginning ---
 
     def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
-        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, index and parts have room."""
+        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, index and parts have
+        room.
+        """
         rows = self.index.insert(space.id, keys)
         self.first[rows] = self.parts.allocate(space.schema.parts, rows)
         self.missing[rows] = space.schema.parts
@@ -79,7 +82,8 @@ class Entries:
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
         """(rows, parts) record numbers."""
-        return self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
+        found: I64Array = self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
+        return found
 
     # --- questions, one answer per row ---
 
@@ -99,7 +103,7 @@ class Entries:
 
     def evictable(self, rows: U32Array) -> BoolArray:
         """Live, not leased, not in flight."""
-        yes = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
+        yes: BoolArray = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
         at = np.flatnonzero(yes)
         yes[at] = ~self.in_flight(rows[at])
         return yes
@@ -113,7 +117,8 @@ class Entries:
 
     def live(self, rows: U32Array) -> U32Array:
         """Those of the rows that are live."""
-        return rows[self.state[rows] == RowState.LIVE]
+        found: U32Array = rows[self.state[rows] == RowState.LIVE]
+        return found
 
     # --- the end ---
 

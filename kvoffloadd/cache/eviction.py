@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +9,8 @@ import numpy as np
 from kvoffloadd.cache.namespace import Queue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.policy.base import Policy
@@ -47,7 +48,9 @@ class Eviction:
             space.queue.slots_per_key[size] = max(count, space.queue.slots_per_key.get(size, 0))
 
     def make_room(self, size: int, wanted: int) -> int:
-        """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them are."""
+        """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them
+        are.
+        """
         free = self._tier.num_free(size)
         while free < wanted:
             if not (self._take_colder_slab(size) or self._evict(size, wanted - free) or self._take_slab(size)):

@@ -11,10 +11,14 @@ Event loop only.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array, U64Array
 
 WORDS = 4
 """u64 words of a stored key: `model.KEY_BYTES_MAX` bytes, zero padded. A key's width is a property of its space."""
@@ -27,14 +31,17 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Index:
-    """(space, key) -> row. Rows are dense small numbers, reused after `remove`; their columns live here and with the owner.
+    """(space, key) -> row.
 
+    Rows are dense small numbers, reused after `free`; their columns live here and with the owner.
     `max_keys` bounds the rows; `seed` makes the hash unguessable, so that nobody can choose keys that collide.
     """
 
     def __init__(self, max_keys: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self._factors: U64Array = rng.integers(1, 1 << 63, size=WORDS + 1, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors: U64Array = rng.integers(0, 1 << 63, size=WORDS + 1, dtype=np.uint64) << np.uint64(1) | np.uint64(
+            1
+        )
         self.max_keys = max_keys
         self.keys: U64Array = reserve_array((max_keys, WORDS), np.uint64)
         self.space: U16Array = reserve_array((max_keys,), np.uint16)
@@ -62,7 +69,7 @@ class Index:
 
     def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
         """u64 per key. `keys`: (n, WORDS). Multilinear with secret odd factors, then mixed so that all bits count."""
-        h = (keys * self._factors[:WORDS]).sum(axis=1, dtype=np.uint64)
+        h: U64Array = (keys * self._factors[:WORDS]).sum(axis=1, dtype=np.uint64)
         h += np.asarray(space, np.uint64) * self._factors[WORDS]
         h ^= h >> np.uint64(32)
         h *= _GOLDEN

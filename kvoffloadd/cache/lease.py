@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.errors import LeaseError
-from kvoffloadd.model import I64Array, U32Array
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import I64Array, U32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +31,9 @@ class WriteLease:
 
 
 class Leases:
-    """The leases of one instance, by id. Ids are unique in the daemon's life, so that one instance can't guess another's into use."""
+    """The leases of one instance, by id. Ids are unique in the daemon's life, so that one instance can't guess
+    another's into use.
+    """
 
     _ids = itertools.count(1)
 

@@ -11,7 +11,9 @@ from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U32Arr
 
 @dataclass(frozen=True, slots=True)
 class GroupHits:
-    """One group's answer: `hits[i]` tells whether key `first + i` of the prompt hits. Keys before `first` are held locally."""
+    """One group's answer: `hits[i]` tells whether key `first + i` of the prompt hits. Keys before `first` are held
+    locally.
+    """
 
     schema: GroupSchema
     first: int

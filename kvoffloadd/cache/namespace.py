@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction. `slots_per_key` by slot size in pages: the most of any space."""
+    """Keys that compete for the same slots, in order of eviction. `slots_per_key` by slot size in pages: the most
+    of any space.
+    """
 
     policy: Policy
     slots_per_key: dict[int, int] = field(default_factory=dict)
@@ -22,10 +24,12 @@ class Queue:
 
 @dataclass(slots=True, eq=False)
 class Space:
-    """The keys of one group in one epoch of a namespace. `id` is what the index knows; it is unique while rows carry it.
+    """The keys of one group in one epoch of a namespace. `id` is what the index knows; it is unique while rows
+    carry it.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed payload.
+    first size that is told. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed
+    payload.
     """
 
     id: int
@@ -49,7 +53,8 @@ class Space:
         known = self.part_bytes[part]
         if known and known != payload_bytes:
             raise SchemaError(
-                f"group {self.schema.group} part {part} has payloads of {known} bytes in this namespace, not {payload_bytes}"
+                f"group {self.schema.group} part {part} has payloads of {known} bytes in this namespace, not "
+                f"{payload_bytes}"
             )
 
 

@@ -1,18 +1,21 @@
 """One record per part of each key: its slot, its state, its checksum. Columns, no objects. Event loop only.
 
-    EMPTY --reserve--> RESERVED --begin--> WRITING --commit--> COMMITTED --seal--> SEALED
-      ^                   |                   |                    |                 |
-      +-------------------+------abort--------+-------evict--------+-----------------+
+EMPTY --reserve--> RESERVED --begin--> WRITING --commit--> COMMITTED --seal--> SEALED
+  ^                   |                   |                    |                 |
+  +-------------------+------abort--------+-------evict--------+-----------------+
 """
 
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.model import I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import I64Array, U8Array, U16Array, U32Array, U64Array
 
 
 class PartState(enum.IntEnum):
@@ -26,7 +29,9 @@ class PartState(enum.IntEnum):
 
 
 class Parts:
-    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which changes with each reuse."""
+    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which changes with
+    each reuse.
+    """
 
     def __init__(self, max_parts: int) -> None:
         self.max_parts = max_parts
@@ -43,7 +48,9 @@ class Parts:
         return sum(map(len, self._free.get(width, ()))) + (self.max_parts - self._used) // width
 
     def allocate(self, width: int, rows: U32Array) -> U32Array:
-        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure of `room`."""
+        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure of
+        `room`.
+        """
         runs: list[U32Array] = []
         missing = len(rows)
         pool = self._free.get(width, [])

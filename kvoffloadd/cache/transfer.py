@@ -7,7 +7,6 @@ name; the hash lane reads slots. Both tell the loop when they are done, and only
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +19,8 @@ from kvoffloadd.model import BoolArray, Direction, Outcome
 from kvoffloadd.tiers.hashing import hash_payloads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.device.base import Copy, Device
     from kvoffloadd.device.plan import Copies
@@ -225,7 +226,9 @@ class Transfers:
         self._idle.set()
 
     async def settle(self, transfers: set[Transfer], deadline_s: float, *, sealed: bool = False) -> bool:
-        """Wait until these transfers have ended (and, with `sealed`, nothing waits for the hash lane); False at the deadline."""
+        """Wait until these transfers have ended (and, with `sealed`, nothing waits for the hash lane); False at the
+        deadline.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 while any(not t.finished for t in transfers) or (sealed and self.unsealed):

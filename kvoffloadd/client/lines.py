@@ -6,7 +6,6 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffloadd.client import ops
 from kvoffloadd.client.link import Link, Pending, broken
 from kvoffloadd.client.wire import Wire
 from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
@@ -139,18 +138,21 @@ class Lines:
                 _close_all(fds)
             else:
                 self._session.receive(link, data, fds)
-                self._release_unclaimed(link)
+                self._take_back_unclaimed(link)
         except PeerError as error:
             self.break_off(link, broken(error))
+        except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
+            self._close_wire(link)
+            self._session.end(link, f"can't read: {error}")
         return True
 
     def _read_rest(self, link: Link) -> None:
         while link in self._wires and self._read(link):
             pass
 
-    def _release_unclaimed(self, link: Link) -> None:
+    def _take_back_unclaimed(self, link: Link) -> None:
         while link.unclaimed and not link.ended.done:
-            self.ask(link, ops.release(link.unclaimed.pop()))
+            self.ask(link, link.unclaimed.pop())
 
     def _closed_by_daemon(self, link: Link) -> None:
         self._close_wire(link)

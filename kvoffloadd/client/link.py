@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.client.results import Found, Lease, Reserved
 from kvoffloadd.client.waitable import Waitable
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, PeerError, RemoteError
 from kvoffloadd.protocol import messages
@@ -51,8 +50,8 @@ class Outgoing:
 class Link:
     """One connection, from its `hello` to its end.
 
-    `jobs`: those asked for on it whose blocks are not proven free. `unclaimed`: leases that came after their caller had
-    given up; somebody must release them. `pidfd`: says when its daemon is dead; owned by the
+    `jobs`: those asked for on it whose blocks are not proven free. `unclaimed`: what takes back
+    values that came after their callers had given up; to be asked. `pidfd`: says when its daemon is dead; owned by the
     I/O side, which closes it. `usable`: greeted, and everything is registered. `ended`: nothing more will come of it.
     `closed`: the daemon closed it, so that its copies have ended if it still lives. `dead`: its daemon is dead.
     """
@@ -61,7 +60,7 @@ class Link:
         self.connection = Connection(daemon=False)
         self.outbox: deque[Outgoing] = deque()
         self.jobs: dict[int, Job] = {}
-        self.unclaimed: list[Lease] = []
+        self.unclaimed: list[Op[None]] = []
         self.boot_id = b""
         self.pidfd = -1
         self.limits: messages.Limits | None = None
@@ -129,8 +128,9 @@ class Link:
             pending.value = pending.op.parse(reply, self.boot_id)
             if pending.job is not None:
                 pending.job.accept(pending.value)
-            if pending.abandoned and isinstance(pending.value, (Found, Reserved)) and pending.value.lease:
-                self.unclaimed.append(pending.value.lease)
+            if pending.abandoned and pending.op.undo is not None:
+                undo = pending.op.undo(pending.value)
+                self.unclaimed += [] if undo is None else [undo]
         del self._pendings[reply.seq]
         pending.settle()
 

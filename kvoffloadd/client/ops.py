@@ -28,7 +28,8 @@ class Op(Generic[R]):
 
     `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
     formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
-    `fds` go with the frame; `owner` keeps them open until it is sent.
+    `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)`: what takes the value back, for
+    one that comes after its caller has given up.
     """
 
     build: Callable[[int], Request]
@@ -36,6 +37,7 @@ class Op(Generic[R]):
     repeatable: bool = False
     fds: tuple[int, ...] = ()
     owner: object = None
+    undo: Callable[[R], Op[None] | None] | None = None
 
 
 Groups = Mapping[int, Keys]
@@ -120,7 +122,15 @@ def register(registration: Registration, allocations: Mapping[tuple[int, int], i
     def build(seq: int) -> Request:
         return messages.Register(seq=seq, tensors=tensors, groups=groups)
 
-    return Op(build, lambda reply, _boot_id: int(reply.registration))
+    return Op(build, lambda reply, _boot_id: int(reply.registration), undo=_unregister_number)
+
+
+def _unregister_number(number: int) -> Op[None]:
+    return Op(lambda seq: messages.Unregister(seq=seq, registration=number), _nothing)
+
+
+def _release_leased(value: Found | Reserved) -> Op[None] | None:
+    return release(value.lease) if value.lease else None
 
 
 def unregister(registration: Registration) -> Op[None]:
@@ -152,7 +162,7 @@ def _find(
         states = unpack_states(reply.states, counts)
         return Found(states, unpack_u32(reply.boundaries, "boundaries"), Lease(reply.lease, boot_id))
 
-    return Op(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=repeatable)
+    return Op(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=repeatable, undo=_release_leased)
 
 
 def touch(groups: Groups, first: First, key_bytes: int) -> Op[None]:
@@ -173,7 +183,7 @@ def reserve(groups: Groups, first: First, parts: list[int] | None, key_bytes: in
     def parse(reply: messages.Reserved, boot_id: bytes) -> Reserved:
         return Reserved(unpack_states(reply.states, counts), Lease(reply.lease, boot_id))
 
-    return Op(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=parts), parse)
+    return Op(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=parts), parse, undo=_release_leased)
 
 
 @dataclass(frozen=True, slots=True)

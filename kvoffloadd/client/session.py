@@ -99,7 +99,8 @@ class Session:
     def open_jobs(self) -> list[Job]:
         """Every job whose blocks are not proven free, oldest first."""
         links = self.old if self.link is None else [*self.old, self.link]
-        return sorted((job for link in links for job in link.jobs.values()), key=lambda job: job.id)
+        # Copied at one go: another thread may be in a call meanwhile.
+        return sorted((job for link in links for job in list(link.jobs.values())), key=lambda job: job.id)
 
     def holds(self, job: Job) -> bool:
         """Whether the present connection is the one that this job was asked for on."""

@@ -30,7 +30,9 @@ def encode(message: Message) -> bytes:
     """One frame. Raises FramingError if it would exceed the frame cap."""
     body: bytes = msgpack.packb(_to_builtins(message, builtin_types=_BYTES), use_bin_type=True)
     if len(body) > FRAME_BYTES_MAX:
-        raise FramingError(f"a {type(message).__name__} of {len(body)} bytes exceeds the frame cap of {FRAME_BYTES_MAX}")
+        raise FramingError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame cap of {FRAME_BYTES_MAX}"
+        )
     return PREFIX.pack(len(body)) + body
 
 

@@ -7,12 +7,15 @@ belongs to the connection until `take_fds`, which the I/O layer calls when the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import FramingError, PeerError
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, FRAME_BYTES_MAX, FROM_CLIENT, FROM_DAEMON, Message
 from kvoffloadd.protocol.state import State, move
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def tag_of(message: Message) -> str:

@@ -36,27 +36,27 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of everything that fills a frame."""
 
 
-class Request(Message):
+class Request(Message, frozen=True):
     """Sent by the client; gets exactly one reply of type `reply`, or an `error`."""
 
     reply: ClassVar[str] = "done"
     seq: Seq
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """Sent by the daemon, once for each request."""
 
     seq: Seq
 
 
-class Push(Message):
+class Push(Message, frozen=True):
     """Sent by the daemon on its own account."""
 
 
 # --- maps inside messages ------------------------------------------------------------------------
 
 
-class NamespaceSpec(Part):
+class NamespaceSpec(Part, frozen=True):
     """Who may share. The daemon adds the owner's uid and the epoch; every field takes part in the fingerprint."""
 
     model: Text
@@ -68,7 +68,7 @@ class NamespaceSpec(Part):
     key_bytes: Annotated[int, msgspec.Meta(ge=8, le=32)] = 32
 
 
-class TensorSpec(Part):
+class TensorSpec(Part, frozen=True):
     """A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart, from `offset` in an allocation."""
 
     allocation: Id
@@ -78,7 +78,7 @@ class TensorSpec(Part):
     stride_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
-class RefSpec(Part):
+class RefSpec(Part, frozen=True):
     """A `model.Ref`: `tensor` indexes this registration's tensors."""
 
     tensor: Small
@@ -88,7 +88,7 @@ class RefSpec(Part):
     stride: Count = 0
 
 
-class GroupSpec(Part):
+class GroupSpec(Part, frozen=True):
     """A group: the schema that the whole namespace shares, and this rank's part and refs (none: it has no part)."""
 
     group: Small
@@ -101,7 +101,7 @@ class GroupSpec(Part):
     refs: list[RefSpec] = []
 
 
-class GroupKeys(Part):
+class GroupKeys(Part, frozen=True):
     """Consecutive keys of one prompt; `first` is the index of the first one (those before it are held locally)."""
 
     group: Small
@@ -109,7 +109,7 @@ class GroupKeys(Part):
     first: Small = 0
 
 
-class GroupBlocks(Part):
+class GroupBlocks(Part, frozen=True):
     """Keys with `blocks_per_key` block ids each (u32; 0xFFFFFFFF = this block of the key is not wanted)."""
 
     group: Small
@@ -118,7 +118,7 @@ class GroupBlocks(Part):
     first: Small = 0
 
 
-class Limits(Part):
+class Limits(Part, frozen=True):
     """What the daemon will take from this session."""
 
     frame_bytes: Count
@@ -131,7 +131,7 @@ class Limits(Part):
 # --- requests ---------------------------------------------------------------------------------------
 
 
-class Hello(Request, tag="hello"):
+class Hello(Request, frozen=True, tag="hello"):
     """First message of a session. `namespace` may be left out by an observer only."""
 
     reply: ClassVar[str] = "welcome"
@@ -141,11 +141,11 @@ class Hello(Request, tag="hello"):
     namespace: NamespaceSpec | None = None
 
 
-class Ping(Request, tag="ping"):
+class Ping(Request, frozen=True, tag="ping"):
     """Answered at once."""
 
 
-class Attach(Request, tag="attach"):
+class Attach(Request, frozen=True, tag="attach"):
     """Announces memory: the frame carries `fds` descriptors, each one becomes an allocation."""
 
     reply: ClassVar[str] = "attached"
@@ -153,7 +153,7 @@ class Attach(Request, tag="attach"):
     fds: Annotated[int, msgspec.Meta(ge=1, le=FDS_PER_FRAME_MAX)]
 
 
-class Register(Request, tag="register"):
+class Register(Request, frozen=True, tag="register"):
     """Names tensors in attached memory, and groups. A scheduler registers groups without refs."""
 
     reply: ClassVar[str] = "registered"
@@ -161,46 +161,46 @@ class Register(Request, tag="register"):
     groups: list[GroupSpec]
 
 
-class Unregister(Request, tag="unregister"):
+class Unregister(Request, frozen=True, tag="unregister"):
     """Answered when no copy uses the registration any more and its memory is unmapped."""
 
     registration: Id
 
 
-class Lookup(Request, tag="lookup"):
+class Lookup(Request, frozen=True, tag="lookup"):
     """Which keys hit, and which prefixes can be restored. Changes nothing, waits for nothing."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
-class Pin(Request, tag="pin"):
+class Pin(Request, frozen=True, tag="pin"):
     """Lookup, and a read lease on every key that hits."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
-class Prefetch(Request, tag="prefetch"):
+class Prefetch(Request, frozen=True, tag="prefetch"):
     """Lookup that also brings what lies in a slower tier into memory."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
-class Touch(Request, tag="touch"):
+class Touch(Request, frozen=True, tag="touch"):
     """Says that keys were used without being loaded."""
 
     groups: list[GroupKeys]
 
 
-class Release(Request, tag="release"):
+class Release(Request, frozen=True, tag="release"):
     """Ends a lease: read-leased keys may be evicted again; reserved slots that no job fills are freed."""
 
     lease: Id
 
 
-class Reserve(Request, tag="reserve"):
+class Reserve(Request, frozen=True, tag="reserve"):
     """Slots for keys that are to be stored, for all parts of each key or for the named ones."""
 
     reply: ClassVar[str] = "reserved"
@@ -208,7 +208,7 @@ class Reserve(Request, tag="reserve"):
     parts: list[Small] | None = None
 
 
-class Store(Request, tag="store"):
+class Store(Request, frozen=True, tag="store"):
     """A job: worker memory -> daemon. `lease` 0: reserves this rank's part itself."""
 
     reply: ClassVar[str] = "accepted"
@@ -219,7 +219,7 @@ class Store(Request, tag="store"):
     deadline_s: Seconds = 60.0
 
 
-class Load(Request, tag="load"):
+class Load(Request, frozen=True, tag="load"):
     """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time."""
 
     reply: ClassVar[str] = "accepted"
@@ -231,20 +231,20 @@ class Load(Request, tag="load"):
     expedited: bool = False
 
 
-class Cancel(Request, tag="cancel"):
+class Cancel(Request, frozen=True, tag="cancel"):
     """Ends a job early; its `completed` comes after the last access to its blocks."""
 
     job: Id
 
 
-class Clear(Request, tag="clear"):
+class Clear(Request, frozen=True, tag="clear"):
     """Drops every key of the own namespace, or of all (`everything`; root or the daemon's uid only)."""
 
     reply: ClassVar[str] = "cleared"
     everything: bool = False
 
 
-class Drain(Request, tag="drain"):
+class Drain(Request, frozen=True, tag="drain"):
     """Answered when the jobs admitted before it have ended and all that they stored is sealed, or at the deadline."""
 
     reply: ClassVar[str] = "drained"
@@ -252,24 +252,24 @@ class Drain(Request, tag="drain"):
     deadline_s: Seconds = 60.0
 
 
-class Status(Request, tag="status"):
+class Status(Request, frozen=True, tag="status"):
     """Counters and gauges; keys are stable (docs/BEHAVIOR.md)."""
 
     reply: ClassVar[str] = "report"
 
 
-class Verify(Request, tag="verify"):
+class Verify(Request, frozen=True, tag="verify"):
     """Self-audit; with `payloads` every sealed slot is hashed again. Root or the daemon's uid only."""
 
     reply: ClassVar[str] = "verified"
     payloads: bool = False
 
 
-class Subscribe(Request, tag="subscribe"):
+class Subscribe(Request, frozen=True, tag="subscribe"):
     """From now on `events` of the own namespace are pushed."""
 
 
-class Snapshot(Request, tag="snapshot"):
+class Snapshot(Request, frozen=True, tag="snapshot"):
     """Some of the complete keys of a group of the own namespace; start with `cursor` 0, end when it answers 0."""
 
     reply: ClassVar[str] = "listing"
@@ -277,18 +277,18 @@ class Snapshot(Request, tag="snapshot"):
     cursor: Count = 0
 
 
-class Bye(Request, tag="bye"):
+class Bye(Request, frozen=True, tag="bye"):
     """Orderly end: answered when the session's copies have ended; then the daemon closes the socket."""
 
 
 # --- replies ----------------------------------------------------------------------------------------
 
 
-class Done(Reply, tag="done"):
+class Done(Reply, frozen=True, tag="done"):
     """Nothing to tell but success."""
 
 
-class Error(Reply, tag="error"):
+class Error(Reply, frozen=True, tag="error"):
     """The request failed and changed nothing. `seq` 0: it could not be told which request it was."""
 
     code: str
@@ -297,7 +297,7 @@ class Error(Reply, tag="error"):
     retryable: bool
 
 
-class Welcome(Reply, tag="welcome"):
+class Welcome(Reply, frozen=True, tag="welcome"):
     """The frame carries `fds` = 1 descriptor: a pidfd of the daemon, readable when it is dead."""
 
     version: Small
@@ -310,62 +310,66 @@ class Welcome(Reply, tag="welcome"):
     fds: Annotated[int, msgspec.Meta(ge=0, le=FDS_PER_FRAME_MAX)] = 1
 
 
-class Attached(Reply, tag="attached"):
+class Attached(Reply, frozen=True, tag="attached"):
     """Ids and true sizes of the allocations, in the order of the descriptors."""
 
     allocations: list[Id]
     sizes_bytes: list[Count]
 
 
-class Registered(Reply, tag="registered"):
+class Registered(Reply, frozen=True, tag="registered"):
     """The id to name in jobs."""
 
     registration: Id
 
 
-class Found(Reply, tag="found"):
-    """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease` 0: none held."""
+class Found(Reply, frozen=True, tag="found"):
+    """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease`
+    0: none held.
+    """
 
     states: list[bytes]
     boundaries: bytes
     lease: Id = 0
 
 
-class Reserved(Reply, tag="reserved"):
+class Reserved(Reply, frozen=True, tag="reserved"):
     """`states[g]`: u8 per key: reserved, hit (already there), pending (being stored by another), no_space."""
 
     states: list[bytes]
     lease: Id = 0
 
 
-class Accepted(Reply, tag="accepted"):
-    """The job is admitted and will end in one `completed`. Store: keys in state reserved are copied; load: those in state hit."""
+class Accepted(Reply, frozen=True, tag="accepted"):
+    """The job is admitted and will end in one `completed`. Store: keys in state reserved are copied; load: those in
+    state hit.
+    """
 
     job: Id
     states: list[bytes]
 
 
-class Cleared(Reply, tag="cleared"):
+class Cleared(Reply, frozen=True, tag="cleared"):
     """What the clear dropped; keys under a read lease go when it ends, and hit no more from now on."""
 
     keys: Count
     bytes: Count
 
 
-class Drained(Reply, tag="drained"):
+class Drained(Reply, frozen=True, tag="drained"):
     """`jobs` and `unsealed` are 0 unless the deadline passed."""
 
     jobs: Count
     unsealed: Count
 
 
-class Report(Reply, tag="report"):
+class Report(Reply, frozen=True, tag="report"):
     """A map of plain values."""
 
     status: dict[str, Any]
 
 
-class Verified(Reply, tag="verified"):
+class Verified(Reply, frozen=True, tag="verified"):
     """What the self-audit found wrong (nothing: an empty list) and how much it looked at."""
 
     findings: list[str]
@@ -373,7 +377,7 @@ class Verified(Reply, tag="verified"):
     payloads: Count
 
 
-class Listing(Reply, tag="listing"):
+class Listing(Reply, frozen=True, tag="listing"):
     """Packed keys; `cursor` 0: those were the last."""
 
     keys: bytes
@@ -383,7 +387,7 @@ class Listing(Reply, tag="listing"):
 # --- pushes -----------------------------------------------------------------------------------------
 
 
-class Completed(Push, tag="completed"):
+class Completed(Push, frozen=True, tag="completed"):
     """The end of a job: its blocks are the client's again.
 
     `failed[g]`: u32 indices into the job's key list g: for a load the keys whose blocks are not valid, for a store
@@ -398,7 +402,7 @@ class Completed(Push, tag="completed"):
     reason: str = ""
 
 
-class Events(Push, tag="events"):
+class Events(Push, frozen=True, tag="events"):
     """Keys that became complete or went, packed."""
 
     group: Small
@@ -406,7 +410,7 @@ class Events(Push, tag="events"):
     removed: bytes
 
 
-class Gap(Push, tag="gap"):
+class Gap(Push, frozen=True, tag="gap"):
     """Events were lost because the client read too slowly: read a snapshot."""
 
 

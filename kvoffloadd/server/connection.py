@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError
@@ -22,6 +21,8 @@ from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.peer import Peer
 

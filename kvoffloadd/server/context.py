@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.lease import ReadLease, WriteLease
-from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.instance import Instances
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.transfer import Transfers
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import Device
     from kvoffloadd.lanes import Lane
+    from kvoffloadd.server.account import Accounts
     from kvoffloadd.server.session import Session
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,6 @@ class Context:
 
     def status(self) -> dict[str, Any]:
         """What `status` tells; the keys are stable."""
-        now = self.loop.time()
         return {
             "boot_id": self.boot_id.hex(),
             "pid": os.getpid(),
@@ -115,9 +115,16 @@ class Context:
             "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
             "accounts": self.accounts.figures(),
             "instances": len(self.instances),
-            "sessions": [session.figures(now) for session in self.sessions],
+            "sessions": [session.figures() for session in self.sessions],
             "namespaces": [
-                {"label": n.label, "uid": n.uid, "epoch": n.epoch, "keys": n.keys, "bytes": n.bytes, "sessions": n.sessions}
+                {
+                    "label": n.label,
+                    "uid": n.uid,
+                    "epoch": n.epoch,
+                    "keys": n.keys,
+                    "bytes": n.bytes,
+                    "sessions": n.sessions,
+                }
                 for n in self.cache.namespaces.values()
             ],
         }

@@ -29,7 +29,9 @@ class Instances:
         return len(self._by_token)
 
     def join(self, token: bytes, uid: int, namespace: bytes | None) -> Instance:
-        """Pair with `leave`. Raises ForbiddenError if the token is another uid's, or of an engine in another namespace."""
+        """Pair with `leave`. Raises ForbiddenError if the token is another uid's, or of an engine in another
+        namespace.
+        """
         instance = self._by_token.get(token)
         if instance is None:
             instance = self._by_token[token] = Instance(token, uid, namespace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,8 @@ from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState,
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
@@ -41,7 +42,9 @@ class GroupJob:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A running job of this session. `chosen[g]`: indices of the keys of list g that are copied; `lost[g]`: those that never were."""
+    """A running job of this session. `chosen[g]`: indices of the keys of list g that are copied; `lost[g]`: those
+    that never were.
+    """
 
     id: int
     registration: Registration
@@ -173,14 +176,15 @@ class Jobs:
             per_key = group.plan.blocks_per_key
             if len(item.blocks) != 4 * per_key * len(keys):
                 raise BlockIdError(
-                    f"group {item.group}: {len(item.blocks)} bytes of block ids for {len(keys)} keys of {per_key} blocks; "
-                    f"{4 * per_key * len(keys)} are needed"
+                    f"group {item.group}: {len(item.blocks)} bytes of block ids; {len(keys)} keys of {per_key} blocks "
+                    f"need {4 * per_key * len(keys)}"
                 )
             blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
             outside = (blocks >= group.plan.num_blocks) & (blocks != NO_BLOCK)
             if outside.any():
                 raise BlockIdError(
-                    f"group {item.group}: block id {int(blocks[outside].max())}; the tensors have {group.plan.num_blocks} blocks"
+                    f"group {item.group}: block id {int(blocks[outside].max())}; "
+                    f"the tensors have {group.plan.num_blocks} blocks"
                 )
             if len(keys) * len(group.plan.size) > DESCRIPTORS_MAX:
                 raise LimitError(f"group {item.group}: more than {DESCRIPTORS_MAX} descriptors in one job; split it")
@@ -222,7 +226,11 @@ class Jobs:
         if (rows >= 0).all():
             parts = self.context.cache.part_records(rows.astype(np.uint32), share.group.part)
         state = self.context.cache.entries.parts.state[parts]
-        if len(parts) != len(share.keys) or not np.isin(parts, lease.parts).all() or (state != PartState.RESERVED).any():
+        if (
+            len(parts) != len(share.keys)
+            or not np.isin(parts, lease.parts).all()
+            or (state != PartState.RESERVED).any()
+        ):
             raise LeaseError(f"lease {lease_id} does not cover all keys of this store")
         return np.full(len(share.keys), KeyState.RESERVED, np.uint8), parts
 

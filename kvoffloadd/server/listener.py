@@ -9,7 +9,6 @@ import fcntl
 import logging
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
@@ -19,6 +18,8 @@ from kvoffloadd.server import peer as peers
 from kvoffloadd.server.connection import PeerConnection
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvoffloadd.server.context import Context
 
 log = logging.getLogger(__name__)

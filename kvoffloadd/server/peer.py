@@ -1,4 +1,6 @@
-"""Who is at the other end of a Unix socket: credentials from the kernel, and a pidfd that tells of the process's end."""
+"""Who is at the other end of a Unix socket: credentials from the kernel, and a pidfd that tells of the process's
+end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _SO_PEERPIDFD = 77  # Linux 6.5; not in Python 3.11's socket module
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`pidfd` is -1 where the process can't be watched (it is gone already, or in a foreign pid namespace); owned by the holder."""
+    """`pidfd` is -1 where the process can't be watched (it is gone already, or in a foreign pid namespace); owned
+    by the holder.
+    """
 
     pid: int
     uid: int

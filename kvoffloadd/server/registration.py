@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvoffloadd.cache.namespace import Space
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.errors import DuplicateError, ExtentError, SchemaError, UnknownNameError
 from kvoffloadd.model import GroupKind, GroupSchema, Ref
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.cache.transfer import Transfer
     from kvoffloadd.device.base import Allocation
     from kvoffloadd.protocol.messages import GroupSpec, TensorSpec
@@ -51,7 +51,9 @@ class Registration:
         if found is None:
             raise UnknownNameError(f"registration {self.id} has no group {number}; it has {sorted(self.groups)}")
         if not found.plan.payload_bytes:
-            raise UnknownNameError(f"registration {self.id} has no part of group {number}: it was registered without refs")
+            raise UnknownNameError(
+                f"registration {self.id} has no part of group {number}: it was registered without refs"
+            )
         return found
 
 
@@ -79,7 +81,9 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> lis
         if entry is None:
             raise UnknownNameError(f"tensor {number}: this session has no allocation {spec.allocation}")
         if spec.stride_bytes < spec.page_bytes:
-            raise ExtentError(f"tensor {number}: stride {spec.stride_bytes} is less than the page of {spec.page_bytes} bytes")
+            raise ExtentError(
+                f"tensor {number}: stride {spec.stride_bytes} is less than the page of {spec.page_bytes} bytes"
+            )
         end = spec.offset + (spec.num_blocks - 1) * spec.stride_bytes + spec.page_bytes
         if end > entry.allocation.size_bytes:
             raise ExtentError(

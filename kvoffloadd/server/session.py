@@ -16,7 +16,6 @@ import numpy as np
 
 from kvoffloadd.cache.cache import Found, has_duplicates, keys_array
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
-from kvoffloadd.cache.parts import PartState
 from kvoffloadd.errors import (
     DrainingError,
     DuplicateError,
@@ -31,9 +30,9 @@ from kvoffloadd.model import KeyState
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
-from kvoffloadd.server import registration
 from kvoffloadd.server.jobs import Jobs
-from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.server.registry import Registry
+from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
@@ -42,12 +41,11 @@ if TYPE_CHECKING:
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.peer import Peer
-    from kvoffloadd.server.registration import Attached, Registration
+    from kvoffloadd.server.registration import Registration
 
 Answer = m.Reply | Coroutine[Any, Any, m.Reply]
 
 FEATURES = ["host", "memory"]
-VERIFY_CHUNK = 256
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -74,16 +72,17 @@ class Session:
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: Jobs | None = None
-        self._attached: dict[int, Attached] = {}
-        self._registrations: dict[int, Registration] = {}
-        self._ids_of_session = itertools.count(1)
+        self._registry = Registry(context, self._account)
+        self._closing: asyncio.Task[None] | None = None
         self._listening = False
         self._events_missed = False
 
     # --- dispatch ---
 
     def handle(self, message: m.Message, fds: list[int]) -> Answer:
-        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. `fds` stay the caller's."""
+        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. `fds` stay the
+        caller's.
+        """
         if isinstance(message, m.Hello):
             return self._hello(message)
         if isinstance(message, m.Attach):
@@ -103,7 +102,9 @@ class Session:
     def _hello(self, message: m.Hello) -> m.Reply:
         context = self._context
         if message.version not in m.VERSIONS:
-            raise VersionError(f"protocol version {message.version} can't be served; this daemon serves {list(m.VERSIONS)}")
+            raise VersionError(
+                f"protocol version {message.version} can't be served; this daemon serves {list(m.VERSIONS)}"
+            )
         if message.namespace is None and message.role != "observer":
             raise StateError(f"a {message.role} must name its namespace")
         if context.draining:
@@ -135,84 +136,30 @@ class Session:
         )
 
     def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
-        device = self._context.devices["host"]
-        mapped: list[int] = []
-        try:
-            for fd in fds:
-                self._account.charge("fds")
-                try:
-                    mapped.append(self._map(fd))
-                except BaseException:
-                    self._account.refund("fds")
-                    raise
-        except BaseException:
-            for number in mapped:  # all or none
-                self._context.spawn(device.unmap(self._forget_allocation(number)))
-            raise
-        sizes = [self._attached[number].allocation.size_bytes for number in mapped]
-        return m.Attached(seq=message.seq, allocations=mapped, sizes_bytes=sizes)
-
-    def _map(self, fd: int) -> int:
-        device = self._context.devices["host"]
-        allocation = device.map(fd, self.peer.uid)
-        try:
-            self._account.charge("mapped_bytes", allocation.size_bytes)
-        except LimitError:
-            self._context.spawn(device.unmap(allocation))
-            raise
-        number = next(self._ids_of_session)
-        self._attached[number] = registration.Attached(allocation)
-        return number
-
-    def _forget_allocation(self, number: int) -> Any:
-        allocation = self._attached.pop(number).allocation
-        self._account.refund("mapped_bytes", allocation.size_bytes)
-        self._account.refund("fds")
-        return allocation
+        numbers = self._registry.attach(fds, self.peer.uid)
+        sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
+        return m.Attached(seq=message.seq, allocations=numbers, sizes_bytes=sizes)
 
     def _register(self, message: m.Register) -> m.Reply:
-        cap = self._context.config.limits.tensors_per_registration
-        if len(message.tensors) > cap:
-            raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
-        namespace = self._own_namespace()
-        number = next(self._ids_of_session)
-        made = registration.build(
-            number, message.tensors, message.groups, self._attached, self._context.cache, namespace
-        )
-        for allocation in made.allocations:
-            self._attached[allocation].uses += 1
-        self._registrations[number] = made
+        number = self._registry.register(self._own_namespace(), message.tensors, message.groups)
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
-        made = self._registration(message.registration)
-        del self._registrations[made.id]
+        made = self._registry.registration(message.registration)
+        del self._registry.registrations[made.id]  # from here on no job can name it
         return self._finish_unregister(message.seq, made)
 
     async def _finish_unregister(self, seq: int, made: Registration) -> m.Reply:
-        config = self._context.config.copy
-        deadline_s = config.deadline_max_s + config.worker_drain_s
-        if not await self._context.transfers.settle(made.running, deadline_s):
-            self._context.fatal(f"copies of registration {made.id} do not end")
-        await self._unmap_unused(made)
+        await self._registry.unregister(made)
         return m.Done(seq=seq)
-
-    async def _unmap_unused(self, made: Registration) -> None:
-        unused = []
-        for number in made.allocations:
-            entry = self._attached.get(number)
-            if entry is not None:
-                entry.uses -= 1
-                if entry.uses == 0:
-                    unused.append(number)
-        for number in unused:
-            await self._context.devices["host"].unmap(self._forget_allocation(number))
 
     # --- keys ---
 
     def _lookup(self, message: m.Lookup) -> m.Reply:
         founds, boundaries = self._find(message.groups)
-        return m.Found(seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries)
+        return m.Found(
+            seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries
+        )
 
     def _pin(self, message: m.Pin) -> m.Reply:
         founds, boundaries = self._find(message.groups)
@@ -240,7 +187,9 @@ class Session:
     def _prefetch(self, message: m.Prefetch) -> m.Reply:
         # There is no slower tier yet: what is held is in memory already.
         founds, boundaries = self._find(message.groups)
-        return m.Found(seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries)
+        return m.Found(
+            seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries
+        )
 
     def _find(self, groups: list[m.GroupKeys]) -> tuple[list[tuple[Space, int, Found]], bytes]:
         founds = [(space, first, self._context.cache.find(space, keys)) for space, first, keys in self._keys_of(groups)]
@@ -287,10 +236,10 @@ class Session:
     # --- jobs ---
 
     def _store(self, message: m.Store) -> m.Reply:
-        return self._own_jobs().store(message, self._registration(message.registration))
+        return self._own_jobs().store(message, self._registry.registration(message.registration))
 
     def _load(self, message: m.Load) -> m.Reply:
-        return self._own_jobs().load(message, self._registration(message.registration))
+        return self._own_jobs().load(message, self._registry.registration(message.registration))
 
     def _cancel(self, message: m.Cancel) -> m.Reply:
         self._own_jobs().cancel(message.job)
@@ -344,39 +293,8 @@ class Session:
         return self._finish_verify(message)
 
     async def _finish_verify(self, message: m.Verify) -> m.Reply:
-        findings = self._context.check()
-        columns = self._context.cache.entries.parts
-        slots = int(np.count_nonzero(columns.state))
-        payloads = 0
-        sealed = np.flatnonzero(columns.state == PartState.SEALED) if message.payloads else np.zeros(0, np.int64)
-        for start in range(0, len(sealed), VERIFY_CHUNK):
-            parts = sealed[start : start + VERIFY_CHUNK]
-            parts = parts[columns.state[parts] == PartState.SEALED]
-            wrong = await self._wrong_payloads(parts)
-            payloads += len(parts)
-            findings += [f"payload: part record {part} does not match its checksum" for part in wrong.tolist()]
-        return m.Verified(seq=message.seq, findings=findings[:1000], slots=slots, payloads=payloads)
-
-    async def _wrong_payloads(self, parts: np.ndarray) -> np.ndarray:
-        context = self._context
-        columns = context.cache.entries.parts
-        generations, expected = columns.generation[parts], columns.digest[parts].copy()
-        addresses, sizes = context.cache.payload_addresses(parts), context.cache.payload_bytes(parts)
-        future: asyncio.Future[U64Array] = context.loop.create_future()
-
-        def done(result: U64Array | BaseException) -> None:
-            if future.done():
-                return
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        context.hash_lane.submit(lambda: hash_payloads(addresses, sizes), done, urgent=1)
-        digests = await future
-        same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.SEALED)
-        wrong = parts[(digests != expected).any(axis=1) & same]
-        return wrong
+        findings, slots, payloads = await verify(self._context, payloads=message.payloads)
+        return m.Verified(seq=message.seq, findings=findings, slots=slots, payloads=payloads)
 
     def _ping(self, message: m.Ping) -> m.Reply:
         return m.Done(seq=message.seq)
@@ -417,35 +335,37 @@ class Session:
         return m.Done(seq=seq)
 
     async def close(self) -> None:
-        """End what this session holds: first its copies, then its memory, then its leases if it was the instance's last.
+        """End what this session holds: its copies first, then its leases if it was its instance's last, then memory.
 
-        May be called again. If copies do not end, the process does: a mapping in use can't be released.
+        May be called by several; all return when it is done. If copies do not end, the process does: a mapping in use
+        can't be released.
         """
-        context = self._context
-        if self._instance is None:
-            return
-        transfers = self._jobs.cancel_all() if self._jobs else set()
-        if not await context.transfers.settle(transfers, context.config.copy.worker_drain_s):
+        if self._closing is None:
+            self._closing = self._context.spawn(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        context, instance = self._context, self._instance
+        if instance is None:
+            return  # it never said hello
+        running = self._jobs.cancel_all() if self._jobs else set()
+        if not await context.transfers.settle(running, context.config.copy.worker_drain_s):
             context.counters.drains_late += 1
             context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")
             return
-        instance, self._instance = self._instance, None
-        if instance is None:
-            return
-        self._registrations.clear()
+        self._instance = None
         if context.instances.leave(instance):
             context.end_leases(instance.leases.pop_all(), self.peer.uid)
         if self._namespace is not None:
             self._namespace.listeners -= self._listening
             context.cache.close_namespace(self._namespace)
-        for number in list(self._attached):
-            await context.devices["host"].unmap(self._forget_allocation(number))
+        await self._registry.close()
 
     def transfers(self) -> set[Any]:
         """Its copies under way."""
         return self._jobs.transfers() if self._jobs else set()
 
-    def figures(self, now: float) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """For `status`."""
         return {
             "session": self.id,
@@ -455,8 +375,8 @@ class Session:
             "namespace": self._namespace.label if self._namespace else "",
             "requests": self.requests,
             "jobs": len(self._jobs.running) if self._jobs else 0,
-            "registrations": len(self._registrations),
-            "mapped_bytes": sum(entry.allocation.size_bytes for entry in self._attached.values()),
+            "registrations": len(self._registry.registrations),
+            "mapped_bytes": self._registry.mapped_bytes,
         }
 
     # --- what a session has ---
@@ -481,12 +401,6 @@ class Session:
         if space is None:
             raise UnknownNameError(f"group {group} is not registered in this namespace")
         return space
-
-    def _registration(self, number: int) -> Registration:
-        found = self._registrations.get(number)
-        if found is None:
-            raise UnknownNameError(f"this session has no registration {number}")
-        return found
 
     _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
         m.Ping: _ping,

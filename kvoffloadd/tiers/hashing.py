@@ -6,11 +6,13 @@ The checksum guards against our own and the machine's errors, not against an att
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from kvoffloadd.model import I64Array, U64Array
+if TYPE_CHECKING:
+    from kvoffloadd.model import I64Array, U64Array
 
 
 def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:

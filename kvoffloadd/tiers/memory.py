@@ -18,9 +18,12 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 
+
 @dataclass(slots=True)
 class _Size:
-    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages; the top is handed out first."""
+    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages; the top is handed out
+    first.
+    """
 
     pages: int
     slabs: set[int] = field(default_factory=set)
@@ -136,7 +139,8 @@ class MemoryTier:
         """Owners of the used slots of a slab."""
         first = slab * self.slab_pages
         owners = self._owner[first : first + self._slab_length(slab)]
-        return owners[owners != 0] - np.uint32(1)
+        used: U32Array = owners[owners != 0] - np.uint32(1)
+        return used
 
     def unassign(self, slab: int) -> bool:
         """Give a slab without used slots back for any size; False (nothing changed) if it is in use."""
@@ -197,5 +201,3 @@ class MemoryTier:
         pool.slabs.add(slab)
         # Descending, so that the stack hands them out ascending: neighbours on both sides coalesce.
         pool.push(np.arange(first + (slots - 1) * pool.pages, first - 1, -pool.pages, dtype=np.int64).astype(np.uint32))
-
-

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kvoffloadd.model import BoolArray, U32Array, U64Array
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
 
 
 class Policy(Protocol):
@@ -33,7 +35,8 @@ class Policy(Protocol):
         """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
 
         Fewer only if fewer evictable rows exist. The rows stay held until `remove`: a caller that changes its mind
-        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say no).
+        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say
+        no).
         """
 
     def __len__(self) -> int:

@@ -1,0 +1,286 @@
+"""Each call of each client, against a daemon that behaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Outcome, Ref, SharedTensor
+from kvoffloadd.errors import RemoteError, UsageError
+from kvoffloadd.model import NO_BLOCK, U8Array
+from kvoffloadd.protocol import messages as m
+from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.flavours import NAMESPACE
+
+
+def test_store_then_lookup_then_load(client: Any, keys: U8Array, caches: KvCache) -> None:
+    registration = client.register(caches)
+    assert client.lookup({0: keys}).states[0].tolist() == [0, 0, 0, 0]
+
+    stored = client.wait(client.store(registration, {0: (keys, np.arange(4))}), 5)
+    assert stored.outcome is Outcome.DONE
+    assert stored.valid(0).all()
+
+    found = client.lookup({0: keys}, first=3)
+    assert (found.states[0].tolist(), found.boundaries.tolist(), found.lease) == ([1, 1, 1, 1], [16], 0)
+
+    job = client.load(registration, {0: (keys[:2].tobytes(), [6, 7])}, expedited=True)
+    loaded = client.wait(job, 5)
+    assert job.blocks_free
+    assert loaded.valid(0).tolist() == [True, True]
+    assert client.open_jobs() == []
+
+
+def test_what_is_asked_is_what_was_given(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    registration = client.register(caches)
+    client.lookup({0: keys, 3: keys[:1]}, first={3: 5})
+    assert fake.last("lookup").groups == [
+        m.GroupKeys(group=0, keys=keys.tobytes()),
+        m.GroupKeys(group=3, keys=keys[:1].tobytes(), first=5),
+    ]
+    client.reserve({0: keys}, parts=[1, 2])
+    assert fake.last("reserve").parts == [1, 2]
+    client.store(registration, {0: (keys, [1, 2, 3, NO_BLOCK])}, lease=9, deadline_s=2.5, first=1)
+    store = fake.last("store")
+    assert np.frombuffer(store.groups[0].blocks, "<u4").tolist() == [1, 2, 3, NO_BLOCK]
+    assert (store.lease, store.deadline_s, store.groups[0].first) == (9, 2.5, 1)
+    assert store.registration == registration.id
+
+
+def test_small_calls(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    client.ping()
+    client.touch({0: keys})
+    client.prefetch({0: keys})
+    client.wait(client.store(client.register(caches), {0: (keys, np.arange(4))}), 5)
+    assert client.status() == {"keys": 4}
+    assert client.verify(payloads=True).findings == ()
+    assert client.drain(1.5).jobs == 0
+    assert fake.last("drain").deadline_s == 1.5
+    listed = client.snapshot(0)
+    assert {row.tobytes() for row in listed} == {row.tobytes() for row in keys}
+    assert client.clear().keys == 4
+    assert client.snapshot(0).shape == (0, 32)
+
+
+def test_registering_attaches_each_memory_once(client: Any, fake: FakeDaemon) -> None:
+    one, other = SharedTensor.allocate(16, 128), SharedTensor.allocate(2, 64)
+    upper = SharedTensor.adopt(one.array[8:, :32])
+    registration = client.register(
+        KvCache([one, other, upper], [Group(0, GroupKind.SLIDING, 16, refs=[Ref(2, 0, 32)], window_keys=3)])
+    )
+    assert fake.last("attach").fds == 2
+    register = fake.last("register")
+    first, second, third = register.tensors
+    assert first.allocation == third.allocation != second.allocation
+    assert (third.offset, third.num_blocks, third.page_bytes, third.stride_bytes) == (8 * 128, 8, 32, 128)
+    assert register.groups[0].window_keys == 3
+    # The descriptors that came are the memory itself.
+    peer = fake.peers[0]
+    assert {os.fstat(fd).st_ino for fd in peer.fds} == {one.allocation.identity[1], other.allocation.identity[1]}
+    client.unregister(registration)
+    client.unregister(registration)
+    assert fake.tags().count("unregister") == 1
+    with pytest.raises(UsageError, match="unregister"):
+        client.store(registration, {0: (b"k" * 32, [0])})
+
+
+def test_more_memories_than_fit_a_frame(client: Any, fake: FakeDaemon) -> None:
+    tensors = [SharedTensor.allocate(1, 64) for _ in range(70)]
+    client.register(KvCache(tensors, []))
+    assert [message.fds for tag, message in fake.seen if tag == "attach"] == [64, 6]
+    assert len({tensor.allocation for tensor in fake.last("register").tensors}) == 70
+
+
+def test_a_scheduler_registers_groups_alone(make_client: Any, fake: FakeDaemon, path: str) -> None:
+    scheduler = make_client(path, role="scheduler", instance=b"i" * 16)
+    scheduler.register(KvCache([], [Group(0, GroupKind.MAMBA, 256)]))
+    assert "attach" not in fake.tags()
+    assert (fake.last("hello").role, fake.last("hello").instance) == ("scheduler", b"i" * 16)
+
+
+def test_leases(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
+    pinned = client.pin({0: keys})
+    reserved = client.reserve({0: keys})
+    assert {int(pinned.lease), int(reserved.lease)} == fake.leases
+    client.release(pinned.lease)
+    client.release(int(reserved.lease))
+    assert fake.leases == set()
+    client.release(pinned.lease)  # has ended: nothing
+    client.release(0)
+
+
+def test_events(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
+    client.subscribe()
+    assert client.events() == []
+
+    def tell() -> None:
+        fake.peers[0].say(m.Events(group=2, added=keys.tobytes(), removed=b""))
+        fake.peers[0].say(m.Gap())
+
+    fake.soon(tell)
+    events = client.events(5.0)
+    while len(events) < 2:
+        events += client.events(5.0)
+    assert isinstance(events[0], KeyEvents)
+    assert events[0].group == 2
+    assert (events[0].added == keys).all()
+    assert events[0].removed.shape == (0, 32)
+    assert events[1] == EventGap()
+
+
+def test_error_replies_tell_what_the_daemon_said(client: Any, fake: FakeDaemon) -> None:
+    fake.on["status"] = lambda peer, message: peer.error(message.seq, "forbidden")
+    with pytest.raises(RemoteError, match="scripted forbidden") as caught:
+        client.status()
+    assert (caught.value.code, caught.value.fault, caught.value.retryable) == ("forbidden", "client", False)
+    client.ping()  # the session goes on
+
+
+def test_busy_is_asked_again(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    registration = client.register(caches)
+    left = [3]
+
+    def busy(peer: Peer, message: Any) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and peer.error(message.seq, "busy", retryable=True)
+
+    fake.on["store"] = busy
+    job = client.store(registration, {0: (keys, np.arange(4))})
+    assert client.wait(job, 5).outcome is Outcome.DONE
+    assert fake.tags().count("store") == 4
+    assert client.open_jobs() == []
+
+
+def test_busy_until_the_deadline(make_client: Any, fake: FakeDaemon, path: str) -> None:
+    fake.on["ping"] = lambda peer, message: peer.error(message.seq, "busy", retryable=True)
+    patient = make_client(path, deadline_s=0.1)
+    with pytest.raises(RemoteError, match="busy"):
+        patient.ping()
+    assert fake.tags().count("ping") > 1
+    hasty = make_client(path, retry_busy=False)
+    before = fake.tags().count("ping")
+    with pytest.raises(RemoteError, match="busy"):
+        hasty.ping()
+    assert fake.tags().count("ping") == before + 1
+
+
+def test_cancel(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    fake.manual_completion = True
+    job = client.store(client.register(caches), {0: (keys, np.arange(4))})
+    client.cancel(job)
+    assert not job.blocks_free
+    fake.soon(lambda: fake.complete(fake.peers[0], job.id, "cancelled", reason="asked to"))
+    result = client.wait(job, 5)
+    assert (result.outcome, result.reason) == (Outcome.CANCELLED, "asked to")
+    assert not result.valid(0).any()
+    client.cancel(job)  # has ended: nothing is asked
+    assert fake.tags().count("cancel") == 1
+
+
+def test_partial_loads_name_what_failed(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    fake.manual_completion = True
+    fake.held = {row.tobytes() for row in keys[:3]}
+    job = client.load(client.register(caches), {0: (keys, np.arange(4))})
+    failed = [np.array([1], "<u4").tobytes()]
+    fake.soon(lambda: fake.complete(fake.peers[0], job.id, "partial", failed))
+    result = client.wait(job, 5)
+    assert result.valid(0).tolist() == [True, False, True, False]
+    assert result.failed[0].tolist() == [1]
+
+
+def test_a_completion_may_come_before_its_acceptance(
+    client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache
+) -> None:
+    def early(peer: Peer, message: m.Store) -> bool:
+        fake.complete(peer, message.job)
+        peer.say(m.Accepted(seq=message.seq, job=message.job, states=[b"\3\3\1\3"]))
+        return True
+
+    fake.on["store"] = early
+    job = client.store(client.register(caches), {0: (keys, np.arange(4))})
+    assert client.wait(job, 5).valid(0).tolist() == [True, True, False, True]
+
+
+def test_wait_any(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    fake.manual_completion = True
+    registration = client.register(caches)
+    jobs = [client.store(registration, {0: (keys[i : i + 1], [i])}) for i in range(3)]
+    assert client.open_jobs() == jobs
+    fake.soon(lambda: fake.complete(fake.peers[0], jobs[1].id))
+    assert client.wait_any(jobs, 5) == [jobs[1]]
+    assert client.open_jobs() == [jobs[0], jobs[2]]
+    assert client.wait_any([], 0) == []
+
+
+def test_what_cannot_be_asked(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
+    registration = client.register(caches)
+    seen = len(fake.seen)
+    for groups in (
+        {0: (keys, np.arange(3))},
+        {0: (keys, np.array([True, False, True, True]))},
+        {0: (keys, [0, 1, True, 3])},
+        {0: (keys, [0, 1, -1, 3])},
+        {0: (keys, [0, 1, 1 << 32, 3])},
+        {0: (keys, [0.0, 1.0, 2.0, 3.0])},
+        {0: (keys, np.zeros((4, 2), np.uint32))},
+        {1: (keys, np.arange(4))},
+        {0: (keys[:, :31], np.arange(4))},
+        {0: (b"short", [0])},
+        {0: ([1, 2], [0, 1])},
+    ):
+        with pytest.raises(UsageError):
+            client.store(registration, groups)
+    with pytest.raises(UsageError):
+        client.store(registration, {0: (keys, np.arange(4))}, deadline_s=0)
+    assert len(fake.seen) == seen
+    with pytest.raises(UsageError, match="too much for one request"):
+        client.lookup({0: bytes(5 << 20)})
+    client.ping()
+
+
+def test_large_requests_and_replies(client: Any) -> None:
+    """More than a socket's buffer takes at once, both ways."""
+    many = np.zeros((60_000, 32), np.uint8)
+    assert client.lookup({0: many, 1: many}).states[1].shape == (60_000,)
+
+
+def test_settings_are_checked(make_client: Any) -> None:
+    for options in (
+        {"instance": b"short"},
+        {"role": "king"},
+        {"namespace": None},
+        {"deadline_s": 0.0},
+        {"connect_deadline_s": -1.0},
+    ):
+        with pytest.raises(UsageError):
+            make_client("/nowhere", **options)
+    with pytest.raises(UsageError, match="107"):
+        make_client("/" + "x" * 107)
+    assert make_client(Path("/nowhere"), role="observer", namespace=None).boot_id == b""
+
+
+def test_an_observer_without_a_namespace(make_client: Any, fake: FakeDaemon, path: str, keys: U8Array) -> None:
+    observer = make_client(path, role="observer", namespace=None)
+    assert observer.status() == {"keys": 0}
+    with pytest.raises(UsageError, match="namespace"):
+        observer.lookup({0: keys})
+    assert fake.last("hello").namespace is None
+
+
+def test_closing(client: Any, fake: FakeDaemon) -> None:
+    client.close()
+    client.close()
+    assert fake.tags()[-1] == "bye"
+    with pytest.raises(UsageError, match="closed"):
+        client.ping()
+
+
+def test_as_a_context_manager(make_client: Any, fake: FakeDaemon, path: str) -> None:
+    with make_client(path) as client:
+        assert client.boot_id == fake.boot_id
+        assert fake.last("hello").namespace == NAMESPACE
+    assert fake.tags()[-1] == "bye"
