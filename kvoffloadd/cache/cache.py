@@ -241,35 +241,57 @@ class Cache:
             states[held[~empty[held].any(axis=1)]] = KeyState.HIT
             writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
             states[held[writing]] = KeyState.PENDING
-        sizes = np.array([slot_pages(space.part_bytes[p]) for p in wanted.tolist()], np.int64)
         at = np.flatnonzero(states == KeyState.RESERVED)
         self.hold(rows[held].astype(np.uint32))  # what this request names is no victim of it
-        served = self._served(space, empty[at], sizes)
+        served = self._reserve_slots(space, keys, rows, empty, at, wanted, first)
         self.unhold(rows[held].astype(np.uint32))
         states[at[served:]] = KeyState.NO_SPACE
         self.counters.keys_without_space += len(at) - served
         at = at[:served]
-        new = at[rows[at] < 0]
-        if len(new):
-            rows[new] = self.entries.insert(space, keys[new], (new + first).astype(np.uint32))
-        records = self.entries.records(rows[at], wanted)
-        for column, size in enumerate(sizes.tolist()):
-            self._give_slots(records[empty[at, column], column], size)
-        return Reservation(states, records[empty[at]])
+        return Reservation(states, self.entries.records(rows[at], wanted)[empty[at]])
 
-    def _served(self, space: Space, empty: BoolArray, sizes: I64Array) -> int:
-        """How many of the keys, in order, get slots for all their `empty` (keys, parts) parts; evicts for them."""
-        served = min(len(empty), self.entries.index.room(), self.entries.parts.room(space.schema.parts))
+    def _reserve_slots(
+        self,
+        space: Space,
+        keys: U64Array,
+        rows: I64Array,
+        empty: BoolArray,
+        at: I64Array,
+        wanted: U16Array,
+        first: int,
+    ) -> int:
+        """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
+        many of the keys got all of theirs; the others got none.
+
+        One slot size after the other, each one's slots taken before the next one looks for room.
+        """
+        sizes = np.array([slot_pages(space.part_bytes[p]) for p in wanted.tolist()], np.int64)
+        served = min(len(at), self.entries.parts.room(space.schema.parts))
+        inserted = False
         for size in np.unique(sizes).tolist():
-            need = empty[:served, sizes == size].sum(axis=1).cumsum()
+            columns = sizes == size
+            need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
             room = self.eviction.make_room(size, int(need[-1]) if served else 0)
-            served = int(np.searchsorted(need, room, side="right"))
+            fits = int(np.searchsorted(need, room, side="right"))
+            if not inserted:
+                new = at[:fits][rows[at[:fits]] < 0]
+                rows[new] = self.entries.insert(space, keys[new], (new + first).astype(np.uint32))
+                inserted = True
+            else:
+                self._undo(self.entries.records(rows[at[fits:served]], wanted)[empty[at[fits:served]]])
+            served = fits
+            records = self.entries.records(rows[at[:served]], wanted)
+            self._give_slots(records[:, columns][empty[at[:served]][:, columns]], size)
         return served
 
     def _give_slots(self, records: I64Array, size: int) -> None:
         self.entries.parts.page[records] = self.tier.take(size, records.astype(np.uint32))
         self.entries.parts.state[records] = PartState.RESERVED
         self.counters.parts_reserved += len(records)
+
+    def _undo(self, records: I64Array) -> None:
+        """Give back what was reserved of these parts; some have no slot yet."""
+        self.abort(records[self.entries.parts.state[records] == PartState.RESERVED])
 
     def begin(self, parts: I64Array) -> None:
         """A copy is about to write these reserved parts."""

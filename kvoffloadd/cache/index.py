@@ -126,10 +126,6 @@ class Index:
         self._free[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)
 
-    def room(self) -> int:
-        """How many keys may still be inserted."""
-        return self.max_keys - len(self)
-
     def memory_bytes(self) -> int:
         """Bytes of the table that have been in use: columns up to the highest row, and segments."""
         per_row = self.keys.itemsize * WORDS + self.space.itemsize

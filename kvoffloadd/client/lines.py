@@ -64,7 +64,8 @@ class Lines:
             raise UsageError(f"too much for one request: {error}") from error
         except StateError as error:
             raise UsageError(f"the client is being closed: {error}") from error
-        self._flush(link)
+        if not link.ended.done:
+            self._flush(link)
         return pending
 
     def break_off(self, link: Link, reason: str) -> None:

@@ -75,13 +75,17 @@ class Link:
     def ask(self, op: Op[Any], job: Job | None = None) -> Pending:
         """Put the request into the outbox. From now on the job's blocks are the daemon's.
 
-        Raises StateError or FramingError; nothing is asked then.
+        On a link that has ended nothing is asked: the pending is done, with its error. Raises StateError or
+        FramingError; nothing is asked then either.
         """
         seq = self._seq % 0xFFFFFFFF + 1  # never 0, which the daemon uses for "can't tell which"
         request = op.build(seq)
         frame = self.connection.send(request)
         self._seq = seq
         pending = Pending(op, REPLIES[type(request).reply], job)
+        if self.ended.done:
+            self._fail(pending, "the connection has ended")
+            return pending
         self._pendings[seq] = pending
         if job is not None:
             self.jobs[job.id] = job
@@ -141,13 +145,16 @@ class Link:
         self.usable = False
         pendings, self._pendings = self._pendings, {}
         for pending in pendings.values():
-            pending.error = ConnectionLostError(reason)
-            if pending.job is not None and not pending.sent:
-                self.jobs.pop(pending.job.id, None)
-                pending.job.refuse("its request was never sent")
-            pending.settle()
+            self._fail(pending, reason)
         self.outbox.clear()
         self.ended.settle()
+
+    def _fail(self, pending: Pending, reason: str) -> None:
+        pending.error = ConnectionLostError(reason)
+        if pending.job is not None and not pending.sent:
+            self.jobs.pop(pending.job.id, None)
+            pending.job.refuse("its request was never sent")
+        pending.settle()
 
     def lose_jobs(self, reason: str) -> None:
         """It is proven that no copy of this link's jobs runs any more."""

@@ -49,7 +49,10 @@ class Peer:
     def raw(self, data: bytes, fds: Iterable[int] = ()) -> None:
         """Bytes past the protocol's own checks."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.socket.sendmsg([data], ancillary)
+        try:
+            self.socket.sendmsg([data], ancillary)
+        except OSError:  # the client has gone
+            self.close()
 
     def error(self, seq: int, code: str, *, retryable: bool = False) -> bool:
         self.say(m.Error(seq=seq, code=code, message=f"scripted {code}", fault="client", retryable=retryable))

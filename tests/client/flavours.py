@@ -19,8 +19,8 @@ class OnLoop:
     """An AsyncClient that is called like a Client: each call runs its loop until it returns."""
 
     def __init__(self, new_loop: Callable[[], asyncio.AbstractEventLoop], *args: Any, **kwargs: Any) -> None:
-        self._loop = new_loop()
         self._client = AsyncClient(*args, **kwargs)
+        self._loop = new_loop()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)

@@ -1,0 +1,64 @@
+"""Stand-ins for what the cache is given, and builders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, U32Array, U64Array
+from kvoffloadd.tiers.memory import MemoryTier
+
+
+class FirstInFirstOut:
+    """The simplest policy that keeps the contract."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, None] = {}
+
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+        for row in rows.tolist():
+            assert row not in self.rows
+            self.rows[row] = None
+
+    def touch(self, rows: U32Array, positions: U32Array) -> None:
+        assert all(row in self.rows for row in rows.tolist())
+
+    def remove(self, rows: U32Array) -> None:
+        for row in rows.tolist():
+            del self.rows[row]
+
+    def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        rows = np.array(list(self.rows), np.uint32)
+        return rows[evictable(rows)][:wanted]
+
+    def resize(self, capacity_rows: int) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def make_cache(pages: int = 64, slab_pages: int = 16) -> Cache:
+    tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES)
+    return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
+
+
+def make_space(
+    cache: Cache, name: bytes = b"n" * 16, *, group: int = 0, pages: tuple[int, ...] = (1,)
+) -> tuple[Namespace, Space]:
+    """A namespace with one group whose parts have payloads of that many pages."""
+    namespace = cache.open_namespace(name, 0, "test", 32)
+    space = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
+    for part, size in enumerate(pages):
+        cache.learn_part(space, part, size * PAGE_BYTES)
+    return namespace, space
+
+
+def keys_of(*numbers: int) -> U64Array:
+    """Keys that are numbers."""
+    found = np.zeros((len(numbers), 4), np.uint64)
+    found[:, 1] = numbers
+    return found

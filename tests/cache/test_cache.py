@@ -1,0 +1,211 @@
+"""The cache's promises, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache, has_duplicates, keys_array
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.errors import KeyWidthError, SchemaError
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
+
+from .fakes import keys_of, make_cache, make_space
+
+ONE = np.array([0], np.uint16)
+BOTH = np.array([0, 1], np.uint16)
+R, H, P, M, N = (int(s) for s in (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.MISS, KeyState.NO_SPACE))
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    made = make_cache(pages=8, slab_pages=4)
+    yield made
+    made.tier.close()
+
+
+def store(cache: Cache, space: Space, *numbers: int) -> I64Array:
+    """Reserve and commit at once; what was reserved."""
+    reservation = cache.reserve(space, keys_of(*numbers), np.arange(space.schema.parts, dtype=np.uint16), 0)
+    cache.begin(reservation.parts)
+    cache.commit(reservation.parts)
+    return reservation.parts
+
+
+def states(cache: Cache, space: Space, *numbers: int) -> list[int]:
+    return cache.find(space, keys_of(*numbers)).states.tolist()
+
+
+def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
+    _, space = make_space(cache)
+    reservation = cache.reserve(space, keys_of(1, 2), ONE, 0)
+    assert reservation.states.tolist() == [R, R]
+    assert states(cache, space, 1, 2, 3) == [P, P, M]
+    cache.begin(reservation.parts)
+    assert states(cache, space, 1, 2) == [P, P]
+    cache.commit(reservation.parts[:1])
+    cache.abort(reservation.parts[1:])
+    assert states(cache, space, 1, 2) == [H, M]
+    assert check(cache, 0, 0) == []
+
+
+def test_the_first_reservation_wins(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, 1)
+    mine = cache.reserve(space, keys_of(1, 2), ONE, 0)
+    theirs = cache.reserve(space, keys_of(1, 2, 3), ONE, 0)
+    assert mine.states.tolist() == [H, R]
+    assert theirs.states.tolist() == [H, P, R]
+    assert check(cache, 0, reserved=2) == []
+
+
+def test_only_complete_keys_hit(cache: Cache) -> None:
+    _, space = make_space(cache, pages=(1, 2))
+    first = cache.reserve(space, keys_of(1), ONE, 0)
+    cache.begin(first.parts)
+    cache.commit(first.parts)
+    assert states(cache, space, 1) == [M], "one part of two is nothing to load"
+    again = cache.reserve(space, keys_of(1), ONE, 0)
+    assert again.states.tolist() == [H], "this part is there"
+    rest = cache.reserve(space, keys_of(1), BOTH, 0)
+    assert rest.states.tolist() == [R]
+    assert len(rest.parts) == 1, "only what lacks is reserved"
+    cache.begin(rest.parts)
+    cache.commit(rest.parts)
+    assert states(cache, space, 1) == [H]
+    assert space.bytes == 3 * 4096
+    assert check(cache, 0, 0) == []
+
+
+def test_eviction_takes_exactly_what_is_needed(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, *range(8))
+    store(cache, space, 10, 11, 12)
+    assert cache.eviction.keys_evicted == 3
+    assert states(cache, space, *range(8)) == [M, M, M, H, H, H, H, H]
+
+
+def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, *range(6))
+    held = cache.find(space, keys_of(0, 1)).hit_rows
+    cache.hold(held)
+    writing = cache.reserve(space, keys_of(6, 7), ONE, 0)
+    answer = cache.reserve(space, keys_of(*range(20, 26)), ONE, 0)
+    assert answer.states.tolist() == [R, R, R, R, N, N]
+    assert cache.counters.keys_without_space == 2
+    assert states(cache, space, *range(8)) == [H, H, M, M, M, M, P, P]
+    assert check(cache, holds=2, reserved=6) == []
+    cache.unhold(held)
+    cache.abort(np.concatenate([writing.parts, answer.parts]))
+    assert check(cache, 0, 0) == []
+
+
+def test_a_request_does_not_evict_what_it_names(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, *range(8))
+    answer = cache.reserve(space, keys_of(0, 1, 2, 30, 31), ONE, 0)
+    assert answer.states.tolist() == [H, H, H, R, R]
+    assert states(cache, space, 0, 1, 2) == [H, H, H]
+
+
+def test_a_held_key_outlives_clear_and_drop_but_does_not_hit(cache: Cache) -> None:
+    namespace, space = make_space(cache)
+    parts = store(cache, space, 1, 2)
+    rows = cache.find(space, keys_of(1, 2)).hit_rows
+    cache.hold(rows)
+    cache.drop(rows[:1])
+    assert states(cache, space, 1, 2) == [M, H]
+    freed = [sum(step) for step in zip(*cache.clear(namespace), strict=True)]
+    assert freed[0] == 1
+    space = namespace.spaces[0]
+    assert states(cache, space, 1, 2) == [M, M]
+    assert cache.tier.gauges()["used_bytes"] == 2 * 4096, "a running load may still read them"
+    assert check(cache, holds=2, reserved=0) == []
+    store(cache, space, 1)
+    assert set(store(cache, space, 3).tolist()).isdisjoint(parts.tolist())
+    cache.unhold(rows)
+    assert cache.tier.gauges()["used_bytes"] == 2 * 4096
+    assert check(cache, 0, 0) == []
+
+
+def test_a_store_under_way_does_not_survive_a_clear(cache: Cache) -> None:
+    namespace, space = make_space(cache)
+    reservation = cache.reserve(space, keys_of(1), ONE, 0)
+    cache.begin(reservation.parts)
+    for _ in cache.clear(namespace):
+        pass
+    assert cache.commit(reservation.parts).tolist() == [], "nothing is left to hash"
+    assert states(cache, namespace.spaces[0], 1) == [M]
+    assert cache.tier.gauges()["used_bytes"] == 0
+    assert check(cache, 0, 0) == []
+
+
+def test_a_late_hash_does_not_seal_the_slots_next_tenant(cache: Cache) -> None:
+    _, space = make_space(cache)
+    parts = store(cache, space, 1)
+    generations = cache.entries.parts.generation[parts]
+    cache.drop(cache.find(space, keys_of(1)).hit_rows)
+    again = store(cache, space, 2)
+    assert again.tolist() == parts.tolist(), "the record is reused at once"
+    cache.seal(parts, generations, np.ones((1, 2), np.uint64))
+    assert cache.counters.parts_sealed == 0
+
+
+def test_a_starving_size_takes_over_the_coldest_slab() -> None:
+    cache = make_cache(pages=32, slab_pages=8)
+    _, small = make_space(cache, b"a" * 16)
+    store(cache, small, *range(32))
+    cache.use(small, cache.find(small, keys_of(*range(24))), 0)
+    _, large = make_space(cache, b"b" * 16, pages=(4,))
+    store(cache, large, 1, 2)
+    assert cache.eviction.slabs_taken_over == 1
+    assert states(cache, large, 1, 2) == [H, H]
+    assert states(cache, small, *range(24)) == [H] * 24, "what was used last is kept"
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+def test_namespaces_do_not_meet_and_empty_ones_are_forgotten(cache: Cache) -> None:
+    namespace, space = make_space(cache, b"a" * 16)
+    other, other_space = make_space(cache, b"b" * 16)
+    store(cache, space, 1)
+    assert states(cache, other_space, 1) == [M]
+    cache.close_namespace(namespace)
+    cache.close_namespace(other)
+    assert list(cache.namespaces) == [b"a" * 16]
+    again, _ = make_space(cache, b"a" * 16)
+    assert states(cache, again.spaces[0], 1) == [H]
+
+
+def test_a_namespace_keeps_its_schema(cache: Cache) -> None:
+    namespace, space = make_space(cache)
+    with pytest.raises(SchemaError):
+        cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 32))
+    with pytest.raises(SchemaError):
+        cache.learn_part(space, 0, 8192)
+    half = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16, parts=2))
+    cache.learn_part(half, 1, 4096)
+    with pytest.raises(SchemaError):
+        cache.reserve(half, keys_of(1), BOTH, 0)
+
+
+def test_keys_are_unpacked_by_width() -> None:
+    assert keys_array(b"\x01" * 16, 8).tolist() == [[0x0101010101010101, 0, 0, 0]] * 2
+    assert keys_array(bytes(64), 32).shape == (2, 4)
+    with pytest.raises(KeyWidthError):
+        keys_array(bytes(33), 32)
+    assert has_duplicates(keys_of(1, 2, 1))
+    assert not has_duplicates(keys_of(1, 2, 3))
+
+
+def test_snapshot_lists_complete_keys(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, 1, 2)
+    cache.reserve(space, keys_of(3), ONE, 0)
+    packed, cursor = cache.snapshot(space, 0)
+    assert cursor == 0
+    assert {row[1] for row in keys_array(packed, 32).tolist()} == {1, 2}

@@ -1,0 +1,120 @@
+"""Random operations on several namespaces, every byte in the arena checked, audited after each step."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array
+
+from .fakes import keys_of, make_cache, make_space
+
+SHAPES = [(1,), (1, 1), (3,), (2, 1, 1)]
+numbers = st.lists(st.integers(0, 30), min_size=1, max_size=10, unique=True)
+which = st.integers(0, len(SHAPES) - 1)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The model: what each committed part's slot must hold, and who holds what."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.cache = make_cache(pages=48, slab_pages=8)
+        made = [make_space(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
+        self.namespaces = [namespace for namespace, _ in made]
+        self.reserved: list[tuple[int, I64Array]] = []
+        self.held: list[tuple[int, U32Array, dict[int, int]]] = []
+        self.stamp = 0
+        self.content: dict[int, int] = {}  # slot page -> stamp written into it
+        self.arena = self.cache.tier.mapping.array().reshape(-1, PAGE_BYTES).view(np.uint64)
+
+    def space(self, n: int) -> Space:
+        return self.namespaces[n].spaces[0]
+
+    @rule(n=which, keys=numbers, seed=st.integers(0, 9))
+    def reserve(self, n: int, keys: list[int], seed: int) -> None:
+        space = self.space(n)
+        parts = np.random.default_rng(seed).permutation(space.schema.parts)[: 1 + seed % space.schema.parts]
+        wanted = np.sort(parts).astype(np.uint16)
+        before = self.cache.find(space, keys_of(*keys)).states
+        answer = self.cache.reserve(space, keys_of(*keys), wanted, 0)
+        assert (answer.states[before == KeyState.HIT] == KeyState.HIT).all()
+        if len(answer.parts):
+            self.reserved.append((n, answer.parts))
+
+    @rule(seed=st.integers(0, 1 << 16), commits=st.booleans())
+    def settle(self, seed: int, commits: bool) -> None:
+        if not self.reserved:
+            return
+        n, parts = self.reserved.pop(seed % len(self.reserved))
+        cut = seed % (len(parts) + 1)
+        if cut < len(parts):
+            self.reserved.append((n, parts[cut:]))
+        parts = parts[:cut]
+        if not len(parts):
+            return
+        self.cache.begin(parts)
+        self.stamp += 1
+        for page in self.cache.entries.parts.page[parts].tolist():
+            self.arena[page] = self.stamp  # one stamp: the copy's bytes, whole or not at all
+            self.content[page] = self.stamp
+        if commits:
+            kept = self.cache.commit(parts)
+            columns = self.cache.entries.parts
+            self.cache.seal(kept, columns.generation[kept], np.zeros((len(kept), 2), np.uint64))
+        else:
+            self.cache.abort(parts)
+
+    @rule(n=which, keys=numbers)
+    def pin(self, n: int, keys: list[int]) -> None:
+        space = self.space(n)
+        found = self.cache.find(space, keys_of(*keys))
+        rows = found.hit_rows
+        if len(rows):
+            self.cache.hold(rows)
+            self.cache.use(space, found, 0)
+            records = self.cache.part_records(rows, space.schema.parts - 1)
+            pages = self.cache.entries.parts.page[records].tolist()
+            self.held.append((n, rows, {page: self.content[page] for page in pages}))
+
+    @rule(seed=st.integers(0, 1 << 16))
+    def unpin(self, seed: int) -> None:
+        if self.held:
+            _, rows, _ = self.held.pop(seed % len(self.held))
+            self.cache.unhold(rows)
+
+    @rule(n=which, keys=numbers)
+    def drop(self, n: int, keys: list[int]) -> None:
+        self.cache.drop(self.cache.find(self.space(n), keys_of(*keys)).hit_rows)
+        assert not self.cache.find(self.space(n), keys_of(*keys)).hits.any()
+
+    @rule(n=which)
+    def clear(self, n: int) -> None:
+        for _ in self.cache.clear(self.namespaces[n]):
+            pass
+        assert self.space(n).keys == 0
+
+    @invariant()
+    def held_bytes_do_not_change(self) -> None:
+        for _, _, pages in getattr(self, "held", []):
+            for page, stamp in pages.items():
+                assert self.arena[page, 0] == stamp
+
+    @invariant()
+    def the_laws_hold(self) -> None:
+        if hasattr(self, "cache"):
+            holds = sum(len(rows) for _, rows, _ in self.held)
+            reserved = sum(len(parts) for _, parts in self.reserved)
+            assert check(self.cache, holds, reserved) == []
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.tier.close()
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

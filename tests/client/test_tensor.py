@@ -1,0 +1,140 @@
+"""Shared memory on the worker's side."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
+from kvoffloadd.errors import UsageError
+from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
+
+ROOT = Path(__file__).parents[2]
+
+
+def seen_by_another(tensor: SharedTensor) -> bytes:
+    """The tensor's rows, joined, as somebody reads them who has the descriptor and the numbers that are registered."""
+    spec = tensor.spec(1)
+    with mmap.mmap(tensor.allocation.fd, 0) as mapped:
+        starts = [spec.offset + row * spec.stride_bytes for row in range(spec.num_blocks)]
+        return b"".join(mapped[start : start + spec.page_bytes] for start in starts)
+
+
+def test_allocated_tensors_are_shared_and_sealed() -> None:
+    tensor = SharedTensor.allocate(4, 100, 128)
+    assert (tensor.array.shape, tensor.array.strides, tensor.array.dtype) == ((4, 100), (128, 1), np.uint8)
+    assert not tensor.array.any()
+    tensor.array[:] = np.arange(400, dtype=np.uint8).reshape(4, 100)
+    assert seen_by_another(tensor) == tensor.array.tobytes()
+    assert is_sealed_against_shrinking(tensor.allocation.fd)
+    assert not os.get_inheritable(tensor.allocation.fd)
+
+
+def test_memory_lives_as_long_as_its_views_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = Mapping.close
+
+    def count(mapping: Mapping) -> None:
+        closed.append(mapping.size_bytes)
+        close(mapping)
+
+    monkeypatch.setattr(Mapping, "close", count)
+    tensor = SharedTensor.allocate(4, 4096)
+    fd, view = tensor.allocation.fd, tensor.array[1:, 5:].view(np.int8)[1]
+    del tensor
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    view[:] = 1
+    assert closed == []
+    del view
+    gc.collect()
+    assert closed == [4 * 4096]
+
+
+@pytest.mark.parametrize(("num_blocks", "page_bytes", "stride_bytes"), [(0, 1, 1), (1, 0, 1), (2, 8, 7), (-1, 8, 8)])
+def test_no_tensor(num_blocks: int, page_bytes: int, stride_bytes: int) -> None:
+    with pytest.raises(UsageError):
+        SharedTensor.allocate(num_blocks, page_bytes, stride_bytes)
+
+
+def test_adopting_views_of_shared_tensors() -> None:
+    whole = SharedTensor.allocate(8, 256)
+    words = whole.array.view(np.float32).reshape(8, 4, 16)
+    part = SharedTensor.adopt(words[2:])
+    assert part.allocation is whole.allocation
+    assert (part.offset, part.num_blocks, part.page_bytes, part.stride_bytes) == (512, 6, 256, 256)
+    words[2:] = 1.5
+    assert seen_by_another(part) == words[2:].tobytes() == part.array.tobytes()
+
+
+def test_adopting_a_memmap(tmp_path: Path) -> None:
+    """A file stands in for one on a tmpfs: to the client they are alike."""
+    path = tmp_path / "cache"
+    page = mmap.ALLOCATIONGRANULARITY
+    array = np.memmap(path, np.int16, "w+", offset=page + 64, shape=(6, 32))
+    tensor = SharedTensor.adopt(array[1:, :])
+    assert (tensor.offset, tensor.num_blocks, tensor.page_bytes, tensor.stride_bytes) == (page + 128, 5, 64, 64)
+    array[:] = np.arange(192).reshape(6, 32)
+    assert seen_by_another(tensor) == array[1:].tobytes()
+    again = SharedTensor.adopt(np.memmap(path, np.uint8, "r+", shape=(2, 64)))
+    assert len(KvCache([tensor, again], []).allocations()) == 1  # one file, though mapped twice
+
+
+def test_one_block_has_any_stride() -> None:
+    whole = SharedTensor.allocate(3, 64)
+    assert SharedTensor.adopt(whole.array[1:2]).stride_bytes == 64
+
+
+def test_what_cannot_be_adopted(tmp_path: Path) -> None:
+    whole = SharedTensor.allocate(8, 64).array
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    for wrong in (
+        np.zeros((4, 64), np.uint8),
+        whole[:, ::2],
+        whole[::-1],
+        whole[:0],
+        whole[0],
+        whole.reshape(8, 8, 8).transpose(0, 2, 1),
+        np.lib.stride_tricks.as_strided(whole, (4, 64), (32, 1)),
+        np.memmap(path, np.uint8, "r", shape=(2, 64)),
+        np.memmap(path, np.uint8, "c", shape=(2, 64)),
+        [1, 2, 3],
+        b"bytes",
+    ):
+        with pytest.raises(UsageError):
+            SharedTensor.adopt(wrong)
+
+
+def test_a_cache_is_checked() -> None:
+    tensor = SharedTensor.allocate(4, 64)
+    for groups in (
+        [Group(0, GroupKind.FULL, 16, refs=[Ref(1, 0, 64)])],
+        [Group(0, GroupKind.FULL, 16, refs=[Ref(0, 1, 64)])],
+        [Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, 8, count=3, stride=29)])],
+        [Group(0, GroupKind.FULL, 16, refs=[Ref(0, -1, 8)])],
+        [Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, 0)])],
+        [Group(0, GroupKind.FULL, 16), Group(0, GroupKind.MAMBA, 16)],
+        [Group(0, GroupKind.FULL, 16, parts=2, part=2)],
+    ):
+        with pytest.raises(UsageError):
+            KvCache([tensor], groups)
+    KvCache([tensor], [Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, 8, count=3, stride=28)])])
+
+
+def test_importing_the_client_loads_little() -> None:
+    code = "import sys, kvoffloadd.client; print(*sorted(m for m in sys.modules if not m.startswith('_')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert {name.split(".")[1] for name in loaded if name.startswith("kvoffloadd.")} == {
+        "client", "errors", "model", "protocol", "sharedmem",
+    }  # fmt: skip
+    assert loaded.isdisjoint({"torch", "cupy", "cuda", "rich", "uvloop"})
