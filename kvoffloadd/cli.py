@@ -24,6 +24,8 @@ EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3,
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
 
 DEFAULT_SOCKET = config.ServerConfig().socket
+VERIFY_DEADLINE_S = 3600.0
+"""For an audit with payloads: a terabyte at a few GB/s takes minutes. Whoever waits at a terminal may interrupt it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _config_check(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cache.policy import POLICIES
+
     chosen = config.load(arguments.file)
+    policy = chosen.memory.policy
+    if policy and policy not in POLICIES:
+        raise errors.ConfigError(
+            f'{arguments.file}: memory.policy = "{policy}": unknown; known are {", ".join(sorted(POLICIES))}'
+        )
     try:
         config.check_memory_fits(chosen.memory.capacity_bytes)
     except errors.ConfigError as error:
@@ -111,7 +120,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     with _client(arguments) as client:
-        verified = client.verify(payloads=arguments.payloads)
+        verified = client.verify(
+            payloads=arguments.payloads, deadline_s=VERIFY_DEADLINE_S if arguments.payloads else None
+        )
     findings = list(verified.findings)
     if arguments.json:
         _print_json({"findings": findings, "slots": verified.slots, "payloads": verified.payloads})
@@ -147,7 +158,8 @@ def _drain(arguments: argparse.Namespace) -> int:
 def _client(arguments: argparse.Namespace) -> Client:
     from kvoffloadd.client import Client
 
-    return Client(arguments.socket, namespace=None, role="observer")
+    # A single attempt: an operator wants to know now that no daemon is there.
+    return Client(arguments.socket, namespace=None, role="observer", connect_deadline_s=0)
 
 
 def _confirmed(question: str) -> bool:

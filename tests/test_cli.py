@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,6 +140,34 @@ def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) ->
     assert "note: it would not start here: memory.capacity_bytes = 1125899906842624 (1 PiB): only" in err
 
 
+def test_config_check_knows_the_policies(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('[memory]\npolicy = "magic"\n')
+    code, out, err = run("config", "check", str(path))
+    assert (code, out) == (2, "")
+    assert f'{path}: memory.policy = "magic": unknown; known are ' in err
+    assert "lru" in err
+
+
+# --- no daemon ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["status"], ["verify"], ["clear", "--yes"], ["drain"]])
+def test_no_daemon_is_told_at_once(run: Run, socket_dir: Path, command: list[str]) -> None:
+    code, out, err = run(*command, "--socket", str(socket_dir / "none.sock"))
+    assert (code, out) == (3, "")
+    assert str(socket_dir / "none.sock") in err
+
+
+def test_a_stale_socket_is_no_daemon(run: Run, socket_dir: Path) -> None:
+    path = socket_dir / "stale.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    code, _, err = run("status", "--socket", str(path))
+    assert code == 3
+    assert str(path) in err
+
+
 # --- a fake daemon ------------------------------------------------------------------------------------
 
 STATUS = {
@@ -159,10 +188,10 @@ class FakeClient:
     findings: tuple[str, ...] = ()
     left = 0
 
-    def __init__(self, socket_path: Path, namespace: object, role: str) -> None:
+    def __init__(self, socket_path: Path, namespace: object, role: str, connect_deadline_s: float) -> None:
         if self.failure is not None:
             raise self.failure
-        assert (namespace, role) == (None, "observer")
+        assert (namespace, role, connect_deadline_s) == (None, "observer", 0)
         self.socket_path = socket_path
 
     def __enter__(self) -> FakeClient:
@@ -174,7 +203,8 @@ class FakeClient:
     def status(self) -> dict[str, Any]:
         return STATUS
 
-    def verify(self, payloads: bool) -> SimpleNamespace:
+    def verify(self, payloads: bool, deadline_s: float | None) -> SimpleNamespace:
+        assert payloads == (deadline_s is not None)
         return SimpleNamespace(findings=self.findings, slots=1000, payloads=900 if payloads else 0)
 
     def clear(self, everything: bool) -> SimpleNamespace:
@@ -190,7 +220,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
     class Fake(FakeClient):
         pass
 
-    monkeypatch.setattr("kvoffloadd.client.Client", Fake, raising=False)
+    monkeypatch.setattr("kvoffloadd.client.Client", Fake)
     return Fake
 
 

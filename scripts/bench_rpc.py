@@ -1,0 +1,290 @@
+#!/usr/bin/env python
+"""Round trips to the daemon beside those of a bare msgpack echo server in asyncio, in one run on one machine.
+
+Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64 and 512 keys, first with a blocking
+socket and `Client`, then with asyncio and `AsyncClient`. `ratio_to_limit` is the median over the rounds of
+(p50 of ping) / (p50 of the echo with the same kind of client); the budget is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array
+
+RATIO_MAX = 2.0
+KEY_COUNTS = (1, 64, 512)
+PAGE_BYTES = 4096
+NAMESPACE = NamespaceSpec(model="bench_rpc")
+PREFIX = struct.Struct("<I")
+START_S = 30.0
+
+Samples = dict[str, list[list[float]]]
+"""What was measured -> seconds of each round trip, by round."""
+
+
+class EchoServer(asyncio.Protocol):
+    """Unpacks each frame and packs its answer: the least that a daemon with msgpack must do."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= PREFIX.size:
+            (size,) = PREFIX.unpack_from(self._buffer)
+            if len(self._buffer) < PREFIX.size + size:
+                return
+            asked = msgpack.unpackb(self._buffer[PREFIX.size : PREFIX.size + size])
+            self._buffer = self._buffer[PREFIX.size + size :]
+            body = msgpack.packb({"type": "done", "seq": asked["seq"]})
+            self._transport.write(PREFIX.pack(len(body)) + body)
+
+
+async def serve_echo(path: str) -> None:
+    """Serve until killed."""
+    server = await asyncio.get_running_loop().create_unix_server(EchoServer, path)
+    await server.serve_forever()
+
+
+def request(seq: int) -> bytes:
+    body: bytes = msgpack.packb({"type": "ping", "seq": seq})
+    return PREFIX.pack(len(body)) + body
+
+
+def answered(frame: bytes, seq: int) -> None:
+    if msgpack.unpackb(frame[PREFIX.size :])["seq"] != seq:
+        raise RuntimeError("the echo server answered something else")
+
+
+class EchoClient:
+    """A blocking socket."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._seq = 0
+
+    def ping(self) -> None:
+        self._seq += 1
+        self._socket.sendall(request(self._seq))
+        answered(self._socket.recv(65536), self._seq)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncEchoClient(asyncio.Protocol):
+    """An asyncio protocol and a future."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._answer: asyncio.Future[bytes] | None = None
+        self._seq = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.set_result(data)
+
+    async def ping(self) -> None:
+        self._seq += 1
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request(self._seq))
+        answered(await self._answer, self._seq)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def timed(call: Callable[[], object], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+@contextlib.contextmanager
+def process(command: list[str], path: str) -> Iterator[None]:
+    """A server that runs, and listens at `path`, as long as the context does. Its log goes to a file beside the socket."""
+    log = Path(path + ".log")
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
+        try:
+            deadline = time.monotonic() + START_S
+            while not listens(path):
+                if child.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{' '.join(command)} did not start:\n{log.read_text(errors='replace')[-2000:]}")
+                time.sleep(0.02)
+            yield
+        finally:
+            child.terminate()
+
+
+def listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def fill(client: Client, keys: U8Array) -> None:
+    """Store all keys, so that lookups find them."""
+    tensor = SharedTensor.allocate(len(keys), PAGE_BYTES)
+    group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
+    registration = client.register(KvCache([tensor], [group]))
+    client.wait(client.store(registration, {0: (keys, np.arange(len(keys)))}), 30.0)
+    client.drain(30.0)
+
+
+def measure(paths: tuple[str, str], rounds: int, calls: int, tick: Callable[[], None]) -> Samples:
+    """`paths`: of the daemon and of the echo server."""
+    samples: Samples = {}
+    keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
+    with Client(paths[0], namespace=NAMESPACE) as client, contextlib.closing(EchoClient(paths[1])) as echo:
+        fill(client, keys)
+        hits = int(client.lookup({0: keys}).states[0].astype(bool).sum())
+        if hits != len(keys):
+            raise SystemExit(f"the daemon holds {hits} of {len(keys)} keys: is its memory too small?")
+        with asyncio.Runner() as runner:
+            for number in range(-1, rounds):
+                kept: Samples = samples if number >= 0 else {}  # the first round warms up
+                gc.collect()
+                blocking = {"echo": echo.ping, "ping": client.ping}
+                blocking |= {f"lookup {n}": lambda n=n: client.lookup({0: keys[:n]}) for n in KEY_COUNTS}
+                for name, call in blocking.items():
+                    kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
+                runner.run(measure_async(paths, keys, calls, kept))
+                tick()
+    return samples
+
+
+async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept: Samples) -> None:
+    loop = asyncio.get_running_loop()
+    _transport, echo = await loop.create_unix_connection(AsyncEchoClient, paths[1])
+    async with AsyncClient(paths[0], namespace=NAMESPACE) as client:
+        called: dict[str, Callable[[], Awaitable[object]]] = {"echo": echo.ping, "ping": client.ping}
+        called |= {f"lookup {n}": lambda n=n: client.lookup({0: keys[:n]}) for n in KEY_COUNTS}  # type: ignore[misc]
+        for name, call in called.items():
+            kept.setdefault(f"asyncio {name}", []).append(await timed_async(call, calls))
+    echo.close()
+
+
+def summary(samples: Samples) -> dict[str, Any]:
+    """Microseconds and ratios."""
+    p50 = {name: [statistics.median(one) for one in rounds] for name, rounds in samples.items()}
+    rows = {
+        name: {
+            "p50_us": round(statistics.median(p50[name]) * 1e6, 1),
+            "p99_us": round(float(np.percentile(np.concatenate(rounds), 99)) * 1e6, 1),
+        }
+        for name, rounds in samples.items()
+    }
+    ratios = {
+        kind: round(statistics.median(a / b for a, b in zip(p50[f"{kind} ping"], p50[f"{kind} echo"], strict=True)), 2)
+        for kind in ("blocking", "asyncio")
+    }
+    return {
+        "round_trips": rows,
+        "ratio_to_limit": ratios,
+        "ratio_max": RATIO_MAX,
+        "within_budget": max(ratios.values()) <= RATIO_MAX,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="round trips", title_justify="left", box=None)
+    for name in ("client", "call", "p50 us", "p99 us"):
+        table.add_column(name, justify="right" if "us" in name else "left")
+    for name, row in result["round_trips"].items():
+        kind, call = name.split(" ", 1)
+        unit = " keys" if call.startswith("lookup") else ""
+        table.add_row(kind, call + unit, f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}")
+    console = Console()
+    console.print(table)
+    for kind, ratio in result["ratio_to_limit"].items():
+        console.print(f"ratio_to_limit, {kind}: {ratio:.2f} (budget {RATIO_MAX})")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvo-"))
+        echo = f"{folder}/echo"
+        stack.enter_context(process([sys.executable, __file__, "--echo-server", echo], echo))
+        daemon = arguments.socket
+        if daemon is None:
+            daemon = f"{folder}/daemon"
+            serve = [sys.executable, "-m", "kvoffloadd", "serve", "--socket", daemon, "--memory", arguments.memory]
+            stack.enter_context(process(serve, daemon))
+        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+        task = progress.add_task("rounds", total=arguments.rounds + 1)
+        return summary(measure((daemon, echo), arguments.rounds, arguments.calls, lambda: progress.advance(task)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
+    parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if the budget is not kept")
+    parser.add_argument("--echo-server", metavar="PATH", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.echo_server is not None:
+        asyncio.run(serve_echo(arguments.echo_server))
+        return 0
+    result = run(arguments)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result)
+    return 0 if result["within_budget"] or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The message tables of docs/PROTOCOL.md, from the code: prints them, or with --write puts them into the document."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvoffloadd import errors
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, State
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "PROTOCOL.md"
+BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
+PARTS = (m.NamespaceSpec, m.TensorSpec, m.RefSpec, m.GroupSpec, m.GroupKeys, m.GroupBlocks, m.Limits)
+
+
+def _inspected(kind: Any) -> str:
+    match kind:
+        case msgspec.inspect.IntType():
+            low, high = kind.ge, kind.le if kind.le is not None else (kind.lt - 1 if kind.lt is not None else None)
+            return f"int {low}..{_power(high)}"
+        case msgspec.inspect.FloatType():
+            return "float" if kind.gt is None else f"float, above {kind.gt}, at most {kind.le}"
+        case msgspec.inspect.StrType():
+            return "str" if kind.max_length is None else f"str of at most {kind.max_length}"
+        case msgspec.inspect.BytesType():
+            return "bin" if kind.max_length is None else f"bin of {kind.max_length}"
+        case msgspec.inspect.BoolType():
+            return "bool"
+        case msgspec.inspect.LiteralType():
+            return " or ".join(f"`{value}`" for value in kind.values)
+        case msgspec.inspect.ListType():
+            return f"array of {_inspected(kind.item_type)}"
+        case msgspec.inspect.DictType():
+            return "map"
+        case msgspec.inspect.StructType():
+            return f"`{kind.cls.__name__}`"
+        case msgspec.inspect.UnionType():
+            return " or ".join(_inspected(item) for item in kind.types)
+        case msgspec.inspect.NoneType():
+            return "nil"
+        case msgspec.inspect.AnyType():
+            return "any"
+    raise TypeError(f"no name for {kind!r}")
+
+
+def _power(value: int | None) -> str:
+    if value is None:
+        return ""
+    exponent = (value + 1).bit_length() - 1
+    return f"2^{exponent}-1" if value + 1 == 1 << exponent and exponent > 12 else str(value)
+
+
+def fields_table(cls: type[Any]) -> list[str]:
+    """One line per field."""
+    info = msgspec.inspect.type_info(cls)
+    if not isinstance(info, msgspec.inspect.StructType):
+        raise TypeError(cls)
+    lines = []
+    for field in info.fields:
+        default = "" if field.required else f", default `{_default(field)}`"
+        lines.append(f"  - `{field.encode_name}`: {_inspected(field.type)}{default}")
+    return lines
+
+
+def _default(field: msgspec.inspect.Field) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return "[]"
+    value = field.default
+    return "nil" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def describe(cls: type[Any], tag: str) -> list[str]:
+    """A message: its purpose, its reply, its fields."""
+    text = " ".join((cls.__doc__ or "").split())
+    reply = f" Reply: `{cls.reply}`." if issubclass(cls, m.Request) else ""
+    return [f"- **`{tag}`**: {text}{reply}", *fields_table(cls)]
+
+
+def messages(known: dict[str, type[Any]]) -> str:
+    """All messages of one direction and kind."""
+    return "\n".join(line for tag, cls in known.items() for line in describe(cls, tag))
+
+
+def parts() -> str:
+    """Maps inside messages."""
+    return "\n".join(line for cls in PARTS for line in describe(cls, cls.__name__))
+
+
+def states() -> str:
+    """Who may say what, state by state."""
+    lines = ["| state | the client may send | the daemon may send |", "|---|---|---|"]
+    for state in State:
+        client = ", ".join(f"`{tag}`" + _arrow(state, to) for tag, to in CLIENT_MOVES[state].items())
+        daemon = ", ".join(f"`{tag}`" + _arrow(state, to) for tag, to in DAEMON_MOVES[state].items())
+        lines.append(f"| {state.name} | {client or 'nothing'} | {daemon or 'nothing'} |")
+    return "\n".join(lines)
+
+
+def _arrow(state: State, to: State) -> str:
+    return "" if to is state else f" -> {to.name}"
+
+
+def roles() -> str:
+    """What each role may ask."""
+    return "\n".join(f"- **{role}**: {', '.join(f'`{tag}`' for tag in sorted(may))}" for role, may in ROLE_MAY.items())
+
+
+def codes() -> str:
+    """Error codes that travel."""
+    lines = ["| code | fault | retryable | ends the session | meaning |", "|---|---|---|---|---|"]
+    seen = set()
+    for cls in errors.all_subclasses():
+        travels = issubclass(cls, (errors.PeerError, errors.ResourceError, errors.DeviceError, errors.InternalError))
+        if travels and cls.code not in seen and cls not in (errors.PeerError, errors.ResourceError):
+            seen.add(cls.code)
+            text = " ".join((cls.__doc__ or "").split())
+            yes = {True: "yes", False: "no"}
+            lines.append(f"| `{cls.code}` | {cls.fault} | {yes[cls.retryable]} | {yes[cls.ends_session]} | {text} |")
+    return "\n".join(lines)
+
+
+SECTIONS = {
+    "states": states,
+    "roles": roles,
+    "requests": lambda: messages(m.REQUESTS),
+    "replies": lambda: messages(m.REPLIES),
+    "pushes": lambda: messages(m.PUSHES),
+    "parts": parts,
+    "codes": codes,
+}
+
+
+def fill(document: str) -> str:
+    """The document with all its generated sections made anew. Raises KeyError for a marker that names none."""
+
+    def section(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"{BEGIN.format(name)}\n{SECTIONS[name]()}\n{END}"
+
+    return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", section, document, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"rewrite {DOCUMENT.name} in place")
+    if parser.parse_args().write:
+        DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    else:
+        print("\n\n".join(make() for make in SECTIONS.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
