@@ -136,11 +136,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    what = "every key of every namespace" if arguments.everything else "every key of the own namespace"
-    if not arguments.yes and not _confirmed(f"Drop {what} from the daemon at {arguments.socket}?"):
+    if not arguments.yes and not _confirmed(f"Drop every key of every namespace at {arguments.socket}?"):
         return _complain("nothing was dropped: say --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as client:
-        cleared = client.clear(everything=arguments.everything)
+        cleared = client.clear(everything=True)  # a worker clears its own namespace, through the library
     sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
     return EXIT_OK
 
@@ -213,8 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
     verify.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
-    clear = add("clear", _clear, "Drop keys.")
-    clear.add_argument("--everything", action="store_true", help="of all namespaces (root or the daemon's user only)")
+    clear = add("clear", _clear, "Drop every key of every namespace (root or the daemon's user only).")
     clear.add_argument("--yes", action="store_true", help="do not ask")
 
     drain = add("drain", _drain, "Wait until the running jobs have ended and all that they stored is sealed.")

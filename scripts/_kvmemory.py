@@ -202,7 +202,8 @@ def _allocated(
     sizes = [stride * num_blocks for stride in strides]
     together = bool(rng.integers(0, 2))
     pools = [sum(sizes)] if together else sizes
-    flats = [SharedTensor.allocate(1, size, name=name).array.reshape(-1) for size in pools]
+    memory = [SharedTensor.allocate(1, size, name=name) for size in pools]
+    flats = [tensor.array.reshape(-1) for tensor in memory]
     rows, tensors, offset = [], [], 0
     for at, (page, stride, size) in enumerate(zip(pages, strides, sizes, strict=True)):
         flat = flats[0][offset : offset + size] if together else flats[at]

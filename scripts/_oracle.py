@@ -6,9 +6,12 @@ byte of another key, group, part or place, and one left from before, is not what
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from kvoffloadd.model import U8Array, U64Array
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array, U64Array
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ if __package__ in (None, ""):
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
     from kvoffloadd.model import U8Array
 
 RATIO_MAX = 2.0

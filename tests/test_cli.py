@@ -254,11 +254,11 @@ def test_verify_exits_1_on_findings(run: Run, fake: type[FakeClient]) -> None:
 @pytest.mark.usefixtures("fake")
 def test_clear_asks_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))  # no terminal: its yes does not count
-    code, out, err = run("clear", "--everything")
+    code, out, err = run("clear")
     assert (code, out) == (2, "")
     assert "nothing was dropped: say --yes" in err
     assert run("clear", "--yes") == (0, "dropped 3 keys, 1 GiB\n", "")
-    assert run("clear", "--yes", "--everything") == (0, "dropped 1,200 keys, 1 GiB\n", "")
+    assert run("clear", "--yes") == (0, "dropped 1,200 keys, 1 GiB\n", "")
 
 
 @pytest.mark.usefixtures("fake")
@@ -269,7 +269,7 @@ def test_clear_takes_a_yes_from_a_terminal(run: Run, monkeypatch: pytest.MonkeyP
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    got, _, err = run("clear", "--everything", "--socket", "/tmp/x.sock")
+    got, _, err = run("clear", "--socket", "/tmp/x.sock")
     assert got == code
     assert err.startswith("Drop every key of every namespace from the daemon at /tmp/x.sock? [y/N] ")
 

@@ -7,7 +7,7 @@ blocking client's lock sees to that. Nothing here waits; a step that must wait y
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,7 +38,7 @@ class _Tries:
 
     lost: int
     unsent: int = 2
-    pauses: Iterator[float] = field(default_factory=backoffs)
+    pauses: Iterator[float] | None = None
 
 
 class Exchange:
@@ -283,6 +283,7 @@ class Exchange:
             if tries.lost >= 0 and tries.unsent >= 0:
                 return
         elif isinstance(error, RemoteError) and error.code == "busy" and self.settings.retry_busy:
+            tries.pauses = tries.pauses or backoffs()
             again_at = monotonic() + next(tries.pauses)
             if again_at < until:
                 yield Wait((), again_at)

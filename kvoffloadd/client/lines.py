@@ -81,9 +81,8 @@ class Lines:
 
     def reap(self) -> None:
         """Close what belongs to ended connections on which nothing hangs any more."""
-        if self._session.old:
-            for link in self._session.finished():
-                self._dispose(link)
+        for link in self._session.finished():
+            self._dispose(link)
 
     def close(self) -> None:
         """Close everything, whatever hangs on it."""
@@ -97,7 +96,8 @@ class Lines:
 
     def _readable(self, link: Link) -> None:
         self._read(link)
-        self.reap()
+        if self._session.old:
+            self.reap()
 
     def _flush(self, link: Link) -> None:
         wire = self._wires[link]
@@ -139,7 +139,8 @@ class Lines:
                 _close_all(fds)
             else:
                 self._session.receive(link, data, fds)
-                self._take_back_unclaimed(link)
+                if link.unclaimed:
+                    self._take_back_unclaimed(link)
         except PeerError as error:
             self.break_off(link, broken(error))
         except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it

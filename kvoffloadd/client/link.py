@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client.waitable import Waitable
@@ -21,30 +20,24 @@ if TYPE_CHECKING:
 class Pending(Waitable):
     """A request that awaits its reply. When done, either `error` is set or `value` is the call's value.
 
+    `data` and `fds`: the frame, or what of it is still to be sent, and the descriptors that go with its first byte.
     `sent`: at least one byte has gone to the kernel; what was not sent, the daemon never saw. `abandoned`: its deadline
-    passed; the reply, if it comes, still tells whether its job was admitted and what must be released.
+    passed; the reply, if it comes, still tells whether its job was admitted and what must be taken back.
     """
 
-    __slots__ = ("abandoned", "error", "job", "op", "reply_type", "sent", "value")
+    __slots__ = ("abandoned", "data", "error", "fds", "job", "op", "reply_type", "sent", "value")
 
-    def __init__(self, op: Op[Any], reply_type: type[Message], job: Job | None) -> None:
+    def __init__(self, op: Op[Any], reply_type: type[Message], data: memoryview | bytes, job: Job | None) -> None:
         super().__init__()
         self.op = op
         self.reply_type = reply_type
+        self.data = data
+        self.fds = op.fds
         self.job = job
         self.sent = False
         self.abandoned = False
         self.value: Any = None
         self.error: KvOffloadError | None = None
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A frame, or what is left of it, and the descriptors that go with its first byte."""
-
-    data: memoryview | bytes
-    fds: tuple[int, ...]
-    pending: Pending
 
 
 class Link:
@@ -58,7 +51,7 @@ class Link:
 
     def __init__(self) -> None:
         self.connection = Connection(daemon=False)
-        self.outbox: deque[Outgoing] = deque()
+        self.outbox: deque[Pending] = deque()
         self.jobs: dict[int, Job] = {}
         self.unclaimed: list[Op[None]] = []
         self.boot_id = b""
@@ -82,14 +75,14 @@ class Link:
         request = op.build(seq)
         frame = self.connection.send(request)
         self._seq = seq
-        pending = Pending(op, REPLIES[type(request).reply], job)
+        pending = Pending(op, REPLIES[request.reply], frame, job)
         if self.ended.done:
             self._fail(pending, "the connection has ended")
             return pending
         self._pendings[seq] = pending
         if job is not None:
             self.jobs[job.id] = job
-        self.outbox.append(Outgoing(frame, op.fds, pending))
+        self.outbox.append(pending)
         return pending
 
     def receive(self, data: bytes | memoryview, fds: list[int]) -> None:

@@ -14,7 +14,7 @@ from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
 if TYPE_CHECKING:
     from collections import deque
 
-    from kvoffloadd.client.link import Outgoing
+    from kvoffloadd.client.link import Pending
 
 _READ_BYTES = 256 << 10
 _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds
@@ -54,27 +54,25 @@ class Wire:
         """The descriptor to poll; -1 once closed."""
         return self._socket.fileno()
 
-    def send(self, outbox: deque[Outgoing]) -> bool:
+    def send(self, outbox: deque[Pending]) -> bool:
         """Send what the kernel takes; True if that was all. Raises ConnectionError: the daemon closed it."""
         while outbox:
-            frame = outbox[0]
+            request = outbox[0]
             try:
-                sent = self._send_one(frame)
+                sent = self._send_with_fds(request) if request.fds else self._socket.send(request.data)
             except BlockingIOError:
                 return False
-            frame.pending.sent = True
-            frame.fds = ()
-            if sent == len(frame.data):
+            request.sent = True
+            request.fds = ()
+            if sent == len(request.data):
                 outbox.popleft()
             else:
-                frame.data = memoryview(frame.data)[sent:]
+                request.data = memoryview(request.data)[sent:]
         return True
 
-    def _send_one(self, frame: Outgoing) -> int:
-        if not frame.fds:
-            return self._socket.send(frame.data)
-        fds = array.array("i", frame.fds)
-        return self._socket.sendmsg([frame.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    def _send_with_fds(self, request: Pending) -> int:
+        fds = array.array("i", request.fds)
+        return self._socket.sendmsg([request.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 
     def read(self) -> tuple[memoryview, list[int]] | None:
         """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.

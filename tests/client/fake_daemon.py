@@ -129,9 +129,7 @@ class FakeDaemon:
 
     def complete(self, peer: Peer, job: int, outcome: Any = "done", failed: Any = (), reason: str = "") -> None:
         """Push a completion, from the fake's thread."""
-        peer.say(
-            m.Completed(job=job, outcome=outcome, bytes=1, seconds=0.001, failed=list(failed), reason=reason)
-        )
+        peer.say(m.Completed(job=job, outcome=outcome, bytes=1, seconds=0.001, failed=list(failed), reason=reason))
 
     # --- the thread --------------------------------------------------------------------------------
 
@@ -195,8 +193,14 @@ class FakeDaemon:
         pidfd = os.pidfd_open(self.pid)
         limits = m.Limits(frame_bytes=4 << 20, fds_per_frame=64, keys_per_request=8192, jobs=64, deadline_s=600.0)
         welcome = m.Welcome(
-            seq=message.seq, version=1, boot_id=self.boot_id, session=next(self._ids), namespace=b"n" * 16,
-            epoch=0, limits=limits, features=[],
+            seq=message.seq,
+            version=1,
+            boot_id=self.boot_id,
+            session=next(self._ids),
+            namespace=b"n" * 16,
+            epoch=0,
+            limits=limits,
+            features=[],
         )
         peer.say(welcome, [pidfd])
         os.close(pidfd)

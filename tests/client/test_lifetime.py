@@ -114,9 +114,12 @@ def test_a_request_without_answer_owns_its_blocks(
 def test_a_late_error_frees_the_blocks(fake: FakeDaemon, path: str, make_client: Any, caches: KvCache) -> None:
     client = make_client(path, deadline_s=0.1)
     registration = client.register(caches)
-    fake.on["store"] = lambda peer, message: fake.soon(  # type: ignore[func-returns-value]
-        lambda: peer.error(message.seq, "bad_block_id"), 0.3
-    ) or True
+    fake.on["store"] = lambda peer, message: (
+        fake.soon(  # type: ignore[func-returns-value]
+            lambda: peer.error(message.seq, "bad_block_id"), 0.3
+        )
+        or True
+    )
     with pytest.raises(JobDeadlineError) as caught:
         client.store(registration, {0: (b"k" * 32, [0])})
     result = client.wait(caught.value.job, 5.0)
@@ -132,9 +135,7 @@ def test_an_error_in_time_makes_no_job(client: Any, fake: FakeDaemon, caches: Kv
     assert client.open_jobs() == []
 
 
-def test_eof_alone_proves_nothing_but_death_does(
-    path: str, stand_in: subprocess.Popen[bytes], job_at: Any
-) -> None:
+def test_eof_alone_proves_nothing_but_death_does(path: str, stand_in: subprocess.Popen[bytes], job_at: Any) -> None:
     with FakeDaemon(path, pid=stand_in.pid) as fake:
         fake.manual_completion = True
         client, job = job_at(path)
@@ -162,9 +163,7 @@ def test_eof_and_a_greeting_by_the_same_daemon_prove_it(fake: FakeDaemon, path: 
     client.ping()
 
 
-def test_a_greeting_by_another_daemon_proves_nothing(
-    path: str, stand_in: subprocess.Popen[bytes], job_at: Any
-) -> None:
+def test_a_greeting_by_another_daemon_proves_nothing(path: str, stand_in: subprocess.Popen[bytes], job_at: Any) -> None:
     first = FakeDaemon(path, pid=stand_in.pid)
     with first:
         first.manual_completion = True
