@@ -136,7 +136,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    if not arguments.yes and not _confirmed(f"Drop every key of every namespace at {arguments.socket}?"):
+    if not arguments.yes and not _confirmed(
+        f"Drop every key of every namespace from the daemon at {arguments.socket}?"
+    ):
         return _complain("nothing was dropped: say --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as client:
         cleared = client.clear(everything=True)  # a worker clears its own namespace, through the library

@@ -78,7 +78,7 @@ class LimitsConfig:
     jobs: int = _key(4096, checks.count(1, 1 << 20))
     mapped_bytes: int = _key(TIB, checks.size(PAGE_BYTES, BYTES_MAX))
     fds: int = _key(8192, checks.count(1, 1 << 20))
-    leases: int = _key(65_536, checks.count(1, 1 << 24))
+    leases: int = _key(1 << 22, checks.count(1, 1 << 28))
     jobs_per_session: int = _key(1024, checks.count(1, 1 << 20))
     outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB))
     events_per_session: int = _key(4096, checks.count(1, 1 << 20))

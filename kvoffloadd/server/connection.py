@@ -108,6 +108,7 @@ class PeerConnection:
             if got is None:
                 self._watch_partial()
                 break
+            self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
         else:
             self._schedule_pump()
@@ -123,19 +124,18 @@ class PeerConnection:
         self._context.counters.requests += 1
         try:
             answer = self.session.handle(message, fds)
+            if isinstance(answer, m.Reply):
+                self._answer(answer)
+            elif len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and not self.session.leaving:
+                answer.close()  # it has not begun, so it has changed nothing
+                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
+            else:
+                self._start_task(answer, seq)
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception:
             log.exception("a request failed by a bug of ours")
             self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
-        else:
-            if isinstance(answer, m.Reply):
-                self._answer(answer)
-            elif len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and not self.session.leaving:
-                answer.close()
-                self._reply_error(BusyError(f"{len(self._tasks)} requests of this session are under way"), seq)
-            else:
-                self._start_task(answer, seq)
         finally:
             _close_all(fds)
 
@@ -229,7 +229,11 @@ class PeerConnection:
         waiting = self._protocol.partial or not self.session.role
         if waiting and self._timer is None:
             self._timer = self._loop.call_later(self._context.config.server.partial_frame_s, self._on_partial_late)
-        elif not waiting and self._timer is not None:
+        elif not waiting:
+            self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
@@ -246,8 +250,7 @@ class PeerConnection:
         if self._ending is None:
             log.info("session %d of pid %d ends: %s", self.session.id, self._peer.pid, reason)
             self._pause_reading()
-            if self._timer is not None:
-                self._timer.cancel()
+            self._stop_timer()
             if self._peer.pidfd >= 0:
                 self._loop.remove_reader(self._peer.pidfd)
             self._ending = self._context.spawn(self._end())

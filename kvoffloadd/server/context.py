@@ -14,6 +14,7 @@ from kvoffloadd.server.instance import Instances
 
 if TYPE_CHECKING:
     import asyncio
+import itertools
     from collections.abc import Callable, Coroutine
 
     from kvoffloadd.cache.cache import Cache
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from kvoffloadd.server.session import Session
 
 log = logging.getLogger(__name__)
+
+NAMESPACES_TOLD = 1000
+"""At most so many in `status`, whose frame is bounded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +61,7 @@ class Context:
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
+    subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     own_uid: int = field(default_factory=os.getuid)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
@@ -125,6 +130,6 @@ class Context:
                     "bytes": n.bytes,
                     "sessions": n.sessions,
                 }
-                for n in self.cache.namespaces.values()
+                for n in itertools.islice(self.cache.namespaces.values(), NAMESPACES_TOLD)
             ],
         }

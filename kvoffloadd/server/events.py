@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvoffloadd.server.context import Context
 
 INTERVAL_S = 0.02
+"""How long events are gathered before they are told."""
 
 
 class EventFeed:
@@ -19,9 +20,13 @@ class EventFeed:
 
     async def run(self) -> None:
         """Until cancelled."""
+        subscribed = self._context.subscribed
         while True:
+            await subscribed.wait()
             await asyncio.sleep(INTERVAL_S)
             self._deliver()
+            if not any(namespace.listeners for namespace in self._context.cache.namespaces.values()):
+                subscribed.clear()
 
     def _deliver(self) -> None:
         entries = self._context.cache.entries

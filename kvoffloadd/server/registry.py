@@ -92,7 +92,9 @@ class Registry:
         return found
 
     async def unregister(self, made: Registration) -> None:
-        """Wait for the jobs that use it, then unmap what no other registration names. No job may name it any more."""
+        """From now on no job can name it; wait for those that do, then unmap what no other registration names."""
+        if self.registrations.pop(made.id, None) is None:
+            raise UnknownNameError(f"registration {made.id} is being unregistered already")
         copy = self.context.config.copy
         if not await self.context.transfers.settle(made.running, copy.deadline_max_s + copy.worker_drain_s):
             self.context.fatal(f"copies of registration {made.id} do not end")

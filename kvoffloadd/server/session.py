@@ -145,9 +145,7 @@ class Session:
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
-        made = self._registry.registration(message.registration)
-        del self._registry.registrations[made.id]  # from here on no job can name it
-        return self._finish_unregister(message.seq, made)
+        return self._finish_unregister(message.seq, self._registry.registration(message.registration))
 
     async def _finish_unregister(self, seq: int, made: Registration) -> m.Reply:
         await self._registry.unregister(made)
@@ -305,6 +303,7 @@ class Session:
         if not self._listening:
             self._own_namespace().listeners += 1
             self._listening = True
+            self._context.subscribed.set()
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:

@@ -1,0 +1,400 @@
+"""An engine of one worker: an instance with a session per rank, its jobs, and the check of every byte that they move.
+
+Used from one thread. Every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from _kvmemory import KvMemory
+
+from kvoffloadd.client import Client, Job, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
+from kvoffloadd.errors import ClientError, ConnectionLostError
+from kvoffloadd.model import NO_BLOCK, Direction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from _counters import Counters
+    from _geometry import Geometry, GroupShape
+    from _kvmemory import Wrong
+    from _oracle import Oracle
+
+    from kvoffloadd.client import Registration
+    from kvoffloadd.model import BoolArray, I64Array, U8Array
+
+CALL_S = 30.0
+JOB_S = 60.0
+_LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
+_STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
+
+
+class Findings:
+    """Where a worker says what went wrong: counted, and written to its standard error."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def broken(self, text: str) -> None:
+        """A promise that was not kept."""
+        self._counters.add("broken_promises")
+        print(f"broken promise: {text}", file=sys.stderr, flush=True)
+
+    def wrong(self, wrong: Wrong, what: str) -> None:
+        """Bytes that are not what they must be."""
+        self._counters.add("wrong_bytes", wrong.wrong_bytes)
+        self._counters.add("stray_bytes", wrong.stray_bytes)
+        print(
+            f"wrong: {wrong.wrong_bytes} bytes ({wrong.stray_bytes} stray), first {wrong.where}; {what}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One group's keys in a job: u8 (keys, key_bytes), and blocks (keys, blocks_per_key); `first`: see `Client`."""
+
+    group: GroupShape
+    part: int
+    keys: U8Array
+    blocks: I64Array
+    first: int
+
+    @property
+    def wanted(self) -> I64Array:
+        """The blocks, flat, without those that are not wanted."""
+        flat = self.blocks.reshape(-1)
+        return flat[flat != NO_BLOCK]
+
+    def bytes_of(self, keys: BoolArray) -> int:
+        """What some of the keys move."""
+        block_bytes = self.group.payload_bytes(self.part) // self.group.blocks_per_key
+        return block_bytes * int((self.blocks[keys] != NO_BLOCK).sum())
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """One session and its KV cache."""
+
+    number: int
+    client: Client
+    memory: KvMemory
+    registration: Registration
+
+
+@dataclass(slots=True, eq=False)
+class OpenJob:
+    """A job whose blocks are the daemon's: those `taken`, for a load those of them that its shares name.
+
+    `hurried`: its deadline may pass; `leased`: all its keys must be there.
+    """
+
+    job: Job
+    rank: Rank
+    memory: KvMemory
+    shares: list[Share]
+    taken: list[I64Array]
+    began: float
+    hurried: bool
+    leased: bool
+    cancelled: bool = False
+
+    @property
+    def is_load(self) -> bool:
+        """Whether the daemon writes."""
+        return self.job.direction is Direction.LOAD
+
+
+class Engine:
+    """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError or OSError."""
+
+    def __init__(
+        self,
+        socket: str,
+        geometry: Geometry,
+        oracle: Oracle,
+        counters: Counters,
+        rng: np.random.Generator,
+        memory_name: str,
+        rank_bytes: int,
+    ) -> None:
+        self.geometry = geometry
+        self.closing = False
+        self.open: list[OpenJob] = []
+        self.ranks: list[Rank] = []
+        self._socket = socket
+        self._oracle = oracle
+        self._counters = counters
+        self._findings = Findings(counters)
+        self._rng = rng
+        self._memory_name = memory_name
+        self._rank_bytes = rank_bytes
+        self._instance = os.urandom(16)
+        try:
+            for number in range(geometry.ranks):
+                self.ranks.append(self._connected(number))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _connected(self, number: int) -> Rank:
+        client = Client(
+            self._socket,
+            namespace=self.geometry.namespace(),
+            instance=self._instance,
+            deadline_s=CALL_S,
+            connect_deadline_s=CALL_S,
+        )
+        memory = self.new_memory(number)
+        return Rank(number, client, memory, client.register(memory.caches))
+
+    def new_memory(self, rank: int) -> KvMemory:
+        """A KV cache as large as it may be, its rows laid out anew."""
+        widest = max(
+            sum(ref.payload_bytes for ref in group.parts[group.part_of_rank[rank] or 0])
+            for group in self.geometry.groups
+        )
+        num_blocks = int(np.clip(self._rank_bytes // (2 * widest), 64, 1024))
+        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name)
+
+    def groups_of(self, rank: Rank) -> list[tuple[GroupShape, int]]:
+        """The groups that a rank has a part of, and which part."""
+        parts = [(group, group.part_of_rank[rank.number]) for group in self.geometry.groups]
+        return [(group, part) for group, part in parts if part is not None]
+
+    def share(self, rank: Rank, group: GroupShape, part: int, keys: U8Array, first: int) -> Share:
+        """Blocks for as many of the keys as there are blocks for."""
+        count = min(len(keys), rank.memory.num_free // group.blocks_per_key)
+        blocks = rank.memory.take(count * group.blocks_per_key).reshape(count, group.blocks_per_key)
+        return Share(group, part, keys[:count], blocks, first)
+
+    # --- jobs ----------------------------------------------------------------------------------------
+
+    def store(self, rank: Rank, shares: list[Share], *, lease: int = 0, deadline_s: float = JOB_S) -> OpenJob:
+        """Compute the shares' blocks and start to store them. Raises ClientError; then the shares are given back."""
+        for share in shares:
+            contents = self._oracle.contents(
+                share.group.number, share.part, share.keys, share.group.payload_bytes(share.part)
+            )
+            rank.memory.fill(share.group.number, share.blocks, contents)
+        return self._submit(Direction.STORE, rank, shares, lease, deadline_s)
+
+    def load(
+        self,
+        rank: Rank,
+        shares: list[Share],
+        *,
+        lease: int = 0,
+        deadline_s: float = JOB_S,
+        expedited: bool = False,
+        unwanted: float = 0.0,
+    ) -> OpenJob:
+        """Start to load the shares' blocks, but for a fraction `unwanted` of them. Raises as `store`."""
+        taken = [share.blocks for share in shares]
+        if unwanted:
+            shares = [self._without_some(share, unwanted) for share in shares]
+        return self._submit(Direction.LOAD, rank, shares, lease, deadline_s, expedited=expedited, taken=taken)
+
+    def _without_some(self, share: Share, fraction: float) -> Share:
+        left_out = self._rng.random(share.blocks.shape) < fraction
+        return Share(share.group, share.part, share.keys, np.where(left_out, NO_BLOCK, share.blocks), share.first)
+
+    def _submit(
+        self,
+        direction: Direction,
+        rank: Rank,
+        shares: list[Share],
+        lease: int,
+        deadline_s: float,
+        *,
+        expedited: bool = False,
+        taken: list[I64Array] | None = None,
+    ) -> OpenJob:
+        taken = [share.blocks for share in shares] if taken is None else taken
+        transfers = {share.group.number: (share.keys, share.blocks) for share in shares}
+        first = {share.group.number: share.first for share in shares}
+        began = time.monotonic()
+        lost: ClientError | None = None
+        try:
+            if direction is Direction.STORE:
+                job = rank.client.store(rank.registration, transfers, lease=lease, first=first, deadline_s=deadline_s)
+            else:
+                for share in shares:
+                    rank.memory.lend(share.wanted)
+                job = rank.client.load(
+                    rank.registration, transfers, lease=lease, first=first, deadline_s=deadline_s, expedited=expedited
+                )
+        except (JobDeadlineError, JobConnectionLostError) as error:
+            job, lost = error.job, error
+        except ClientError as error:
+            self._refused(rank, shares, taken, forgiven=isinstance(error, ConnectionLostError))
+            raise
+        leased = direction is Direction.LOAD and lease != 0
+        self.open.append(OpenJob(job, rank, rank.memory, shares, taken, began, deadline_s < JOB_S, leased))
+        self._counters.set("jobs_open", len(self.open))
+        if lost is not None:
+            raise lost
+        return self.open[-1]
+
+    def _refused(self, rank: Rank, shares: list[Share], taken: list[I64Array], *, forgiven: bool) -> None:
+        """The daemon never took the job, so that nothing may have changed; or it has lost it (`forgiven`)."""
+        for share in shares:
+            rank.memory.lend(share.wanted, lent=False)
+            if forgiven:
+                rank.memory.forgive(share.group.number, share.blocks.reshape(-1))
+        self._give_back(rank.memory, shares, taken, "after a refused job")
+
+    def cancel(self, opened: OpenJob) -> None:
+        """Ask for an early end."""
+        opened.cancelled = True
+        opened.rank.client.cancel(opened.job)
+
+    # --- ends of jobs ----------------------------------------------------------------------------------
+
+    def wait(self, opened: Sequence[OpenJob]) -> None:
+        """Until these have ended. Raises JobDeadlineError."""
+        until = time.monotonic() + JOB_S
+        for one in opened:
+            one.rank.client.wait(one.job, max(until - time.monotonic(), 1.0))
+            self._counters.took("load" if one.is_load else "store", time.monotonic() - one.began)
+        self.settle()
+
+    def settle(self) -> None:
+        """Check what has ended, and take its blocks back."""
+        ended = [one for one in self.open if one.job.blocks_free]
+        for one in ended:
+            self.open.remove(one)
+            if one.job.result is None:
+                self._findings.broken(f"{one.job} has ended without a result")
+            else:
+                self._settle(one, one.job.result)
+        self._counters.set("jobs_open", len(self.open))
+
+    def settle_to(self, most: int) -> None:
+        """Wait until no more than `most` jobs are open. Raises JobDeadlineError."""
+        self.settle()
+        while len(self.open) > most:
+            oldest = self.open[0]
+            oldest.rank.client.wait(oldest.job, JOB_S)
+            self.settle()
+
+    def _settle(self, opened: OpenJob, result: JobResult) -> None:
+        self._check_result(opened, result)
+        loaded = 0
+        for at, share in enumerate(opened.shares):
+            valid = result.valid(at)
+            loaded += int(valid.sum())
+            if opened.is_load:
+                opened.memory.lend(share.wanted, lent=False)
+                self._expect(opened, share, valid, self._unsure(result, at, valid))
+        what = f"{opened.job} of {self.geometry.name}, {result.outcome}, groups {[s.group.number for s in opened.shares]}"
+        right = self._give_back(opened.memory, opened.shares, opened.taken, what)
+        self._count(opened, result, loaded, right)
+
+    def _unsure(self, result: JobResult, at: int, valid: BoolArray) -> BoolArray:
+        """Keys whose blocks may hold anything: their copies had begun, or nobody can tell."""
+        if result.outcome is Outcome.LOST:
+            return ~valid
+        unsure: BoolArray = (result.states[at] == KeyState.HIT) & ~valid
+        return unsure
+
+    def _expect(self, opened: OpenJob, share: Share, valid: BoolArray, unsure: BoolArray) -> None:
+        group, memory = share.group, opened.memory
+        if valid.any():
+            payload_bytes = group.payload_bytes(share.part)
+            contents = self._oracle.contents(group.number, share.part, share.keys[valid], payload_bytes)
+            memory.expect(group.number, share.blocks[valid], contents)
+        if unsure.any():
+            memory.forgive(group.number, share.blocks[unsure].reshape(-1))
+
+    def _give_back(self, memory: KvMemory, shares: list[Share], taken: list[I64Array], what: str) -> bool:
+        """Compare, then free; True if every byte is right."""
+        used = [share.wanted for share in shares]
+        wrong = memory.compare(np.concatenate(used)) if used else None
+        if wrong is not None:
+            self._findings.wrong(wrong, what)
+        for blocks in taken:
+            memory.give(blocks.reshape(-1))
+        return wrong is None
+
+    def _count(self, opened: OpenJob, result: JobResult, keys: int, right: bool) -> None:
+        counters = self._counters
+        what = "load" if opened.is_load else "store"
+        counters.add(f"{what}s")
+        if result.outcome in (Outcome.CANCELLED, Outcome.EXPIRED, Outcome.LOST):
+            counters.add(result.outcome.value)
+            return
+        counters.add(f"{'loaded' if opened.is_load else 'stored'}_keys", keys)
+        counters.add(f"{'loaded' if opened.is_load else 'stored'}_bytes", result.bytes)
+        if result.bytes:
+            counters.add(f"{what}_busy_us", int(result.seconds * 1e6))
+        if opened.is_load and right and keys:
+            counters.add("verified_loads")
+
+    # --- what the daemon's answers must be -------------------------------------------------------------
+
+    def _check_result(self, opened: OpenJob, result: JobResult) -> None:
+        outcome, load = result.outcome, opened.is_load
+        if outcome is Outcome.LOST:
+            return
+        chosen = [states == (KeyState.HIT if load else KeyState.RESERVED) for states in result.states]
+        if outcome in (Outcome.DONE, Outcome.PARTIAL):
+            must_fail = [~mine if load else np.zeros(len(mine), bool) for mine in chosen]
+            moved = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, chosen, strict=True))
+            if moved != result.bytes:
+                self._findings.broken(f"{opened.job}: {result.bytes} bytes were copied, its keys have {moved}")
+        else:
+            must_fail = [np.ones(len(mine), bool) if load else mine for mine in chosen]
+        for share, states, failed, must in zip(opened.shares, result.states, result.failed, must_fail, strict=True):
+            if not np.isin(states, _LOADED if load else _STORED).all():
+                self._findings.broken(f"{opened.job}: states {np.unique(states).tolist()}")
+            if not np.array_equal(np.sort(failed), np.flatnonzero(must)):
+                self._findings.broken(
+                    f"{opened.job}, {outcome}: group {share.group.number} names {failed.tolist()} as failed, "
+                    f"{np.flatnonzero(must).tolist()} did"
+                )
+        if opened.leased and not all(mine.all() for mine in chosen):
+            self._findings.broken(f"{opened.job}: leased keys were not there")
+        self._check_outcome(opened, outcome, any(map(len, result.failed)), result.reason)
+
+    def _check_outcome(self, opened: OpenJob, outcome: Outcome, some_failed: bool, reason: str) -> None:
+        allowed = {
+            Outcome.DONE: not some_failed,
+            Outcome.PARTIAL: opened.is_load and some_failed,
+            Outcome.CANCELLED: opened.cancelled or self.closing,
+            Outcome.EXPIRED: opened.hurried,
+            Outcome.FAILED: False,
+            Outcome.LOST: True,
+        }
+        if not allowed[outcome]:
+            self._findings.broken(f"{opened.job} ended as {outcome}, some keys failed: {some_failed}; {reason}")
+
+    # --- the end ---------------------------------------------------------------------------------------
+
+    def compare_all(self) -> None:
+        """Compare every byte of every KV cache that no load is writing."""
+        for rank in self.ranks:
+            wrong = rank.memory.compare_all()
+            self._counters.add("comparisons")
+            if wrong is not None:
+                self._findings.wrong(wrong, f"rank {rank.number} of {self.geometry.name}, comparing all of it")
+
+    def close(self) -> None:
+        """Orderly: bye, whatever runs. Raises JobDeadlineError if blocks did not come free."""
+        self.closing = True
+        for rank in self.ranks:
+            rank.client.close(JOB_S)
+        self.settle()
+        self.compare_all()
+
+    def abandon(self) -> None:
+        """Drop the connections as a program would that ends in a hurry."""
+        for rank in self.ranks:
+            rank.client.close(0.0, force=True)

@@ -1,0 +1,418 @@
+"""One stress worker process: random operations on a daemon, every answer and every byte checked.
+
+Run by stress.py, with its options as one JSON argument. It ends when it is told to, when its parent ends, or killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _counters import Counters
+from _engine import Engine, Findings, OpenJob, Rank, Share
+from _geometry import BLOCK_TOKENS, PROMPT_TOKENS, Geometry, GroupShape, random_geometry
+from _oracle import Oracle
+
+from kvoffloadd.client import KeyState
+from kvoffloadd.errors import ClientError, RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.client import Found
+    from kvoffloadd.model import I64Array, U8Array
+
+ROOTS = 4
+"""Conversations share one of so many beginnings."""
+ROOT_TOKENS = 4 * BLOCK_TOKENS
+ZIPF = 0.7
+NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
+"""What a daemon that was started anew may say to one rank before the other has come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stress.py tells a worker. `conversations[n]`: how many namespace n has."""
+
+    socket: str
+    counters: str
+    rows: int
+    row: int
+    generation: int
+    seed: int
+    conversations: list[int]
+    rank_bytes: int
+    daemon_may_die: bool
+    memory_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The first `tokens` tokens of a conversation."""
+
+    conversation: int
+    tokens: int
+
+
+class Worker:
+    """Runs operations until it is told to stop."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.rng = np.random.default_rng([options.seed, options.row, options.generation])
+        self.counters = Counters(Path(options.counters), options.rows, options.row)
+        self.findings = Findings(self.counters)
+        self.parent = os.getppid()
+        self.engine: Engine
+        self.oracle: Oracle
+        self.weights: np.ndarray
+        self.epoch: tuple[str, int]
+        self.operations: list[tuple[float, Callable[[], None]]] = [
+            (40.0, self.turn),
+            (10.0, self.reserve_own_part),
+            (6.0, self.reserve_all_parts),
+            (4.0, self.reserve_and_release),
+            (14.0, self.load_unpinned),
+            (8.0, self.cancel_some),
+            (5.0, self.hurry),
+            (5.0, self.ask),
+            (1.0, self.compare),
+            (0.5, self.register_again),
+            (0.3, self.reconnect),
+            (0.02, self.clear),
+        ]
+
+    def run(self) -> None:
+        """Until told to stop. Raises what only a bug of this script can cause."""
+        self.engage()
+        weights = np.array([weight for weight, _ in self.operations])
+        bounds = np.cumsum(weights / weights.sum())
+        while not self.counters.stopping and os.getppid() == self.parent:
+            _, operation = self.operations[int(np.searchsorted(bounds, self.rng.random()))]
+            self.attempt(operation)
+            self.attempt(lambda: self.engine.settle_to(int(self.rng.integers(0, 7))))
+            self.counters.add("operations")
+        self.attempt(self.engine.close)
+
+    def attempt(self, operation: Callable[[], None]) -> None:
+        """One operation; what may go wrong is counted, what may not is a finding."""
+        try:
+            operation()
+        except RemoteError as error:
+            self._refused(error, operation)
+        except ClientError as error:
+            self.counters.add("calls_lost")
+            if not self.options.daemon_may_die:
+                self.findings.broken(f"{_name(operation)}: {error!r}")
+
+    def _refused(self, error: RemoteError, operation: Callable[[], None]) -> None:
+        if error.code == "bad_lease" and self._was_cleared():
+            self.counters.add("leases_void")
+        elif self.options.daemon_may_die and error.code in NOT_REGISTERED_YET:
+            self.counters.add("calls_lost")
+        else:
+            self.findings.broken(f"{_name(operation)}: {error!r}")
+
+    def _was_cleared(self) -> bool:
+        """Whether leases may have become void since the last time this was asked."""
+        before = self.epoch
+        with contextlib.suppress(ClientError):
+            self.epoch = self._epoch()
+        return self.epoch != before
+
+    def _epoch(self) -> tuple[str, int]:
+        status = self.engine.ranks[0].client.status()
+        name = self.engine.geometry.name
+        epochs = [space["epoch"] for space in status["namespaces"] if space["label"] == name]
+        return status["boot_id"], max(epochs, default=0)
+
+    # --- prompts ---------------------------------------------------------------------------------------
+
+    def engage(self) -> None:
+        """Be an engine in one of the namespaces; try until there is a daemon."""
+        while not self.counters.stopping:
+            number = int(self.rng.integers(0, len(self.options.conversations)))
+            geometry = random_geometry(self.options.seed, number)
+            self.weights = np.cumsum(1.0 / np.arange(1, self.options.conversations[number] + 1) ** ZIPF)
+            self.oracle = Oracle(self.options.seed, number, geometry.key_bytes)
+            try:
+                self.engine = self._engine(geometry)
+                self.epoch = self._epoch()
+                return
+            except ClientError as error:
+                self.counters.add("calls_lost")
+                if not self.options.daemon_may_die:
+                    self.findings.broken(f"can't connect: {error!r}")
+                    raise
+
+    def _engine(self, geometry: Geometry) -> Engine:
+        return Engine(
+            self.options.socket,
+            geometry,
+            self.oracle,
+            self.counters,
+            self.rng,
+            self.options.memory_name,
+            self.options.rank_bytes,
+        )
+
+    def prompt(self) -> Prompt:
+        """Popular conversations come often; each one's length varies, so that prompts extend others."""
+        draw = self.rng.random() * self.weights[-1]
+        blocks = int(self.rng.integers(1, PROMPT_TOKENS // BLOCK_TOKENS + 1))
+        return Prompt(int(np.searchsorted(self.weights, draw)), blocks * BLOCK_TOKENS)
+
+    def keys(self, prompt: Prompt, group: GroupShape) -> U8Array:
+        """All keys of a prompt in a group."""
+        per_key = group.tokens_per_key
+        count = prompt.tokens // per_key
+        shared = min(count, ROOT_TOKENS // per_key)
+        root = self.oracle.keys(1 << 40 | prompt.conversation % ROOTS, per_key, 0, shared)
+        return np.concatenate([root, self.oracle.keys(prompt.conversation, per_key, shared, count - shared)])
+
+    def all_keys(self, prompt: Prompt) -> dict[int, U8Array]:
+        """By group."""
+        return {group.number: self.keys(prompt, group) for group in self.engine.geometry.groups}
+
+    def any_rank(self) -> Rank:
+        """One of the engine's ranks."""
+        return self.engine.ranks[int(self.rng.integers(0, len(self.engine.ranks)))]
+
+    def shares(self, rank: Rank, keys: dict[int, U8Array], chosen: Callable[[GroupShape, int], I64Array]) -> list[Share]:
+        """Of all groups that the rank has a part of: the keys whose indices `chosen(group, keys)` names."""
+        found = []
+        for group, part in self.engine.groups_of(rank):
+            mine = keys[group.number]
+            at = chosen(group, len(mine))
+            if len(at):
+                found.append(self.engine.share(rank, group, part, mine[at], int(at[0])))
+        return [share for share in found if len(share.keys)]
+
+    # --- operations ------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """What an engine does with a prompt: pin it, load the longest prefix, compute the rest and store it."""
+        prompt = self.prompt()
+        keys = self.all_keys(prompt)
+        found = self.pin(keys)
+        states = dict(zip(keys, found.states, strict=True))
+        try:
+            if len(found.boundaries):
+                self._load_prefix(keys, found)
+        finally:
+            self.engine.ranks[0].client.release(found.lease)
+        self._store_new(keys, states)
+
+    def pin(self, keys: dict[int, U8Array]) -> Found:
+        """Pin in the first rank, as a scheduler does; check and count the answer."""
+        began = time.monotonic()
+        found = self.engine.ranks[0].client.pin(keys)
+        self.counters.took("pin", time.monotonic() - began)
+        self.counters.add("block_references", sum(map(len, found.states)))
+        self.counters.add("block_hits", sum(int((state == KeyState.HIT).sum()) for state in found.states))
+        self.counters.add("block_pending", sum(int((state == KeyState.PENDING).sum()) for state in found.states))
+        self._check_found(keys, found)
+        return found
+
+    def _check_found(self, keys: dict[int, U8Array], found: Found) -> None:
+        hits = {number: state == KeyState.HIT for number, state in zip(keys, found.states, strict=True)}
+        longest = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+        right = [
+            tokens
+            for tokens in range(longest, 0, -BLOCK_TOKENS)
+            if all(_servable(group, hits[group.number], tokens) for group in self.engine.geometry.groups)
+        ]
+        if found.boundaries.tolist() != right:
+            self.findings.broken(f"boundaries {found.boundaries.tolist()}, but the states allow {right}")
+        if any(state.size and state.max() > KeyState.PENDING for state in found.states):
+            self.findings.broken(f"a pin answered states {[np.unique(state).tolist() for state in found.states]}")
+
+    def _load_prefix(self, keys: dict[int, U8Array], found: Found) -> None:
+        longest = self.rng.random() < 0.9
+        tokens = int(found.boundaries[0] if longest else self.rng.choice(found.boundaries))
+
+        def needed(group: GroupShape, _count: int) -> I64Array:
+            length = tokens // group.tokens_per_key
+            return np.arange(group.first_needed(length), length)
+
+        begun = []
+        for rank in self.engine.ranks:
+            if shares := self.shares(rank, keys, needed):
+                expedited = bool(self.rng.integers(0, 2))
+                begun.append(self.engine.load(rank, shares, lease=found.lease, expedited=expedited))
+        self.engine.wait(begun)
+
+    def _store_new(self, keys: dict[int, U8Array], states: dict[int, U8Array]) -> None:
+        again = 0.1  # of keys that are there already, to be told so
+
+        def missing(group: GroupShape, count: int) -> I64Array:
+            wanted = (states[group.number] == KeyState.MISS) | (self.rng.random(count) < again)
+            return np.flatnonzero(wanted)
+
+        skipped = int(self.rng.integers(0, 10))  # one rank or the other may fail to store its part
+        begun = []
+        for rank in self.engine.ranks:
+            if rank.number != skipped and (shares := self.shares(rank, keys, missing)):
+                begun.append(self.engine.store(rank, shares))
+        if self.rng.random() < 0.3:
+            self.engine.wait(begun)
+
+    def reserve_own_part(self) -> None:
+        """Reserve one rank's part of a group's keys, store some of them under the lease, release the rest."""
+        rank = self.any_rank()
+        held = self.engine.groups_of(rank)
+        group, part = held[int(self.rng.integers(0, len(held)))]
+        keys = self.keys(self.prompt(), group)
+        reserved = rank.client.reserve({group.number: keys}, parts=[part])
+        try:
+            mine = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
+            mine = mine[self.rng.random(len(mine)) < 0.8]
+            share = self.engine.share(rank, group, part, keys[mine], 0)
+            if len(share.keys):
+                begun = self.engine.store(rank, [share], lease=reserved.lease)
+                if self.rng.random() < 0.5:
+                    self.engine.wait([begun])
+        finally:
+            rank.client.release(reserved.lease)
+
+    def reserve_all_parts(self) -> None:
+        """Reserve keys of all groups in all their parts, as a scheduler does, and let each rank store its own."""
+        keys = self.all_keys(self.prompt())
+        reserved = self.engine.ranks[0].client.reserve(keys)
+        self.counters.add("reservations")
+        states = dict(zip(keys, reserved.states, strict=True))
+        holders: dict[tuple[int, int], int] = {}
+        try:
+            begun: list[OpenJob] = []
+            for rank in self.engine.ranks:
+                mine = {
+                    group.number
+                    for group, part in self.engine.groups_of(rank)
+                    if holders.setdefault((group.number, part), rank.number) == rank.number
+                }
+                shares = self.shares(
+                    rank,
+                    keys,
+                    lambda group, _count, mine=mine: np.flatnonzero(
+                        (states[group.number] == KeyState.RESERVED) & (group.number in mine)
+                    ),
+                )
+                if shares:
+                    begun.append(self.engine.store(rank, shares, lease=reserved.lease))
+            self.engine.wait(begun)
+        finally:
+            self.engine.ranks[0].client.release(reserved.lease)
+
+    def reserve_and_release(self) -> None:
+        """Reserve, think better of it."""
+        rank = self.any_rank()
+        reserved = rank.client.reserve(self.all_keys(self.prompt()))
+        self.counters.add("reservations")
+        rank.client.release(reserved.lease)
+
+    def load_unpinned(self) -> None:
+        """Load keys that may be there or not, and not all blocks of each."""
+        rank = self.any_rank()
+        keys = self.all_keys(self.prompt())
+        some = float(self.rng.choice([1.0, 0.5]))
+        shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < some))
+        if shares:
+            unwanted = float(self.rng.choice([0.0, 0.3]))
+            begun = self.engine.load(rank, shares, unwanted=unwanted)
+            if self.rng.random() < 0.5:
+                self.engine.wait([begun])
+
+    def cancel_some(self) -> None:
+        """Start jobs both ways, and cancel some of them at once."""
+        begun = self._several_jobs(deadline_s=60.0)
+        for opened in begun:
+            if self.rng.random() < 0.7:
+                self.engine.cancel(opened)
+
+    def hurry(self) -> None:
+        """Start jobs whose deadline passes while they run, or before."""
+        self._several_jobs(deadline_s=float(self.rng.choice([1e-6, 1e-3, 1e-2])))
+
+    def _several_jobs(self, deadline_s: float) -> list[OpenJob]:
+        begun = []
+        for _ in range(int(self.rng.integers(1, 4))):
+            rank = self.any_rank()
+            shares = self.shares(rank, self.all_keys(self.prompt()), lambda _group, count: np.arange(count))
+            if shares:
+                start = self.engine.load if self.rng.random() < 0.5 else self.engine.store
+                begun.append(start(rank, shares, deadline_s=deadline_s))
+        return begun
+
+    def ask(self) -> None:
+        """What moves nothing."""
+        rank = self.any_rank()
+        keys = self.all_keys(self.prompt())
+        self._check_found(keys, rank.client.lookup(keys))
+        rank.client.prefetch(keys)
+        rank.client.touch(keys)
+        group = self.engine.geometry.groups[0]
+        listed = rank.client.snapshot(group.number)
+        if len(np.unique(listed, axis=0)) != len(listed):
+            self.findings.broken(f"a snapshot of group {group.number} names a key twice")
+
+    def compare(self) -> None:
+        """Every byte of the KV caches."""
+        self.engine.compare_all()
+
+    def register_again(self) -> None:
+        """End a rank's registration, whatever runs, and make a new one of the same memory or of other."""
+        rank = self.any_rank()
+        self.counters.add("reregistrations")
+        try:
+            rank.client.unregister(rank.registration)
+            if any(opened.rank is rank and not opened.job.blocks_free for opened in self.engine.open):
+                self.findings.broken("a registration ended before its jobs")
+        finally:
+            # Whatever came of it: what could not be settled now keeps its own memory.
+            self.engine.settle()
+            if any(opened.rank is rank for opened in self.engine.open) or self.rng.random() < 0.5:
+                rank.memory = self.engine.new_memory(rank.number)
+            rank.registration = rank.client.register(rank.memory.caches)
+
+    def reconnect(self) -> None:
+        """Say bye, whatever runs, and come back as another engine, perhaps in another namespace."""
+        self.counters.add("reconnects")
+        try:
+            self.engine.close()
+        finally:
+            self.engine.abandon()
+            self.engage()
+
+    def clear(self) -> None:
+        """Drop all that the namespace has."""
+        self.counters.add("clears")
+        self.any_rank().client.clear()
+
+
+def _servable(group: GroupShape, hits: Any, tokens: int) -> bool:
+    """Whether these keys restore a prefix of that many tokens in this group."""
+    length, rest = divmod(tokens, group.tokens_per_key)
+    return rest == 0 and 0 < length <= len(hits) and bool(hits[group.first_needed(length) : length].all())
+
+
+def _name(operation: Callable[[], None]) -> str:
+    return getattr(operation, "__name__", "settle")
+
+
+def main() -> int:
+    """The whole life of a worker process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    Worker(Options(**json.loads(sys.argv[1]))).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
