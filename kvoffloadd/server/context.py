@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import os
 import time
@@ -13,8 +15,6 @@ from kvoffloadd.cache.lease import ReadLease, WriteLease
 from kvoffloadd.server.instance import Instances
 
 if TYPE_CHECKING:
-    import asyncio
-import itertools
     from collections.abc import Callable, Coroutine
 
     from kvoffloadd.cache.cache import Cache
