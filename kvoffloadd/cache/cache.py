@@ -56,18 +56,18 @@ class CacheCounters:
     keys_without_space: int = 0
 
 
+# As plain ints: comparing an array with an enum member costs more than the rest of a lookup.
+_MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
+_RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8)."""
+    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
 
     rows: I64Array
     states: U8Array
-
-    @property
-    def hits(self) -> BoolArray:
-        """Whether each key hits."""
-        found: BoolArray = self.states == KeyState.HIT
-        return found
+    hits: BoolArray
 
     @property
     def hit_rows(self) -> U32Array:
@@ -171,13 +171,13 @@ class Cache:
     def find(self, space: Space, keys: U64Array) -> Found:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing."""
         rows = self.entries.index.find(space.id, keys)
-        states = np.zeros(len(keys), np.uint8)
-        held = np.flatnonzero(rows >= 0)
-        complete = self.entries.complete(rows[held])
-        states[held[complete]] = KeyState.HIT
-        unready = held[~complete]
-        states[unready[self.entries.in_flight(rows[unready])]] = KeyState.PENDING
-        return Found(rows, states)
+        held = rows >= 0
+        hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
+        states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
+        unready = np.flatnonzero(held & ~hits)
+        if len(unready):
+            states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
+        return Found(rows, states, hits)
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
@@ -232,20 +232,20 @@ class Cache:
         if unknown:
             raise SchemaError(f"no rank has registered part {unknown[0]} of group {space.schema.group} yet")
         rows = self.entries.index.find(space.id, keys)
-        states = np.full(len(keys), KeyState.RESERVED, np.uint8)
+        states = np.full(len(keys), _RESERVED, np.uint8)
         empty = np.ones((len(keys), len(wanted)), bool)
         held = np.flatnonzero(rows >= 0)
         if len(held):
             now = self.entries.parts.state[self.entries.records(rows[held], wanted)]
             empty[held] = now == PartState.EMPTY
-            states[held[~empty[held].any(axis=1)]] = KeyState.HIT
+            states[held[~empty[held].any(axis=1)]] = _HIT
             writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
-            states[held[writing]] = KeyState.PENDING
-        at = np.flatnonzero(states == KeyState.RESERVED)
+            states[held[writing]] = _PENDING
+        at = np.flatnonzero(states == _RESERVED)
         self.hold(rows[held].astype(np.uint32))  # what this request names is no victim of it
         served = self._reserve_slots(space, keys, rows, empty, at, wanted, first)
         self.unhold(rows[held].astype(np.uint32))
-        states[at[served:]] = KeyState.NO_SPACE
+        states[at[served:]] = _NO_SPACE
         self.counters.keys_without_space += len(at) - served
         at = at[:served]
         return Reservation(states, self.entries.records(rows[at], wanted)[empty[at]])

@@ -6,10 +6,9 @@ until no lease holds it and no copy writes it; then it is buried and its row num
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,12 +28,12 @@ SCAN_ROWS = 65_536
 """Rows that one step of a scan looks at, so that no step holds the loop for long."""
 
 
-class RowState(enum.IntEnum):
-    """FREE: the number is unused. LIVE: in the index. RETIRED: out of it, but still held by somebody."""
+class RowState:
+    """FREE: the number is unused. LIVE: in the index. RETIRED: out of it, but still held by somebody. Plain ints."""
 
-    FREE = 0
-    LIVE = 1
-    RETIRED = 2
+    FREE: Final = 0
+    LIVE: Final = 1
+    RETIRED: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +135,10 @@ class Entries:
 
     def bury(self, rows: U32Array) -> None:
         """Free the retired ones of these rows that nothing holds: their slots, records and numbers."""
-        rows = np.unique(rows[(self.state[rows] == RowState.RETIRED) & (self.leases[rows] == 0)])
+        gone = self.state[rows] == RowState.RETIRED
+        if not gone.any():
+            return
+        rows = np.unique(rows[gone & (self.leases[rows] == 0)])
         rows = rows[~self.in_flight(rows)]
         if not len(rows):
             return

@@ -1,8 +1,8 @@
 """Frames and messages: bytes <-> typed structs. Pure.
 
 A frame is a u32 little-endian length and that many bytes of one msgpack map. Decoding a hostile frame costs at most
-a small multiple of its size: the number of maps and arrays in it is capped while it is being unpacked, since 1 MiB
-of empty maps would otherwise become 73 MiB of Python objects.
+a small multiple of its size: the number of maps and arrays in it, and of what they hold, is capped while it is being
+unpacked, since 1 MiB of empty maps would otherwise become 73 MiB of Python objects, and 1 MiB of two-letter strings 20.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvoffloadd.protocol.messages import FRAME_BYTES_MAX, Message
 
 PREFIX = struct.Struct("<I")
 CONTAINERS_MAX = 16_384
+ITEMS_MAX = 262_144
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
 
@@ -38,13 +39,14 @@ def encode(message: Message) -> bytes:
 
 def unpack(body: bytes | memoryview) -> dict[str, Any]:
     """The map in a frame's body. Raises FramingError."""
-    seen = 0
+    seen = held = 0
 
     def count(items: Any) -> Any:
-        nonlocal seen
+        nonlocal seen, held
         seen += 1
-        if seen > CONTAINERS_MAX:
-            raise ValueError(f"more than {CONTAINERS_MAX} maps and arrays")
+        held += len(items)
+        if seen > CONTAINERS_MAX or held > ITEMS_MAX:
+            raise ValueError(f"more than {CONTAINERS_MAX} maps and arrays, or {ITEMS_MAX} items in them")
         return items
 
     def to_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -62,12 +64,17 @@ def unpack(body: bytes | memoryview) -> dict[str, Any]:
             max_map_len=MAP_ITEMS_MAX,
             object_pairs_hook=to_dict,
             list_hook=count,
+            ext_hook=_refuse_extension,
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise FramingError(f"not a msgpack map: {str(error)[:200]}") from None
     if type(found) is not dict:
         raise FramingError(f"a frame holds one map, not a {type(found).__name__}")
     return found
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ValueError(f"extension type {code}, where the protocol has none")
 
 
 def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:

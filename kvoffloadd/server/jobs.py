@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.registration import RegisteredGroup, Registration
 
+_RESERVED = int(KeyState.RESERVED)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 
@@ -82,7 +83,7 @@ class Jobs:
         states, chosen, parts, copies = [], [], [], []
         for number, share in enumerate(shares):
             state, mine = leased[number] if leased else self._reserve(share)
-            at = np.flatnonzero(state == KeyState.RESERVED)
+            at = np.flatnonzero(state == _RESERVED)
             states.append(state.tobytes())
             chosen.append(at)
             parts.append(mine)
@@ -126,7 +127,7 @@ class Jobs:
             masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
             some = []
             for share, found, part, mask in zip(shares, founds, parts, masks, strict=True):
-                hits = found.hits
+                hits = found.hits.copy()
                 hits[np.flatnonzero(hits)[~mask]] = False
                 some.append(self._copies_of(share, found, part, hits))
             return concatenate(some)
@@ -232,7 +233,7 @@ class Jobs:
             or (state != PartState.RESERVED).any()
         ):
             raise LeaseError(f"lease {lease_id} does not cover all keys of this store")
-        return np.full(len(share.keys), KeyState.RESERVED, np.uint8), parts
+        return np.full(len(share.keys), _RESERVED, np.uint8), parts
 
     # --- plans ---
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Answer = m.Reply | Coroutine[Any, Any, m.Reply]
 
+_PENDING, _MISS = int(KeyState.PENDING), int(KeyState.MISS)
 FEATURES = ["host", "memory"]
 
 
@@ -171,8 +172,8 @@ class Session:
         for space, first, found in founds:
             self._context.cache.use(space, found, first)
             counters.keys_hit += int(found.hits.sum())
-            counters.keys_pending += int((found.states == KeyState.PENDING).sum())
-            counters.keys_missed += int((found.states == KeyState.MISS).sum())
+            counters.keys_pending += int((found.states == _PENDING).sum())
+            counters.keys_missed += int((found.states == _MISS).sum())
         states = [found.states.tobytes() for _, _, found in founds]
         return m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease)
 

@@ -1,0 +1,87 @@
+"""What the benchmarks share: samples, bounds, and tables."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _output import COLUMNS
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A budget of the design: `value` must be at most `bound`, or at least, as `kind` says."""
+
+    what: str
+    value: float
+    kind: str
+    bound: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is."""
+        return self.value <= self.bound if self.kind == "<=" else self.value >= self.bound
+
+
+def at_most(what: str, value: float, bound: float) -> Bound:
+    """`value` may not be more."""
+    return Bound(what, round(value, 3), "<=", bound)
+
+
+def at_least(what: str, value: float, bound: float) -> Bound:
+    """`value` may not be less."""
+    return Bound(what, round(value, 3), ">=", bound)
+
+
+def judged(result: dict[str, Any], bounds: Sequence[Bound]) -> dict[str, Any]:
+    """The result with its bounds, and whether all are kept."""
+    listed = [{**asdict(bound), "kept": bound.kept} for bound in bounds]
+    return {**result, "bounds": listed, "within_budget": all(bound.kept for bound in bounds)}
+
+
+def p50(samples: Iterable[float]) -> float:
+    """The median."""
+    return statistics.median(samples)
+
+
+def p99(samples: Sequence[float]) -> float:
+    """99 % of them are not above."""
+    return float(np.percentile(np.asarray(samples), 99))
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median over the rounds of one figure by another of the same round: noise that both had cancels."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def print_grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of figures; the first column is text."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=COLUMNS, highlight=False).print(table)
+
+
+def print_bounds(result: dict[str, Any]) -> None:
+    """Each bound, and whether it is kept."""
+    print_grid(
+        "\nbounds",
+        ("what", "measured", "bound", ""),
+        (
+            (bound["what"], f"{bound['value']:,.2f}", f"{bound['kind']} {bound['bound']:g}", _verdict(bound["kept"]))
+            for bound in result["bounds"]
+        ),
+    )
+
+
+def _verdict(kept: bool) -> str:
+    return "kept" if kept else "[red]MISSED[/red]"

@@ -1,0 +1,187 @@
+"""What a stress run found: figures, verdict, table and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from _output import format_ms, print_table, ratio
+
+from kvoffloadd.units import format_bytes
+
+if TYPE_CHECKING:
+    from _counters import Counters
+
+GROWTH_SAMPLES = 10
+
+
+@dataclass(slots=True)
+class DaemonFigures:
+    """Counters of the daemon, summed over its runs."""
+
+    keys_evicted: int = 0
+    slabs_taken_over: int = 0
+    keys_without_space: int = 0
+    busy: int = 0
+    errors: int = 0
+    faults_planted: int = 0
+
+
+@dataclass(slots=True)
+class Report:
+    """All figures of one run."""
+
+    seed: int
+    workers: int
+    memory_bytes: int
+    working_set_bytes: int
+    counters: Counters
+    seconds: float = 0.0
+    kills: int = 0
+    kills_with_jobs: int = 0
+    daemon_kills: int = 0
+    unmap_s: list[float] = field(default_factory=list)
+    verify_findings: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    daemon: DaemonFigures = field(default_factory=DaemonFigures)
+    rss_anon_first: int | None = None
+    rss_anon_last: int | None = None
+    interrupted: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything is right, and something was checked."""
+        total = self.counters.total
+        bad = total("wrong_bytes") + total("broken_promises")
+        found = self.verify_findings or self.leaks or self.errors
+        return bad == 0 and not found and total("verified_loads") > 0
+
+    @property
+    def rss_growth_percent(self) -> float | None:
+        """Of the daemon's private memory, from the first minute's end to the end."""
+        if self.rss_anon_first is None or self.rss_anon_last is None:
+            return None
+        return 100 * (self.rss_anon_last / self.rss_anon_first - 1)
+
+    def unmap_percentile_s(self, percent: float) -> float | None:
+        """From a worker's SIGKILL until the daemon had unmapped its memory."""
+        ordered = sorted(self.unmap_s)
+        return ordered[min(int(percent / 100 * len(ordered)), len(ordered) - 1)] if ordered else None
+
+    def rate(self, what: str) -> float:
+        """GB/s of the jobs' own time; jobs of several workers run at once."""
+        direction = {"store": "stored_bytes", "load": "loaded_bytes"}[what]
+        return ratio(self.counters.total(direction) / 1e3, self.counters.total(f"{what}_busy_us"))
+
+    def as_json(self) -> dict[str, object]:
+        """Keys are stable."""
+        total, percentile = self.counters.total, self.counters.percentile_s
+        counted = {
+            name: total(name)
+            for name in (
+                "wrong_bytes", "stray_bytes", "broken_promises", "stores", "loads", "verified_loads", "stored_bytes",
+                "loaded_bytes", "block_references", "block_hits", "block_pending", "cancelled", "expired", "lost",
+                "leases_void", "clears", "reregistrations", "reconnects", "calls_lost", "operations",
+            )
+        }  # fmt: skip
+        latencies = {
+            f"{what}_p{percent}_ms": None if (found := percentile(what, percent)) is None else round(found * 1e3, 4)
+            for what in ("store", "load", "pin")
+            for percent in (50, 99)
+        }
+        return {
+            "seed": self.seed,
+            "seconds": round(self.seconds, 2),
+            "workers": self.workers,
+            "memory_bytes": self.memory_bytes,
+            "working_set_bytes": self.working_set_bytes,
+            **counted,
+            "hit_rate": round(ratio(total("block_hits"), total("block_references")), 4),
+            "store_gb_s": round(self.rate("store"), 3),
+            "load_gb_s": round(self.rate("load"), 3),
+            **latencies,
+            "evictions": self.daemon.keys_evicted,
+            "slabs_taken_over": self.daemon.slabs_taken_over,
+            "keys_without_space": self.daemon.keys_without_space,
+            "busy": self.daemon.busy,
+            "faults_planted": self.daemon.faults_planted,
+            "kills": self.kills,
+            "kills_with_jobs": self.kills_with_jobs,
+            "daemon_kills": self.daemon_kills,
+            "unmap_p50_ms": _rounded_ms(self.unmap_percentile_s(50)),
+            "unmap_max_ms": _rounded_ms(max(self.unmap_s, default=None)),
+            "leaks": len(self.leaks),
+            "leaked": self.leaks,
+            "verify_findings": len(self.verify_findings),
+            "findings": self.verify_findings[:20],
+            "errors": self.errors,
+            "rss_anon_first_bytes": self.rss_anon_first,
+            "rss_anon_last_bytes": self.rss_anon_last,
+            "rss_anon_growth_pct": None if (grown := self.rss_growth_percent) is None else round(grown, 2),
+            "interrupted": self.interrupted,
+            "good": self.is_good,
+        }
+
+
+def _rounded_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 2)
+
+
+def print_report(report: Report) -> None:
+    """The table, and below it each thing that is wrong."""
+    good = report.is_good
+    title = f"stress: {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
+    print_table(title, [_moved(report), _found(report), _ended(report), _verdict(report)], good=good)
+    for text in [*report.verify_findings[:20], *(f"leaked: {leak}" for leak in report.leaks), *report.errors]:
+        print(text)
+
+
+def _moved(report: Report) -> list[tuple[str, str, str]]:
+    total, percentile = report.counters.total, report.counters.percentile_s
+    rows = []
+    for what, done in (("store", "stored_bytes"), ("load", "loaded_bytes")):
+        latency = f"p50 {format_ms(percentile(what, 50))}, p99 {format_ms(percentile(what, 99))}"
+        rows.append((f"{what}s", f"{total(f'{what}s'):,}", f"{format_bytes(total(done))}, {report.rate(what):.2f} GB/s while they run"))
+        rows.append((f"{what} latency", "", latency))
+    rows.append(("pin latency", "", f"p50 {format_ms(percentile('pin', 50))}, p99 {format_ms(percentile('pin', 99))}"))
+    rows.append(("verified loads", f"{total('verified_loads'):,}", "every byte compared with the oracle"))
+    return rows
+
+
+def _found(report: Report) -> list[tuple[str, str, str]]:
+    total = report.counters.total
+    hit_rate = ratio(total("block_hits"), total("block_references"))
+    memory, working_set = format_bytes(report.memory_bytes), format_bytes(report.working_set_bytes)
+    return [
+        ("hits", f"{total('block_hits'):,}", f"{100 * hit_rate:.1f} % of {total('block_references'):,} keys asked for"),
+        ("pending", f"{total('block_pending'):,}", "being stored by another at that moment"),
+        ("evictions", f"{report.daemon.keys_evicted:,}", f"{memory} for {working_set}"),
+        ("busy", f"{report.daemon.busy:,}", ""),
+    ]
+
+
+def _ended(report: Report) -> list[tuple[str, str, str]]:
+    total = report.counters.total
+    unmap = f"unmapped p50 {format_ms(report.unmap_percentile_s(50))}, max {format_ms(max(report.unmap_s, default=None))}"
+    growth = report.rss_growth_percent
+    grown = "-" if growth is None else f"{growth:+.1f} %"
+    sizes = f"{format_bytes(report.rss_anon_first or 0)} to {format_bytes(report.rss_anon_last or 0)}"
+    return [
+        ("cancelled, expired", f"{total('cancelled'):,}, {total('expired'):,}", ""),
+        ("reconnects", f"{total('reconnects'):,}", f"{total('reregistrations'):,} registered again, {total('clears'):,} clears"),
+        ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open; {unmap}"),
+        ("daemon killed", f"{report.daemon_kills:,}", f"{total('lost'):,} jobs lost, {total('calls_lost'):,} calls"),
+        ("daemon RssAnon", grown, "" if growth is None else sizes),
+    ]
+
+
+def _verdict(report: Report) -> list[tuple[str, str, str]]:
+    total = report.counters.total
+    return [
+        ("wrong bytes", f"{total('wrong_bytes'):,}", f"{total('stray_bytes'):,} of them stray"),
+        ("broken promises", f"{total('broken_promises'):,}", ""),
+        ("self-audit", f"{len(report.verify_findings):,}", "findings"),
+        ("leaks", f"{len(report.leaks):,}", "descriptors, mappings, leases, slots"),
+        ("errors", f"{len(report.errors):,}", "worker crashes, daemon log"),
+    ]

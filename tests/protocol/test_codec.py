@@ -1,0 +1,225 @@
+"""Frames: what is written is read, what is hostile is refused at a bounded cost."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.errors import FramingError, MessageError, PeerError
+from kvoffloadd.protocol import codec
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.protocol.state import State
+from tests.protocol.samples import EVERY, fields, in_state, messages_of, sample, structs
+
+AMPLIFIED_BYTES_MAX = 64 << 20
+quick = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def decoded(frame: bytes) -> m.Message:
+    return codec.convert(codec.unpack(frame[codec.PREFIX.size :]), EVERY)
+
+
+@pytest.mark.parametrize("tag", EVERY)
+def test_every_message_comes_back(tag: str) -> None:
+    @quick
+    @given(structs(EVERY[tag]))
+    def comes_back(message: m.Message) -> None:
+        assert decoded(codec.encode(message)) == message
+
+    comes_back()
+    assert decoded(codec.encode(sample(tag))) == sample(tag)
+
+
+@pytest.mark.parametrize("tag", EVERY)
+def test_no_field_may_be_unknown_missing_or_of_another_type(tag: str) -> None:
+    good = fields(tag)
+    required = {field.encode_name for field in msgspec.structs.fields(EVERY[tag]) if field.required}
+    with pytest.raises(MessageError):
+        codec.convert({**good, "surplus": 1}, EVERY)
+    for name in good:
+        if name in required or name == "type":
+            with pytest.raises(MessageError):
+                codec.convert({key: value for key, value in good.items() if key != name}, EVERY)
+        for wrong in wrongs(good[name]):
+            with pytest.raises(MessageError):
+                codec.convert({**good, name: wrong}, EVERY)
+
+
+def wrongs(value: Any) -> list[Any]:
+    """Values of other types; a bool where a number is due above all."""
+    everything: list[Any] = [True, 1.5, "text", [1, "x"], {"no": b"field"}, object]
+    if isinstance(value, bool):
+        everything[0] = 1
+    elif isinstance(value, float):
+        everything.remove(1.5)
+    elif isinstance(value, str):
+        everything.remove("text")
+    elif isinstance(value, dict) and "no" not in value and "model" not in value and "frame_bytes" not in value:
+        everything.remove({"no": b"field"})  # `report.status` holds anything
+    return everything[:-1]
+
+
+@pytest.mark.parametrize(("tag", "name", "value"), [
+    ("ping", "seq", -1), ("ping", "seq", 1 << 32), ("hello", "instance", b"short"), ("hello", "version", 1 << 31),
+    ("release", "lease", -1), ("release", "lease", 1 << 62), ("attach", "fds", 65), ("attach", "fds", 0),
+    ("store", "deadline_s", 0.0), ("store", "deadline_s", 86_401.0), ("store", "deadline_s", float("nan")),
+    ("drain", "deadline_s", float("inf")), ("snapshot", "cursor", 1 << 48), ("hello", "role", "root"),
+    ("completed", "outcome", "lost"), ("clear", "everything", 1), ("clear", "everything", None),
+    ("welcome", "boot_id", b""), ("hello", "namespace", {"model": "x" * 513}), ("reserve", "parts", [True]),
+])  # fmt: skip
+def test_values_out_of_range(tag: str, name: str, value: object) -> None:
+    with pytest.raises(MessageError, match=name):
+        codec.convert({**fields(tag), name: value}, EVERY)
+
+
+def test_bool_is_no_int_in_lists_either() -> None:
+    for tag, changed in (
+        ("attached", {"allocations": [True]}),
+        ("lookup", {"groups": [{"group": True, "keys": b""}]}),
+        ("register", {"tensors": [], "groups": [{"group": 0, "kind": "full", "tokens_per_key": True}]}),
+    ):
+        with pytest.raises(MessageError):
+            codec.convert({**fields(tag), **changed}, EVERY)
+
+
+def test_unknown_types() -> None:
+    for tag in ("nothing", "", None, 5, True, b"ping", ["ping"], {}):
+        with pytest.raises(MessageError, match="unknown message type"):
+            codec.convert({"type": tag, "seq": 1}, EVERY)
+    with pytest.raises(MessageError):
+        codec.convert(fields("welcome"), dict(m.FROM_CLIENT))
+
+
+# --- hostile frames ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"\x01", b"\x90", b"\xc0", b"\xa3abc", b"\xc1", b"\xff", b"\x81", b"\x81\xa1a", b"\x80\x80", b"\x81\x01\x01",
+    b"\x81\xa1\xff\x01", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x81\xa1a\xc7\x01\x05x",
+    b"\x82\xa1a\x01\xa1a\x02", b"\x81\xa1a\x82\xa1b\x01\xa1b\x01", b"\x81\x90\x01", b"\x81\x80\x01",
+    b"\x81\xa1a\xc6\xff\xff\xff\xff", b"\x81\xa1a\xdb\xff\xff\xff\xff",
+    b"\x81\xa1a\xd6\xff\xff\xff\xff\xff", b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1a" * 5000,
+], ids=lambda body: body[:12].hex() or "empty")  # fmt: skip
+def test_what_is_no_message(body: bytes) -> None:
+    with pytest.raises(PeerError):
+        codec.convert(codec.unpack(body), EVERY)
+
+
+def test_keys_named_twice() -> None:
+    with pytest.raises(FramingError, match="twice"):
+        codec.unpack(b"\x82\xa4type\xa4ping\xa4type\xa3bye")
+
+
+def hostile_bodies() -> dict[str, bytes]:
+    """4 MiB each, made to become as many objects as they can."""
+    size = m.FRAME_BYTES_MAX - 64
+    name = b"\xa4type\xa4ping\xa1x"
+    return {
+        "empty maps": b"\x82" + name + b"\xdd" + (size).to_bytes(4, "big") + b"\x80" * size,
+        "empty lists": b"\x82" + name + b"\xdd" + (size).to_bytes(4, "big") + b"\x90" * size,
+        "lists of lists": b"\x82" + name + b"\xdc\x40\x00" + (b"\xdc\x00\xfd" + b"\x90" * 253) * (size // 256),
+        "lists of numbers": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x00\xfd" + b"\xcd\x10\x00" * 253) * (size // 762),
+        "lists of strings": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x00\xfd" + b"\xa1a" * 253) * (size // 509),
+        "lists of short strings": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x10\x00" + b"\xa2ab" * 4096) * (size // 12291),
+        "lists of short bytes": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x10\x00" + b"\xc4\2ab" * 4096) * (size // 16387),
+        "lists of extensions": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x10\x00" + b"\xd4\1a" * 4096) * (size // 12291),
+        "lists of timestamps": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xdc\x10\x00" + b"\xd6\xffabcd" * 4096) * (size // 24579),
+        "maps of short strings": b"\x82" + name + b"\xdc\x3f\xff" + (b"\xde\x01\x00" + b"".join(b"\xa2%02x\xa2ab" % i for i in range(256))) * (size // 1539),
+        "maps": b"\x82" + name + b"\xdc\x3f\xff" + b"\x84\xa1a\1\xa1b\1\xa1c\1\xa1d\1" * (size // 13),
+        "deep": b"\x82" + name + b"\x91" * size,
+        "wide map": b"\xdf" + (size // 2).to_bytes(4, "big") + b"\xa0\x01" * (size // 2),
+        "one string": b"\x82" + name + b"\xdb" + (size - 20).to_bytes(4, "big") + b"a" * (size - 20),
+        "one string of wide characters": b"\x82" + name + b"\xdb" + (size - 20).to_bytes(4, "big")
+        + b"\xf0\x9f\x98\x80" * ((size - 20) // 4),
+        "zeros": bytes(size),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", hostile_bodies())
+def test_a_hostile_frame_costs_a_bounded_amount(kind: str) -> None:
+    body = hostile_bodies()[kind]
+    daemon = in_state(State.READY, daemon=True)
+    frame = codec.PREFIX.pack(len(body)) + body
+    tracemalloc.start()
+    try:
+        daemon.receive_data(frame)
+        with pytest.raises(PeerError):
+            daemon.next_message()
+        _now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < AMPLIFIED_BYTES_MAX
+
+
+# --- random and mutated ------------------------------------------------------------------------------
+
+
+def never_surprises(connection: Connection, data: bytes) -> None:
+    """Whatever comes: messages, or the peer's fault."""
+    try:
+        connection.receive_data(data)
+        for _ in range(1000):
+            if connection.next_message() is None:
+                return
+    except PeerError:
+        return
+
+
+@quick
+@given(st.binary(max_size=300), st.booleans(), st.sampled_from(list(State)))
+def test_random_bytes(data: bytes, daemon: bool, state: State) -> None:
+    never_surprises(in_state(state, daemon=daemon), data)
+    never_surprises(in_state(state, daemon=daemon), codec.PREFIX.pack(len(data)) + data)
+
+
+@quick
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 9) | st.binary(), inner),
+        max_leaves=20,
+    ),
+    st.sampled_from(sorted(EVERY)),
+)
+def test_random_values(value: Any, tag: str) -> None:
+    for body in (msgpack.packb(value), msgpack.packb({**fields(tag), "seq": value})):
+        for daemon in (True, False):
+            never_surprises(in_state(State.READY, daemon=daemon), codec.PREFIX.pack(len(body)) + body)
+
+
+@quick
+@given(messages_of(EVERY), st.data())
+def test_mutated_messages(message: m.Message, data: st.DataObject) -> None:
+    frame = bytearray(codec.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(4, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    for daemon in (True, False):
+        never_surprises(in_state(State.READY, daemon=daemon), bytes(frame))
+
+
+def test_many_mutated_frames(rng: random.Random) -> None:
+    """A longer loop than hypothesis has time for; prefixes change too."""
+    frames = [codec.encode(sample(tag)) for tag in EVERY]
+    for _ in range(4000):
+        frame = bytearray(rng.choice(frames) + rng.choice(frames))
+        for _ in range(rng.randint(1, 5)):
+            match rng.randrange(4):
+                case 0:
+                    frame[rng.randrange(len(frame))] = rng.randrange(256)
+                case 1:
+                    del frame[rng.randrange(len(frame)) :]
+                case 2:
+                    frame[rng.randrange(len(frame)) : 0] = rng.randbytes(rng.randint(1, 8))
+                case _:
+                    start = rng.randrange(len(frame))
+                    frame += frame[start : start + 20]
+            frame = frame or bytearray(b"\0")
+        never_surprises(in_state(rng.choice(list(State)), daemon=rng.random() < 0.5), bytes(frame))
