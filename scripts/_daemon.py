@@ -151,3 +151,16 @@ def rss_anon_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     return 0
+
+
+def unmapped_within(pid: int, memory_name: str, limit_s: float) -> float | None:
+    """Seconds from now until the daemon has no mapping of that memfd any more; None: it still had one at the limit."""
+    began = time.monotonic()
+    while True:
+        mapped = mapped_memfds(pid, memory_name)
+        now = time.monotonic() - began
+        if not mapped:
+            return now
+        if now > limit_s:
+            return None
+        time.sleep(0.001)

@@ -6,30 +6,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from _output import format_ms, print_table, ratio
+from _watch import DaemonCounters
 
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:
     from _counters import Counters
 
-GROWTH_SAMPLES = 10
-
-
-@dataclass(slots=True)
-class DaemonFigures:
-    """Counters of the daemon, summed over its runs."""
-
-    keys_evicted: int = 0
-    slabs_taken_over: int = 0
-    keys_without_space: int = 0
-    busy: int = 0
-    errors: int = 0
-    faults_planted: int = 0
+SHOWN = 20
 
 
 @dataclass(slots=True)
 class Report:
-    """All figures of one run."""
+    """All figures of one run.
+
+    `sessions_late`: killed workers whose session was still there when their memory was unmapped. `private_bytes`: the
+    daemon's RssAnon, warm and at the end. `said`: what workers wrote.
+    """
 
     seed: int
     workers: int
@@ -41,12 +34,13 @@ class Report:
     kills_with_jobs: int = 0
     daemon_kills: int = 0
     unmap_s: list[float] = field(default_factory=list)
-    verify_findings: list[str] = field(default_factory=list)
+    sessions_late: int = 0
+    findings: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    daemon: DaemonFigures = field(default_factory=DaemonFigures)
-    rss_anon_first: int | None = None
-    rss_anon_last: int | None = None
+    said: list[str] = field(default_factory=list)
+    daemon: DaemonCounters = field(default_factory=DaemonCounters)
+    private_bytes: tuple[int, int] | None = None
     interrupted: bool = False
 
     @property
@@ -54,15 +48,16 @@ class Report:
         """Whether everything is right, and something was checked."""
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
-        found = self.verify_findings or self.leaks or self.errors
+        found = self.findings or self.leaks or self.errors
         return bad == 0 and not found and total("verified_loads") > 0
 
     @property
     def rss_growth_percent(self) -> float | None:
         """Of the daemon's private memory, from the first minute's end to the end."""
-        if self.rss_anon_first is None or self.rss_anon_last is None:
+        if self.private_bytes is None:
             return None
-        return 100 * (self.rss_anon_last / self.rss_anon_first - 1)
+        warm, last = self.private_bytes
+        return 100 * (last / warm - 1)
 
     def unmap_percentile_s(self, percent: float) -> float | None:
         """From a worker's SIGKILL until the daemon had unmapped its memory."""
@@ -108,16 +103,18 @@ class Report:
             "faults_planted": self.daemon.faults_planted,
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
+            "sessions_late": self.sessions_late,
             "daemon_kills": self.daemon_kills,
             "unmap_p50_ms": _rounded_ms(self.unmap_percentile_s(50)),
             "unmap_max_ms": _rounded_ms(max(self.unmap_s, default=None)),
             "leaks": len(self.leaks),
             "leaked": self.leaks,
-            "verify_findings": len(self.verify_findings),
-            "findings": self.verify_findings[:20],
-            "errors": self.errors,
-            "rss_anon_first_bytes": self.rss_anon_first,
-            "rss_anon_last_bytes": self.rss_anon_last,
+            "verify_findings": len(self.findings),
+            "findings": self.findings[:SHOWN],
+            "errors": self.errors[:SHOWN],
+            "said": self.said[:SHOWN],
+            "rss_anon_warm_bytes": self.private_bytes and self.private_bytes[0],
+            "rss_anon_end_bytes": self.private_bytes and self.private_bytes[1],
             "rss_anon_growth_pct": None if (grown := self.rss_growth_percent) is None else round(grown, 2),
             "interrupted": self.interrupted,
             "good": self.is_good,
@@ -133,7 +130,9 @@ def print_report(report: Report) -> None:
     good = report.is_good
     title = f"stress: {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
     print_table(title, [_moved(report), _found(report), _ended(report), _verdict(report)], good=good)
-    for text in [*report.verify_findings[:20], *(f"leaked: {leak}" for leak in report.leaks), *report.errors]:
+    findings = [f"finding: {finding}" for finding in report.findings]
+    leaked = [f"leaked: {leak}" for leak in report.leaks]
+    for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:
         print(text)
 
 
@@ -166,13 +165,13 @@ def _ended(report: Report) -> list[tuple[str, str, str]]:
     unmap = f"unmapped p50 {format_ms(report.unmap_percentile_s(50))}, max {format_ms(max(report.unmap_s, default=None))}"
     growth = report.rss_growth_percent
     grown = "-" if growth is None else f"{growth:+.1f} %"
-    sizes = f"{format_bytes(report.rss_anon_first or 0)} to {format_bytes(report.rss_anon_last or 0)}"
+    sizes = " to ".join(format_bytes(size) for size in report.private_bytes or ())
     return [
         ("cancelled, expired", f"{total('cancelled'):,}, {total('expired'):,}", ""),
         ("reconnects", f"{total('reconnects'):,}", f"{total('reregistrations'):,} registered again, {total('clears'):,} clears"),
         ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open; {unmap}"),
         ("daemon killed", f"{report.daemon_kills:,}", f"{total('lost'):,} jobs lost, {total('calls_lost'):,} calls"),
-        ("daemon RssAnon", grown, "" if growth is None else sizes),
+        ("daemon RssAnon", grown, sizes),
     ]
 
 
@@ -181,7 +180,7 @@ def _verdict(report: Report) -> list[tuple[str, str, str]]:
     return [
         ("wrong bytes", f"{total('wrong_bytes'):,}", f"{total('stray_bytes'):,} of them stray"),
         ("broken promises", f"{total('broken_promises'):,}", ""),
-        ("self-audit", f"{len(report.verify_findings):,}", "findings"),
+        ("self-audit", f"{len(report.findings):,}", "findings"),
         ("leaks", f"{len(report.leaks):,}", "descriptors, mappings, leases, slots"),
         ("errors", f"{len(report.errors):,}", "worker crashes, daemon log"),
     ]

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from _counters import Counters
-from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, private_folder, rss_anon_bytes, spawn, tail
+from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, private_folder, spawn, tail, unmapped_within
 from _geometry import PROMPT_TOKENS, random_geometry
 from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live, ratio
-from _stress_report import GROWTH_SAMPLES, DaemonFigures, Report
+from _stress_report import Report
+from _stress_worker import ROOTS
 from _stress_worker import Options as WorkerOptions
+from _watch import Watch, bad_lines
 
 from kvoffloadd.client import Client
-from kvoffloadd.units import format_bytes
 
 MIB = 1 << 20
 TICK_S = 0.05
-STATUS_S = 0.5
-AUDIT_S = 10.0
 UNMAP_LIMIT_S = 2.0
 """A killed worker's memory must be unmapped within 1 s of its last copy's end, which may take some time too."""
 WORKER_END_S = 90.0
 VERIFY_S = 120.0
-WORKER_FAILURES_MAX = 5
+ERRORS_MAX = 20
 CORRUPT_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `socket`: of a running daemon, or None."""
+    """The command line. `socket`: of a running daemon; None: start one."""
 
     seconds: float
     workers: int
@@ -48,65 +45,213 @@ class Options:
     kill_workers: bool
     kill_daemon: bool
     plant_corruption: bool
+    slow_copies_s: float
     seed: int
     socket: Path | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A worker's place: `generation` counts the processes that had it."""
+    """A worker process. `row`: its place among the workers; `generation` counts the processes that have had it."""
 
     row: int
     generation: int
-    child: subprocess.Popen[bytes]
     memory_name: str
-    log: Path
+    child: subprocess.Popen[bytes]
 
 
 class Run:
-    """One run. `run` leaves nothing behind, however it ends."""
+    """One run, in a folder of its own. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, folder: Path) -> None:
         self._options = options
-        self._rng = np.random.default_rng([options.seed, 1 << 20])
-        self._memory_prefix = f"kvo-s{os.getpid()}-"
-        self._slots: list[Slot] = []
-        self._daemon: DaemonProcess | None = None
-        self._boots: dict[str, DaemonFigures] = {}
-        self._rss: list[int] = []
-        self._rss_first: int | None = None
-        self._next_kill = self._next_daemon_kill = float("inf")
-
-    def run(self) -> Report:
-        """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
-        with private_folder() as name:
-            folder = Path(name)
-            try:
-                return self._run(folder)
-            finally:
-                for slot in self._slots:
-                    end(slot.child, signal.SIGKILL, 5.0)
-                if self._daemon is not None:
-                    self._daemon.kill()
-
-    def _run(self, folder: Path) -> Report:
-        options = self._options
         self._folder = folder
+        self._rng = np.random.default_rng([options.seed, 1 << 20])
         self._counters = Counters(folder / "counters", options.workers)
         self._report = Report(
             options.seed, options.workers, options.memory_bytes, options.working_set_bytes, self._counters
         )
-        if options.socket is None:
-            self._daemon = self._own_daemon(folder)
-            self._daemon.start()
+        self._memory_prefix = f"kvo-s{os.getpid()}-"
+        self._geometries = [random_geometry(options.seed, number) for number in range(_num_namespaces(options.workers))]
+        self._slots: dict[int, Slot] = {}
+        self._daemon = None if options.socket else self._own_daemon()
         self._socket = self._daemon.socket if self._daemon else options.socket
-        assert self._socket is not None
-        with Client(self._socket, namespace=None, role="observer", deadline_s=30.0) as observer:
-            self._observer = observer
-            self._pid = observer.status()["pid"]
-            before = held(observer, self._pid, self._memory_prefix)
-            self._work()
-            self._finish(before)
+
+    def _own_daemon(self) -> DaemonProcess:
+        # Many slabs, so that slot sizes can take them from each other.
+        slab_bytes = min(max(self._options.memory_bytes // 128 // MIB, 1), 64) * MIB
+        settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning"}
+        faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._options.plant_corruption else []
+        faults += [f"delay_s={self._options.slow_copies_s}"] if self._options.slow_copies_s else []
+        return DaemonProcess(self._folder, self._options.memory_bytes, settings, ",".join(faults))
+
+    def run(self) -> Report:
+        """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
+        try:
+            if self._daemon is not None:
+                self._daemon.start()
+            with Client(str(self._socket), namespace=None, role="observer", deadline_s=30.0) as observer:
+                self._stress(observer)
+            if self._daemon is not None:
+                self._end_daemon(self._daemon)
+            return self._report
+        finally:
+            for slot in self._slots.values():
+                end(slot.child, signal.SIGKILL, 5.0)
+            if self._daemon is not None:
+                self._daemon.kill()
+
+    def _stress(self, observer: Client) -> None:
+        before = held(observer, self._pid(observer), self._memory_prefix)
+        watch = Watch(observer, self._options.seconds)
+        began = time.monotonic()
+        try:
+            self._work(observer, watch, began)
+        except KeyboardInterrupt:
+            self._report.interrupted = True
+        self._report.seconds = time.monotonic() - began
+        self._report.private_bytes = watch.private_bytes()
+        self._end_workers()
+        watch.look(now_due=True)
+        self._report.daemon = watch.counters()
+        self._audit(observer, before)
+        self._report.findings += watch.findings
+
+    def _audit(self, observer: Client, before: Held) -> None:
+        """What must hold when all workers have left."""
+        report = self._report
+        drained = observer.drain(30.0, everything=True)
+        if drained.jobs or drained.unsealed:
+            report.errors.append(f"after a drain {drained.jobs} jobs run, {drained.unsealed} slots are unsealed")
+        report.leaks += leaks(observer, self._pid(observer), self._memory_prefix, before)
+        report.findings += observer.verify(payloads=True, deadline_s=VERIFY_S).findings
         if self._daemon is not None:
-            self._stop_daemon()
-        return self._report
+            report.leaks += unreturned_slots(observer)
+            report.findings += observer.verify().findings
+
+    def _pid(self, observer: Client) -> int:
+        return self._daemon.pid if self._daemon else int(observer.status()["pid"])
+
+    # --- while it runs -------------------------------------------------------------------------------
+
+    def _work(self, observer: Client, watch: Watch, began: float) -> None:
+        options = self._options
+        for row in range(options.workers):
+            self._spawn(row, 0)
+        kills = self._instants(min(max(options.seconds / 12, 0.5), 4.0)) if options.kill_workers else []
+        daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 15.0)) if options.kill_daemon else []
+        with Live("stress", options.seconds) as live:
+            while (now := time.monotonic() - began) < options.seconds:
+                watch.look()
+                self._check_children()
+                if kills and now >= kills[0]:
+                    kills.pop(0)
+                    self._kill_worker(observer)
+                if daemon_kills and now >= daemon_kills[0]:
+                    daemon_kills.pop(0)
+                    watch.look(now_due=True)
+                    self._kill_daemon()
+                live.show(now, self._figures())
+                time.sleep(TICK_S)
+
+    def _instants(self, mean_s: float) -> list[float]:
+        """Random instants of the run, about `mean_s` apart."""
+        gaps = self._rng.uniform(0.5 * mean_s, 1.5 * mean_s, int(2 * self._options.seconds / mean_s) + 1)
+        return [at for at in np.cumsum(gaps).tolist() if at < self._options.seconds]
+
+    def _spawn(self, row: int, generation: int) -> None:
+        memory_name = f"{self._memory_prefix}{row}-{generation}-"
+        share_bytes = self._options.working_set_bytes / len(self._geometries)
+        options = WorkerOptions(
+            socket=str(self._socket),
+            counters=str(self._folder / "counters"),
+            rows=self._options.workers,
+            row=row,
+            generation=generation,
+            seed=self._options.seed,
+            conversations=[max(ROOTS, round(share_bytes / one.bytes_of(PROMPT_TOKENS))) for one in self._geometries],
+            rank_bytes=min(max(self._options.memory_bytes // 8, 2 * MIB), 16 * MIB),
+            daemon_may_die=self._options.kill_daemon,
+            memory_name=memory_name,
+        )
+        script = str(Path(__file__).with_name("_stress_worker.py"))
+        child = spawn([sys.executable, script, json.dumps(asdict(options))], self._log(row))
+        self._slots[row] = Slot(row, generation, memory_name, child)
+
+    def _log(self, row: int) -> Path:
+        return self._folder / f"worker-{row}.log"
+
+    def _check_children(self) -> None:
+        if self._daemon is not None and not self._daemon.is_alive():
+            raise DaemonError(f"the daemon died:\n{tail(self._daemon.log)}")
+        for slot in list(self._slots.values()):
+            if (status := slot.child.poll()) is not None:
+                self._failed(slot, f"ended with status {status}")
+                self._spawn(slot.row, slot.generation + 1)
+
+    def _failed(self, slot: Slot, what: str) -> None:
+        self._report.errors.append(f"worker {slot.row}.{slot.generation} {what}")
+        if len(self._report.errors) > ERRORS_MAX:
+            raise DaemonError(f"{len(self._report.errors)} errors, the last: {what}:\n{tail(self._log(slot.row))}")
+
+    def _kill_worker(self, observer: Client) -> None:
+        """SIGKILL one, see that the daemon lets go of all it had, and start another in its place."""
+        slot = self._slots[int(self._rng.integers(0, len(self._slots)))]
+        daemon_pid = self._pid(observer)
+        had_memory = bool(mapped_memfds(daemon_pid, slot.memory_name))
+        slot.child.kill()
+        unmap_s = unmapped_within(daemon_pid, slot.memory_name, UNMAP_LIMIT_S)
+        slot.child.wait()
+        self._report.kills += 1
+        self._report.kills_with_jobs += self._counters.get(slot.row, "jobs_open") > 0
+        if unmap_s is None:
+            self._report.errors.append(f"a killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
+        elif had_memory:
+            self._report.unmap_s.append(unmap_s)
+        left = [one for one in observer.status()["sessions"] if one["pid"] == slot.child.pid]
+        if left and unmap_s is not None:
+            self._report.sessions_late += 1
+        self._spawn(slot.row, slot.generation + 1)
+
+    def _kill_daemon(self) -> None:
+        """SIGKILL it in the middle of everything; the workers must find its successor."""
+        if self._daemon is not None:
+            self._daemon.kill()
+            self._report.daemon_kills += 1
+            self._daemon.start()
+
+    def _figures(self) -> str:
+        total = self._counters.total
+        hits = 100 * ratio(total("block_hits"), total("block_references"))
+        return (
+            f"{total('stores'):,} stores {total('verified_loads'):,} loads verified {hits:.0f} % hits "
+            f"{self._report.kills + self._report.daemon_kills} kills {total('wrong_bytes'):,} wrong"
+        )
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def _end_workers(self) -> None:
+        """Tell them to stop, and wait until they have checked and closed what they had open."""
+        self._counters.stop()
+        until = time.monotonic() + WORKER_END_S
+        for slot in self._slots.values():
+            try:
+                status = slot.child.wait(max(until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                self._failed(slot, "did not end when it was told to")
+                continue
+            if status != 0:
+                self._failed(slot, f"ended with status {status}")
+        for row in self._slots:
+            self._report.said += self._log(row).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def _end_daemon(self, daemon: DaemonProcess) -> None:
+        status = daemon.stop()
+        if status != 0:
+            self._report.errors.append(f"the daemon ended with status {status}:\n{tail(daemon.log)}")
+        self._report.errors += bad_lines(daemon.log)
+
+
+def _num_namespaces(workers: int) -> int:
+    """Fewer than workers, so that what one stores another loads."""
+    return min(4, max(2, workers // 2 + 1))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _counters import Counters
-from _engine import Engine, Findings, OpenJob, Rank, Share
+from _engine import JOB_S, Engine, Findings, OpenJob, Rank, Share
 from _geometry import BLOCK_TOKENS, PROMPT_TOKENS, Geometry, GroupShape, random_geometry
 from _oracle import Oracle
 
@@ -331,19 +331,18 @@ class Worker:
                 self.engine.wait([begun])
 
     def cancel_some(self) -> None:
-        """Start jobs both ways, and cancel some of them at once."""
-        begun = self._several_jobs(deadline_s=60.0)
-        for opened in begun:
-            if self.rng.random() < 0.7:
+        """Start jobs both ways, and cancel most of them, the last first: those may not have begun yet."""
+        for opened in reversed(self._several_jobs(int(self.rng.integers(2, 9)), JOB_S)):
+            if self.rng.random() < 0.8:
                 self.engine.cancel(opened)
 
     def hurry(self) -> None:
         """Start jobs whose deadline passes while they run, or before."""
-        self._several_jobs(deadline_s=float(self.rng.choice([1e-6, 1e-3, 1e-2])))
+        self._several_jobs(int(self.rng.integers(1, 4)), float(self.rng.choice([1e-6, 1e-3, 1e-2])))
 
-    def _several_jobs(self, deadline_s: float) -> list[OpenJob]:
+    def _several_jobs(self, count: int, deadline_s: float) -> list[OpenJob]:
         begun = []
-        for _ in range(int(self.rng.integers(1, 4))):
+        for _ in range(count):
             rank = self.any_rank()
             shares = self.shares(rank, self.all_keys(self.prompt()), lambda _group, count: np.arange(count))
             if shares:

@@ -102,9 +102,10 @@ def fill(cache: Cache, count: int) -> Filled:
 
 def serve(socket: str, count: int, policy: str) -> int:
     """A daemon that holds `count` keys from its start; prints a `Filled` as JSON when it does."""
+    from unittest import mock
+
     from kvoffloadd import config, daemon
-    from kvoffloadd.device.faults import Faults
-    from kvoffloadd.server.listener import bind
+    from kvoffloadd.cache.cache import Cache
     from kvoffloadd.tiers.memory import MemoryTier
 
     class SparseTier(MemoryTier):
@@ -113,19 +114,182 @@ def serve(socket: str, count: int, policy: str) -> int:
         def prefault(self, threads: int) -> None:
             """Not here."""
 
-    class FilledDaemon(daemon.Daemon):
-        """Full before it serves."""
+    class FilledCache(Cache):
+        """Full before it is first asked."""
 
-        def _start(self, loop: Any) -> Any:
-            context = super()._start(loop)
-            filled = fill(context.cache, count)
-            sys.stdout.write(json.dumps(asdict(filled)) + "\n")
-            sys.stdout.flush()
-            return context
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            print(json.dumps(asdict(fill(self, count))), flush=True)
 
-    vars(daemon)["MemoryTier"] = SparseTier
     sizes = {"capacity_bytes": str(count * PAGE_BYTES + SPARE_BYTES), "slab_bytes": str(SLAB_BYTES), "policy": policy}
     chosen = config.load(None, {"server.socket": socket} | {f"memory.{name}": value for name, value in sizes.items()})
-    listener, lock = bind(chosen.server.socket, chosen.server.socket_mode)
-    with contextlib.closing(os.fdopen(lock)):
-        return daemon._runner(chosen.server.use_uvloop)(daemon.Daemon.serve(FilledDaemon(chosen, listener, Faults())))
+    with mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache, check_memory_fits=lambda _bytes: None):
+        return daemon.run(chosen)
+
+
+# --- the measuring process -----------------------------------------------------------------------------
+
+
+class Level:
+    """A daemon that holds so many keys, and a session with it."""
+
+    def __init__(self, folder: Path, count: int, policy: str) -> None:
+        self.count = count
+        self._socket = folder / f"{count}.sock"
+        self._log = folder / f"{count}.log"
+        command = [sys.executable, __file__, "--serve", str(self._socket), "--keys", str(count), "--policy", policy]
+        self._child = spawn(command, self._log, stdout=subprocess.PIPE)
+        self._client = Client(self._socket, namespace=NAMESPACE, deadline_s=30.0)
+        self.filled: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        """Until it is full and serves."""
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise SystemExit(f"the daemon with {self.count:,} keys did not start:\n{tail(self._log)}")
+        self.filled = json.loads(line)
+        self._client.connect()
+        if not self._client.lookup({0: keys_of(np.arange(min(KEYS, self.count)))}).states[0].all():
+            raise SystemExit(f"the daemon with {self.count:,} keys does not hold them")
+
+    def close(self) -> None:
+        """End it."""
+        self._client.close(force=True)
+        end(self._child, signal.SIGTERM, 30.0)
+
+    def calls(self, rng: np.random.Generator) -> dict[str, Callable[[], object]]:
+        """What is measured, each with keys of its own."""
+        client, count = self._client, self.count
+        first = int(rng.integers(0, max(count // KEYS, 1))) * KEYS
+        prompt = {0: keys_of(np.arange(first, min(first + KEYS, count)))}
+        scattered = {0: keys_of(np.unique(rng.integers(0, count, KEYS)))}
+        missing = {0: keys_of(rng.integers(count, 1 << 60, KEYS))}
+        found = (
+            client.ping,
+            lambda: client.lookup(prompt),
+            lambda: client.lookup(scattered),
+            lambda: client.lookup(missing),
+            lambda: client.release(client.pin(prompt).lease),
+        )
+        return dict(zip(CALLS, found, strict=True))
+
+
+def measure(levels: list[Level], rounds: int, calls: int, live: Live, done: int) -> Samples:
+    """Rounds of calls to all levels in turn; the first round warms up."""
+    samples: Samples = {level.count: {name: [] for name in CALLS} for level in levels}
+    rng = np.random.default_rng(1)
+    for number in range(-1, rounds):
+        for level in levels:
+            seconds: dict[str, list[float]] = {name: [] for name in CALLS}
+            for _ in range(calls):
+                for name, call in level.calls(rng).items():
+                    begun = time.perf_counter()
+                    call()
+                    seconds[name].append(time.perf_counter() - begun)
+            if number >= 0:
+                for name in CALLS:
+                    samples[level.count][name].append(seconds[name])
+        live.show(done + (number + 1) / rounds, f"round {number + 1} of {rounds}")
+    return samples
+
+
+def summary(samples: Samples, filled: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Figures by level, and the bounds. `ratio_to_limit` is the growth from the fewest keys to the most."""
+    fewest, most = min(samples), max(samples)
+    levels = []
+    for count, by_call in samples.items():
+        figures = {}
+        for name, rounds in by_call.items():
+            growth = median_ratio([p50(one) for one in rounds], [p50(one) for one in samples[fewest][name]])
+            every = [seconds for one in rounds for seconds in one]
+            figures[name] = {
+                "p50_us": round(p50(every) * 1e6, 1),
+                "p99_us": round(p99(every) * 1e6, 1),
+                "growth": round(growth, 2),
+            }
+        costs = {f"{name}_per_key": round(filled[count][f"{name}_bytes"] / count, 1) for name in ("index", "rss_anon")}
+        levels.append({"keys": count, "calls": figures, "filling": filled[count], "bytes": costs})
+    top = levels[-1]["calls"]
+    lookups = ("lookup prompt", "lookup scattered")
+    worst = {name: max(top[call][name] for call in lookups) for name in ("p50_us", "growth")}
+    label = f"{KEYS} keys, {most:,} held"
+    bounds = [
+        at_most(f"lookup of {label}, p50 ms", worst["p50_us"] / 1e3, P50_MS_MAX),
+        at_most(f"lookup of {label}, times {fewest:,} held", worst["growth"], GROWTH_MAX),
+        at_most(f"private memory per key, {most:,} held, bytes", levels[-1]["bytes"]["rss_anon_per_key"], KEY_BYTES_MAX),
+    ]
+    return judged({"levels": levels, "ratio_to_limit": worst["growth"], "ratio_max": GROWTH_MAX}, bounds)
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    print_grid(
+        f"round trips with {KEYS} keys, through the socket",
+        ("keys held", "call", "p50 us", "p99 us", "times fewest"),
+        (
+            (f"{level['keys']:,}", name, f"{call['p50_us']:,.0f}", f"{call['p99_us']:,.0f}", f"{call['growth']:.2f}")
+            for level in result["levels"]
+            for name, call in level["calls"].items()
+        ),
+    )
+    print_grid(
+        f"\nfilling: one turn of the event loop takes in {KEYS} keys",
+        ("keys held", "p50 ms", "p99 ms", "longest ms", "total s", "index B/key", "RssAnon B/key"),
+        (
+            (
+                f"{level['keys']:,}",
+                *(f"{level['filling'][name]:.2f}" for name in ("turn_p50_ms", "turn_p99_ms", "turn_max_ms")),
+                f"{level['filling']['seconds']:.1f}",
+                f"{level['bytes']['index_per_key']:.1f}",
+                f"{level['bytes']['rss_anon_per_key']:.1f}",
+            )
+            for level in result["levels"]
+        ),
+    )
+    print_bounds(result)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fill, then measure."""
+    counts = [count for count in LEVELS if count < arguments.max_keys] + [arguments.max_keys]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(private_folder()))
+        live = stack.enter_context(Live("bench_lookup", len(counts) + 1))
+        levels = []
+        for number, count in enumerate(counts):
+            live.show(number, f"filling {count:,} keys")
+            level = Level(folder, count, arguments.policy)
+            stack.callback(level.close)
+            level.wait()
+            levels.append(level)
+        samples = measure(levels, arguments.rounds, arguments.calls, live, len(counts))
+        return summary(samples, {level.count: level.filled for level in levels})
+
+
+def main() -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-keys", type=int, default=LEVELS[-1], help="keys held at most (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=50, help="calls of each kind in a round (default: %(default)s)")
+    parser.add_argument("--policy", default="", help="eviction policy (default: the daemon's)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
+    parser.add_argument("--serve", metavar="SOCKET", help=argparse.SUPPRESS)
+    parser.add_argument("--keys", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        return serve(arguments.serve, arguments.keys, arguments.policy)
+    if min(arguments.max_keys, arguments.rounds, arguments.calls) < 1:
+        parser.error("--max-keys, --rounds and --calls are at least 1")
+    result = run(arguments)
+    if arguments.json:
+        print_json(result)
+    else:
+        show(result)
+    return 0 if result["within_budget"] or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

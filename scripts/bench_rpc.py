@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,7 @@ async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list
 
 @contextlib.contextmanager
 def process(command: list[str], path: str) -> Iterator[None]:
-    """A server that runs, and listens at `path`, as long as the context does. Its log goes to a file beside the socket."""
+    """A server that runs, and listens at `path`, as long as the context does. It logs to a file beside the socket."""
     log = Path(path + ".log")
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
         try:
@@ -189,8 +190,8 @@ def measure(paths: tuple[str, str], rounds: int, calls: int, tick: Callable[[], 
             for number in range(-1, rounds):
                 kept: Samples = samples if number >= 0 else {}  # the first round warms up
                 gc.collect()
-                blocking = {"echo": echo.ping, "ping": client.ping}
-                blocking |= {f"lookup {n}": lambda n=n: client.lookup({0: keys[:n]}) for n in KEY_COUNTS}
+                blocking: dict[str, Callable[[], object]] = {"echo": echo.ping, "ping": client.ping}
+                blocking |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
                 for name, call in blocking.items():
                     kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
                 runner.run(measure_async(paths, keys, calls, kept))
@@ -203,7 +204,7 @@ async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept:
     _transport, echo = await loop.create_unix_connection(AsyncEchoClient, paths[1])
     async with AsyncClient(paths[0], namespace=NAMESPACE) as client:
         called: dict[str, Callable[[], Awaitable[object]]] = {"echo": echo.ping, "ping": client.ping}
-        called |= {f"lookup {n}": lambda n=n: client.lookup({0: keys[:n]}) for n in KEY_COUNTS}  # type: ignore[misc]
+        called |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
         for name, call in called.items():
             kept.setdefault(f"asyncio {name}", []).append(await timed_async(call, calls))
     echo.close()

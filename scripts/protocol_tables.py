@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,39 +14,38 @@ from kvoffloadd import errors
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, State
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "PROTOCOL.md"
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 PARTS = (m.NamespaceSpec, m.TensorSpec, m.RefSpec, m.GroupSpec, m.GroupKeys, m.GroupBlocks, m.Limits)
 
 
-def _inspected(kind: Any) -> str:
-    match kind:
-        case msgspec.inspect.IntType():
-            low, high = kind.ge, kind.le if kind.le is not None else (kind.lt - 1 if kind.lt is not None else None)
-            return f"int {low}..{_power(high)}"
-        case msgspec.inspect.FloatType():
-            return "float" if kind.gt is None else f"float, above {kind.gt}, at most {kind.le}"
-        case msgspec.inspect.StrType():
-            return "str" if kind.max_length is None else f"str of at most {kind.max_length}"
-        case msgspec.inspect.BytesType():
-            return "bin" if kind.max_length is None else f"bin of {kind.max_length}"
-        case msgspec.inspect.BoolType():
-            return "bool"
-        case msgspec.inspect.LiteralType():
-            return " or ".join(f"`{value}`" for value in kind.values)
-        case msgspec.inspect.ListType():
-            return f"array of {_inspected(kind.item_type)}"
-        case msgspec.inspect.DictType():
-            return "map"
-        case msgspec.inspect.StructType():
-            return f"`{kind.cls.__name__}`"
-        case msgspec.inspect.UnionType():
-            return " or ".join(_inspected(item) for item in kind.types)
-        case msgspec.inspect.NoneType():
-            return "nil"
-        case msgspec.inspect.AnyType():
-            return "any"
-    raise TypeError(f"no name for {kind!r}")
+def _int(kind: msgspec.inspect.IntType) -> str:
+    high = kind.le if kind.le is not None else None if kind.lt is None else kind.lt - 1
+    return f"int {kind.ge}..{_power(high)}"
+
+
+NAMES: dict[type[msgspec.inspect.Type], Callable[[Any], str]] = {
+    msgspec.inspect.IntType: _int,
+    msgspec.inspect.FloatType: lambda k: "float" if k.gt is None else f"float, above {k.gt}, at most {k.le}",
+    msgspec.inspect.StrType: lambda k: "str" if k.max_length is None else f"str of at most {k.max_length}",
+    msgspec.inspect.BytesType: lambda k: "bin" if k.max_length is None else f"bin of {k.max_length}",
+    msgspec.inspect.BoolType: lambda k: "bool",
+    msgspec.inspect.NoneType: lambda k: "nil",
+    msgspec.inspect.AnyType: lambda k: "any",
+    msgspec.inspect.DictType: lambda k: "map",
+    msgspec.inspect.LiteralType: lambda k: " or ".join(f"`{value}`" for value in k.values),
+    msgspec.inspect.ListType: lambda k: f"array of {type_name(k.item_type)}",
+    msgspec.inspect.StructType: lambda k: f"`{k.cls.__name__}`",
+    msgspec.inspect.UnionType: lambda k: " or ".join(map(type_name, k.types)),
+}
+
+
+def type_name(kind: msgspec.inspect.Type) -> str:
+    """A field's type, as a reader of the wire would say it."""
+    return NAMES[type(kind)](kind)
 
 
 def _power(value: int | None) -> str:
@@ -64,7 +63,7 @@ def fields_table(cls: type[Any]) -> list[str]:
     lines = []
     for field in info.fields:
         default = "" if field.required else f", default `{_default(field)}`"
-        lines.append(f"  - `{field.encode_name}`: {_inspected(field.type)}{default}")
+        lines.append(f"  - `{field.encode_name}`: {type_name(field.type)}{default}")
     return lines
 
 

@@ -10,17 +10,19 @@ something was checked at all; 1 otherwise; 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from _daemon import DaemonError
+from _daemon import DaemonError, private_folder
 from _output import print_json
-from _stress_report import Report, print_report
+from _stress_report import print_report
 from _stress_run import Options, Run
 
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import parse_bytes
+
+EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 
 
 def main() -> int:
@@ -28,12 +30,69 @@ def main() -> int:
     options, as_json = _arguments()
     print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
-        report = Run(options).run()
+        with private_folder() as folder:
+            report = Run(options, Path(folder)).run()
     except (DaemonError, KvOffloadError, OSError) as error:
         print(f"stress: {error}", file=sys.stderr)
-        return 1
+        return EXIT_BAD
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     if as_json:
         print_json(report.as_json())
     else:
         print_report(report)
-    return 0 if report.is_good else 1
+    if not report.is_good:
+        return EXIT_BAD
+    return EXIT_INTERRUPTED if report.interrupted else 0
+
+
+def _arguments() -> tuple[Options, bool]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog=__doc__.split("\n", 1)[1])
+    add = parser.add_argument
+    add("--seconds", type=_positive, default=30.0, help="how long (default: %(default).0f)")
+    add("--workers", type=int, default=4, help="worker processes (default: %(default)s)")
+    add("--memory", type=_size, default="128MiB", metavar="SIZE", help="the memory tier (default: %(default)s)")
+    add("--working-set", type=_size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
+    add("--kill-workers", action="store_true", help="SIGKILL workers at random instants, and start others")
+    add("--kill-daemon", action="store_true", help="SIGKILL the daemon at random instants, and start it again")
+    add("--plant-corruption", action="store_true", help="let the daemon flip bits in loads: this must be noticed")
+    add("--slow-copies", type=_positive, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
+    add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
+    add("--socket", type=Path, metavar="PATH", help="use this running daemon; --memory then only scales the working set")
+    add("--json", action="store_true", help="one JSON object on standard output in place of the table")
+    given = parser.parse_args()
+    if given.workers < 1:
+        parser.error("--workers: at least 1")
+    if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies):
+        parser.error("--kill-daemon, --plant-corruption and --slow-copies need a daemon of their own, without --socket")
+    options = Options(
+        seconds=given.seconds,
+        workers=given.workers,
+        memory_bytes=given.memory,
+        working_set_bytes=given.working_set or 10 * given.memory,
+        kill_workers=given.kill_workers,
+        kill_daemon=given.kill_daemon,
+        plant_corruption=given.plant_corruption,
+        slow_copies_s=given.slow_copies,
+        seed=secrets.randbelow(1 << 32) if given.seed is None else given.seed,
+        socket=given.socket,
+    )
+    return options, given.json
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

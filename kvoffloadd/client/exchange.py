@@ -110,7 +110,7 @@ class Exchange:
                 yield from self._dialer.ask_on(link, ops.release(lease), until)
                 return
             except RemoteError as error:
-                if error.code == "unknown_name":
+                if error.code in ("unknown_name", "bad_lease"):  # the daemon knows it no more
                     return
                 raise
             except ConnectionLostError:

@@ -18,7 +18,7 @@ from kvoffloadd.protocol.messages import FRAME_BYTES_MAX, Message
 
 PREFIX = struct.Struct("<I")
 CONTAINERS_MAX = 16_384
-ITEMS_MAX = 262_144
+ITEMS_MAX = 131_072
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
 

@@ -1,6 +1,6 @@
 """A daemon that speaks the protocol, copies nothing, and misbehaves on command.
 
-In the test's process (`FakeDaemon`, a thread) or as a process that can be killed (`python -m tests.client.fake_daemon`).
+In the test's process (`FakeDaemon`, a thread) or as a process to be killed (`python -m tests.client.fake_daemon`).
 Its pidfd names whatever process the test wants, so that the order of EOF and death can be scripted.
 """
 
@@ -54,6 +54,11 @@ class Peer:
         except OSError:  # the client has gone
             self.close()
 
+    def hang_up(self) -> bool:
+        """Close, as a handler's answer."""
+        self.close()
+        return True
+
     def error(self, seq: int, code: str, *, retryable: bool = False) -> bool:
         self.say(m.Error(seq=seq, code=code, message=f"scripted {code}", fault="client", retryable=retryable))
         return True
@@ -85,7 +90,7 @@ class FakeDaemon:
         self._listener.bind(path)
         self._listener.listen(16)
         self._ids = iter(range(1, 1 << 30))
-        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._later: list[tuple[float, Callable[[], object]]] = []
         self._stop = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -116,7 +121,7 @@ class FakeDaemon:
     def wake(self) -> None:
         os.write(self._wake_write, b"x")
 
-    def soon(self, action: Callable[[], None], delay_s: float = 0.0) -> None:
+    def soon(self, action: Callable[[], object], delay_s: float = 0.0) -> None:
         """Run `action` in the fake's thread."""
         self._later.append((time.monotonic() + delay_s, action))
         self.wake()
@@ -141,15 +146,16 @@ class FakeDaemon:
             for _, action in due:
                 action()
             timeout = min([at - now for at, _ in self._later], default=5.0)
-            open_peers = {peer.socket: peer for peer in self.peers if not peer.closed}
-            ready, _, _ = select.select([self._listener, self._wake_read, *open_peers], [], [], max(timeout, 0))
-            for one in ready:
-                if one is self._listener:
+            open_peers = {peer.socket.fileno(): peer for peer in self.peers if not peer.closed}
+            watched = [self._listener.fileno(), self._wake_read, *open_peers]
+            ready, _, _ = select.select(watched, [], [], max(timeout, 0))
+            for fd in ready:
+                if fd == self._listener.fileno():
                     self.peers.append(Peer(self, self._listener.accept()[0]))
-                elif one == self._wake_read:
+                elif fd == self._wake_read:
                     os.read(self._wake_read, 100)
                 else:
-                    self._read(open_peers[one])
+                    self._read(open_peers[fd])
 
     def _read(self, peer: Peer) -> None:
         if peer.closed:

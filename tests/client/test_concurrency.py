@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kvoffloadd.client import AsyncClient, Client, KvCache, Outcome
 from kvoffloadd.errors import DeadlineError, UsageError
 from kvoffloadd.model import U8Array
-from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_daemon import FakeDaemon, Peer
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof
 
@@ -78,18 +79,24 @@ async def test_completions_come_without_a_call(fake: FakeDaemon, path: str, cach
     async with AsyncClient(path, namespace=NAMESPACE) as client:
         job = await client.store(await client.register(caches), {0: (keys, np.arange(4))})
         fake.soon(lambda: fake.complete(fake.peers[0], job.id))
+        told = asyncio.Event()
+        job.add_waker(told.set)
         async with asyncio.timeout(5):
-            while not job.done:
-                await asyncio.sleep(0.01)
+            await told.wait()
 
 
 async def test_a_cancelled_request_leaves_its_job_open(fake: FakeDaemon, path: str, caches: KvCache) -> None:
-    fake.on["store"] = lambda peer, message: True
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def say_nothing(_peer: Peer, _message: Any) -> bool:
+        loop.call_soon_threadsafe(asked.set)
+        return True
+
+    fake.on["store"] = say_nothing
     client = AsyncClient(path, namespace=NAMESPACE)
     registration = await client.register(caches)
     task = asyncio.create_task(client.store(registration, {0: (b"k" * 32, [0])}))
-    while "store" not in fake.tags():
-        await asyncio.sleep(0.01)
+    await asked.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

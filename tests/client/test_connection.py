@@ -21,14 +21,14 @@ from tests.client.test_lifetime import eof, fake_is_idle
 
 
 def test_no_such_socket(make_client: Any, path: str) -> None:
-    with pytest.raises(DaemonUnreachableError, match="no such socket.*start the daemon"):
+    with pytest.raises(DaemonUnreachableError, match=r"no such socket.*start the daemon"):
         make_client(path, connect_deadline_s=0.0).connect()
 
 
 def test_nobody_listens(make_client: Any, path: str) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(path)
-    with pytest.raises(DaemonUnreachableError, match="nobody listens.*start it again"):
+    with pytest.raises(DaemonUnreachableError, match=r"nobody listens.*start it again"):
         make_client(path, connect_deadline_s=0.0).ping()
 
 
@@ -36,7 +36,7 @@ def test_nobody_listens(make_client: Any, path: str) -> None:
 def test_permission_denied(make_client: Any, fake: FakeDaemon, path: str) -> None:
     os.chmod(path, 0)
     begun = time.monotonic()
-    with pytest.raises(DaemonUnreachableError, match="permission denied.*group"):
+    with pytest.raises(DaemonUnreachableError, match=r"permission denied.*group"):
         make_client(path, connect_deadline_s=5.0).connect()
     assert time.monotonic() - begun < 2.0  # trying again would not help
 
@@ -49,7 +49,7 @@ def test_permission_denied_is_told_apart(make_client: Any, path: str, monkeypatc
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("kvoffloadd.client.wire.socket.socket", Forbidden)
-    with pytest.raises(DaemonUnreachableError, match="permission denied.*group"):
+    with pytest.raises(DaemonUnreachableError, match=r"permission denied.*group"):
         make_client(path).connect()
 
 
@@ -190,7 +190,7 @@ def test_reads_are_asked_again_once(client: Any, fake: FakeDaemon, keys: U8Array
 
 
 def test_others_are_not(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
-    fake.on["pin"] = lambda peer, message: peer.close() or True  # type: ignore[func-returns-value]
+    fake.on["pin"] = lambda peer, message: peer.hang_up()
     with pytest.raises(ConnectionLostError):
         client.pin({0: keys})
     assert fake.tags().count("pin") == 1
@@ -216,7 +216,7 @@ def test_registering_survives_one_loss(client: Any, fake: FakeDaemon, caches: Kv
 
 def test_a_lost_unregister_forgets(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
     registration = client.register(caches)
-    fake.on["unregister"] = lambda peer, message: peer.close() or True  # type: ignore[func-returns-value]
+    fake.on["unregister"] = lambda peer, message: peer.hang_up()
     with pytest.raises(ConnectionLostError):
         client.unregister(registration)
     client.ping()

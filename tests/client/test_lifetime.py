@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -29,8 +30,8 @@ def stand_in() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def eof(fake: FakeDaemon) -> None:
-    """Close every connection, and listen no more."""
-    fake.soon(lambda: [peer.close() for peer in fake.peers])  # type: ignore[func-returns-value]
+    """Close every connection."""
+    fake.soon(lambda: [peer.hang_up() for peer in fake.peers])
 
 
 def refuse_greetings(fake: FakeDaemon) -> None:
@@ -114,12 +115,12 @@ def test_a_request_without_answer_owns_its_blocks(
 def test_a_late_error_frees_the_blocks(fake: FakeDaemon, path: str, make_client: Any, caches: KvCache) -> None:
     client = make_client(path, deadline_s=0.1)
     registration = client.register(caches)
-    fake.on["store"] = lambda peer, message: (
-        fake.soon(  # type: ignore[func-returns-value]
-            lambda: peer.error(message.seq, "bad_block_id"), 0.3
-        )
-        or True
-    )
+
+    def late(peer: Peer, message: Any) -> bool:
+        fake.soon(lambda: peer.error(message.seq, "bad_block_id"), 0.3)
+        return True
+
+    fake.on["store"] = late
     with pytest.raises(JobDeadlineError) as caught:
         client.store(registration, {0: (b"k" * 32, [0])})
     result = client.wait(caught.value.job, 5.0)
@@ -242,7 +243,7 @@ def test_a_loss_in_the_request_leaves_the_job_open(
     with FakeDaemon(path, pid=stand_in.pid) as fake:
         client = make_client(path, connect_deadline_s=0.05)
         registration = client.register(caches)
-        fake.on["store"] = lambda peer, message: peer.close() or True  # type: ignore[func-returns-value]
+        fake.on["store"] = lambda peer, message: peer.hang_up()
         with pytest.raises(JobConnectionLostError) as caught:
             client.store(registration, {0: (b"k" * 32, [0])})
         assert isinstance(caught.value, ConnectionLostError)
@@ -282,8 +283,10 @@ def test_a_request_that_was_never_sent_is_sent_again(
         lambda peer, message: peer.say(m.Error(seq=0, code="bad_frame", message="?", fault="client", retryable=False)),
         lambda peer, message: peer.raw(peer.connection.send(m.Done(seq=message.seq)), [0]),
     ],
-    ids=["oversize", "no map", "wrong seq", "wrong type", "short states", "no state", "no u32", "no job", "no subscriber",
-         "error for nobody", "descriptor"],
+    ids=[
+        "oversize", "no map", "wrong seq", "wrong type", "short states", "no state", "no u32", "no job",
+        "no subscriber", "error for nobody", "descriptor",
+    ],
 )  # fmt: skip
 def test_a_daemon_that_breaks_the_protocol(
     fake: FakeDaemon, path: str, job_at: Any, keys: U8Array, lie: Callable[[Peer, Any], None]
@@ -334,7 +337,7 @@ def test_a_wrong_failed_list_is_no_completion(fake: FakeDaemon, path: str, job_a
         fake.manual_completion = True
         client, job = job_at(path)
         peer = fake.peers[-1]
-        fake.soon(lambda peer=peer, job=job, failed=failed: fake.complete(peer, job.id, "done", failed))
+        fake.soon(functools.partial(fake.complete, peer, job.id, "done", failed))
         assert client.wait(job, 5.0).outcome is Outcome.LOST
 
 

@@ -13,9 +13,7 @@ from kvoffloadd.client import KvCache, SharedTensor
 from kvoffloadd.errors import UsageError
 from tests.client.test_tensor import seen_by_another
 
-torch: Any = pytest.importorskip(
-    "torch", reason="torch is the engine's, not ours: these tests run where it is installed"
-)
+torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
 
 def test_a_shared_tensor_seen_by_torch() -> None:

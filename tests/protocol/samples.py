@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,35 +33,35 @@ _ANY = st.recursive(
 )
 
 
-def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+def values(kind: Any) -> st.SearchStrategy[Any]:
     """Values that a field of this type may have."""
-    match kind:
-        case msgspec.inspect.IntType(ge=low, lt=end, le=high):
-            top = (1 << 63) - 1 if end is None and high is None else (end - 1 if end is not None else high)
-            return st.integers(low if low is not None else -(1 << 63), top)
-        case msgspec.inspect.FloatType(gt=above, le=high):
-            return st.floats(
-                0.001 if above is not None else None, high, allow_nan=False, allow_infinity=high is None
-            )
-        case msgspec.inspect.BytesType(min_length=least, max_length=most):
-            return st.binary(min_size=least or 0, max_size=64 if most is None else most)
-        case msgspec.inspect.StrType():
-            return _PLAIN[str]
-        case msgspec.inspect.BoolType():
-            return _PLAIN[bool]
-        case msgspec.inspect.NoneType():
-            return st.none()
-        case msgspec.inspect.LiteralType(values=allowed):
-            return st.sampled_from(allowed)
-        case msgspec.inspect.ListType(item_type=item):
-            return st.lists(values(item), max_size=4)
-        case msgspec.inspect.UnionType(types=types):
-            return st.one_of(*map(values, types))
-        case msgspec.inspect.StructType(cls=cls):
-            return structs(cls)
-        case msgspec.inspect.DictType():
-            return st.dictionaries(_PLAIN[str], _ANY, max_size=4)
-    raise AssertionError(f"a type that tests can't make: {kind}")
+    return _MAKERS[type(kind)](kind)
+
+
+def _integers(kind: msgspec.inspect.IntType) -> st.SearchStrategy[int]:
+    least = -(1 << 63) if kind.ge is None else kind.ge
+    most = (1 << 63) - 1 if kind.le is None else kind.le
+    return st.integers(least, most if kind.lt is None else kind.lt - 1)
+
+
+def _floats(kind: msgspec.inspect.FloatType) -> st.SearchStrategy[float]:
+    least = None if kind.gt is None else kind.gt + 0.001
+    return st.floats(least, kind.le, allow_nan=False, allow_infinity=kind.le is None)
+
+
+_MAKERS: dict[type[Any], Callable[[Any], st.SearchStrategy[Any]]] = {
+    msgspec.inspect.IntType: _integers,
+    msgspec.inspect.FloatType: _floats,
+    msgspec.inspect.BytesType: lambda kind: st.binary(min_size=kind.min_length or 0, max_size=kind.max_length or 64),
+    msgspec.inspect.StrType: lambda _kind: _PLAIN[str],
+    msgspec.inspect.BoolType: lambda _kind: st.booleans(),
+    msgspec.inspect.NoneType: lambda _kind: st.none(),
+    msgspec.inspect.LiteralType: lambda kind: st.sampled_from(kind.values),
+    msgspec.inspect.ListType: lambda kind: st.lists(values(kind.item_type), max_size=4),
+    msgspec.inspect.UnionType: lambda kind: st.one_of(*map(values, kind.types)),
+    msgspec.inspect.StructType: lambda kind: structs(kind.cls),
+    msgspec.inspect.DictType: lambda _kind: st.dictionaries(_PLAIN[str], _ANY, max_size=4),
+}
 
 
 def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
@@ -71,7 +71,7 @@ def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(cls, **{field.name: values(field.type) for field in info.fields})
 
 
-def messages_of(known: typing.Mapping[str, type[m.Message]]) -> st.SearchStrategy[m.Message]:
+def messages_of(known: Mapping[str, type[m.Message]]) -> st.SearchStrategy[m.Message]:
     """Any message of these types."""
     return st.sampled_from(sorted(known)).flatmap(lambda tag: structs(known[tag]))
 

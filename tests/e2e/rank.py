@@ -1,0 +1,168 @@
+"""A worker whose every byte is known: what a block holds is a function of its key, group, part and place in the key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kvoffloadd.client import Client, Group, GroupKind, Job, JobResult, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.model import NO_BLOCK, U8Array
+
+WAIT_S = 15.0
+NAMESPACE = NamespaceSpec(model="e2e")
+PAGE = 4096
+
+SIMPLE = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, PAGE),)),)
+"""One tensor whose rows are stored whole."""
+
+HYBRID = (
+    Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 3000), Ref(1, 64, 32, 8, 128))),
+    Group(1, GroupKind.SLIDING, 32, refs=(Ref(2, 4, 100, 3, 200), Ref(0, 3001, 77)), window_keys=2, blocks_per_key=2),
+    Group(2, GroupKind.MAMBA, 64, refs=(Ref(3, 0, 9000),)),
+)
+"""Runs, strides, a tensor that two groups share, several blocks per key, payloads of three sizes."""
+
+Keys = U8Array
+
+
+def new_keys(rng: np.random.Generator, count: int) -> Keys:
+    """u8 (count, 32)."""
+    return rng.integers(0, 256, (count, 32), dtype=np.uint8)
+
+
+def content(key: bytes, group: int, part: int, block: int, ref: int, size: int) -> U8Array:
+    """The bytes of one ref of one block of a key."""
+    name = key + bytes((group, part, block, ref))
+    return np.frombuffer(hashlib.shake_128(name).digest(size), np.uint8)
+
+
+class Rank:
+    """A client with a registered KV cache. `groups`: what it registers; tensors are made to fit.
+
+    `socket`: a daemon's path. Rows are further apart than they are long, and what lies between is watched too.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        groups: Sequence[Group] = SIMPLE,
+        *,
+        num_blocks: int = 64,
+        name: str = "e2e_cache",
+        register: bool = True,
+        **options: Any,
+    ) -> None:
+        self.client = Client(socket, **{"namespace": NAMESPACE, **options})
+        self.client.connect()
+        refs = [ref for group in groups for ref in group.refs]
+        pages = [max((r.end for r in refs if r.tensor == t), default=1) for t in range(1 + _last_tensor(refs))]
+        self.tensors = [SharedTensor.allocate(num_blocks, page, page + 24, name=name) for page in pages]
+        # With what lies between the rows, which nobody may touch.
+        self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in self.tensors]
+        self.cache = KvCache(self.tensors, groups)
+        self._groups = {group.group: group for group in groups}
+        if register:
+            self.registration = self.client.register(self.cache)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """An orderly end."""
+        self.client.close(WAIT_S, force=True)
+
+    # --- contents ---
+
+    def blocks_of(self, group: int, first: int, keys: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Consecutive blocks from `first` on, as a job names them."""
+        per_key = self._groups[group].blocks_per_key
+        ids = np.arange(first, first + keys * per_key)
+        return ids if per_key == 1 else ids.reshape(keys, per_key)
+
+    def fill(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> None:
+        """Compute the blocks, as an engine would."""
+        for place, expected in self._places(group, keys, blocks):
+            place[:] = expected
+
+    def wrong(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> int:
+        """How many bytes of these blocks are not those of the keys. NO_BLOCK is skipped."""
+        return sum(int((place != expected).sum()) for place, expected in self._places(group, keys, blocks))
+
+    def wipe(self) -> None:
+        """Every byte becomes 0xEE."""
+        for rows in self._rows:
+            rows[:] = 0xEE
+
+    def clean(self) -> bool:
+        """Whether every byte is as `wipe` left it."""
+        return all(bool((rows == 0xEE).all()) for rows in self._rows)
+
+    def wipe_loaded(self, group: int, blocks: np.ndarray[Any, Any]) -> None:
+        """Undo a load, so that `clean` tells whether it touched anything else."""
+        for place, _ in self._places(group, np.zeros((len(blocks), 32), np.uint8), blocks):
+            place[:] = 0xEE
+
+    def _places(
+        self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[U8Array, U8Array]]:
+        known = self._groups[group]
+        for key, ids in zip(keys, np.asarray(blocks).reshape(len(keys), -1).tolist(), strict=True):
+            for block, row in enumerate(ids):
+                if row == NO_BLOCK:
+                    continue
+                for number, ref in enumerate(known.refs):
+                    expected = content(key.tobytes(), group, known.part, block, number, ref.payload_bytes)
+                    yield from _runs(self.tensors[ref.tensor].array[row], ref, expected)
+
+    # --- jobs ---
+
+    def begin_store(self, wanted: Mapping[int, tuple[Keys, np.ndarray[Any, Any]]], **options: Any) -> Job:
+        """Fill the blocks and start to store them."""
+        for group, (keys, blocks) in wanted.items():
+            self.fill(group, keys, blocks)
+        return self.client.store(self.registration, wanted, **options)
+
+    def store(self, wanted: Mapping[int, tuple[Keys, np.ndarray[Any, Any]]], **options: Any) -> JobResult:
+        """Fill the blocks, store them, wait."""
+        return self.wait(self.begin_store(wanted, **options))
+
+    def load(self, wanted: Mapping[int, tuple[Keys, np.ndarray[Any, Any]]], **options: Any) -> JobResult:
+        """Load and wait."""
+        return self.wait(self.client.load(self.registration, wanted, **options))
+
+    def wait(self, job: Job) -> JobResult:
+        return self.client.wait(job, WAIT_S)
+
+    def store_keys(self, keys: Keys, group: int = 0, **options: Any) -> JobResult:
+        """Store from the blocks from 0 on."""
+        return self.store({group: (keys, self.blocks_of(group, 0, len(keys)))}, **options)
+
+    def loads_right(self, keys: Keys, group: int = 0, **options: Any) -> bool:
+        """Wipe everything, load all the keys, compare every byte."""
+        blocks = self.blocks_of(group, 0, len(keys))
+        self.wipe()
+        result = self.load({group: (keys, blocks)}, **options)
+        return str(result.outcome) == "done" and self.wrong(group, keys, blocks) == 0
+
+    def states(self, keys: Keys, group: int = 0) -> list[int]:
+        """Of each key, as a lookup tells."""
+        found: list[int] = self.client.lookup({group: keys}).states[0].tolist()
+        return found
+
+
+def _last_tensor(refs: Sequence[Ref]) -> int:
+    return max((ref.tensor for ref in refs), default=0)
+
+
+def _runs(row: U8Array, ref: Ref, expected: U8Array) -> Iterator[tuple[U8Array, U8Array]]:
+    for run in range(ref.count):
+        start = ref.offset + run * ref.stride
+        yield row[start : start + ref.length], expected[run * ref.length : (run + 1) * ref.length]
