@@ -92,7 +92,8 @@ class Worker:
 
     def run(self) -> None:
         """Until told to stop. Raises what only a bug of this script can cause."""
-        self.engage()
+        if not self.engage():
+            return
         weights = np.array([weight for weight, _ in self.operations])
         bounds = np.cumsum(weights / weights.sum())
         while not self.counters.stopping and os.getppid() == self.parent:
@@ -136,8 +137,8 @@ class Worker:
 
     # --- prompts ---------------------------------------------------------------------------------------
 
-    def engage(self) -> None:
-        """Be an engine in one of the namespaces; try until there is a daemon."""
+    def engage(self) -> bool:
+        """Be an engine in one of the namespaces; try until there is a daemon. False: told to stop before."""
         while not self.counters.stopping:
             number = int(self.rng.integers(0, len(self.options.conversations)))
             geometry = random_geometry(self.options.seed, number)
@@ -146,12 +147,13 @@ class Worker:
             try:
                 self.engine = self._engine(geometry)
                 self.epoch = self._epoch()
-                return
+                return True
             except ClientError as error:
                 self.counters.add("calls_lost")
                 if not self.options.daemon_may_die:
                     self.findings.broken(f"can't connect: {error!r}")
                     raise
+        return False
 
     def _engine(self, geometry: Geometry) -> Engine:
         return Engine(

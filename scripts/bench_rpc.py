@@ -4,6 +4,10 @@
 Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64 and 512 keys, first with a blocking
 socket and `Client`, then with asyncio and `AsyncClient`. `ratio_to_limit` is the median over the rounds of
 (p50 of ping) / (p50 of the echo with the same kind of client); the budget is 2.
+
+Where the scheduler puts the processes decides more than their code: left alone, it runs some pairs on one CPU and
+some on two, and changes its mind. So they are placed: `apart`, servers on another CPU than the client, as an engine
+and the daemon are; `together`, all on one CPU, which counts nothing but the work; `free`, as the scheduler likes.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import socket
 import statistics
 import struct
@@ -210,6 +215,15 @@ async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept:
     echo.close()
 
 
+def placed(placement: str) -> tuple[set[int], set[int]]:
+    """CPUs of the client and of the servers."""
+    cpus = os.sched_getaffinity(0)
+    first, last = min(cpus), max(cpus)
+    if placement == "apart" and first == last:
+        raise SystemExit("there is one CPU only: use --placement together")
+    return {"apart": ({first}, {last}), "together": ({first}, {first}), "free": (cpus, cpus)}[placement]
+
+
 def summary(samples: Samples) -> dict[str, Any]:
     """Microseconds and ratios."""
     p50 = {name: [statistics.median(one) for one in rounds] for name, rounds in samples.items()}
@@ -236,7 +250,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="round trips", title_justify="left", box=None)
+    table = Table(title=f"round trips, processes {result['placement']}", title_justify="left", box=None)
     for name in ("client", "call", "p50 us", "p99 us"):
         table.add_column(name, justify="right" if "us" in name else "left")
     for name, row in result["round_trips"].items():
@@ -253,7 +267,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
+    client_cpus, server_cpus = placed(arguments.placement)
     with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        os.sched_setaffinity(0, server_cpus)  # children inherit it
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvo-"))
         echo = f"{folder}/echo"
         stack.enter_context(process([sys.executable, __file__, "--echo-server", echo], echo))
@@ -262,15 +279,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             daemon = f"{folder}/daemon"
             serve = [sys.executable, "-m", "kvoffloadd", "serve", "--socket", daemon, "--memory", arguments.memory]
             stack.enter_context(process(serve, daemon))
+        os.sched_setaffinity(0, client_cpus)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         task = progress.add_task("rounds", total=arguments.rounds + 1)
-        return summary(measure((daemon, echo), arguments.rounds, arguments.calls, lambda: progress.advance(task)))
+        samples = measure((daemon, echo), arguments.rounds, arguments.calls, lambda: progress.advance(task))
+        return {"placement": arguments.placement, **summary(samples)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
     parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
+    parser.add_argument(
+        "--placement", choices=("apart", "together", "free"), default="apart", help="see above (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -67,11 +67,11 @@ class Session:
         """Nothing more will come on this connection. Without jobs nobody needs to remember it."""
         if link.ended.done:
             return
+        if self.subscribed and link.usable:
+            self._add(EventGap())
         link.end(reason)
         for registration in self.registrations:
             registration.id = None
-        if self.subscribed:
-            self._add(EventGap())
         if self.link is link:
             self.link = None
         self.old.append(link)

@@ -111,6 +111,11 @@ def test_leases(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
     assert fake.leases == set()
     client.release(pinned.lease)  # has ended: nothing
     client.release(0)
+    fake.on["release"] = lambda peer, message: peer.error(message.seq, "bad_lease")
+    client.release(pinned.lease)
+    fake.on["release"] = lambda peer, message: peer.error(message.seq, "internal")
+    with pytest.raises(RemoteError, match="internal"):
+        client.release(pinned.lease)
 
 
 def test_events(client: Any, fake: FakeDaemon, keys: U8Array) -> None:

@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""Stores and loads through the daemon, beside memcpy by one thread, in one run on one machine.
+
+Each case moves the same bytes (256 MiB by default) as one job, for one size of rows in the worker's tensors. A round
+measures memcpy, stores back to back (the arena is full: each store evicts, and the hash lane still works at what the
+one before stored), stores with a `drain` before each, loads, and memcpy again. Times are the client's: from `store` or
+`load` to the end of `wait`. `ratio_to_limit` is the median over the rounds of (memcpy's time) / (the job's time).
+Then the cases end, and another process pings the daemon while nothing is copied, and while stores and loads are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _bench import at_least, judged, median_ratio, p50, p99, print_bounds, print_grid
+from _daemon import DaemonProcess, private_folder, spawn
+from _oracle import mixed
+from _output import Live, print_json
+
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.client import Registration
+    from kvoffloadd.model import I64Array, U8Array
+
+GIB = 1 << 30
+LAYERS = 24
+ROW_BYTES = (4 << 10, 32 << 10, 64 << 10, 1 << 20)
+LARGE_ROW_BYTES = 32 << 10
+LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
+SETS = 3
+"""How often the bytes of one job fit into the arena."""
+WAIT_S = 60.0
+PING_EVERY_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`tensors` rows of `row_bytes` for each key; block ids at random, or one after the other."""
+
+    row_bytes: int
+    tensors: int
+    contiguous: bool
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ids = ", contiguous" if self.contiguous else ""
+        return f"{format_bytes(self.row_bytes)} x {self.tensors}{ids}"
+
+    def keys_in(self, job_bytes: int) -> int:
+        """Keys of a job of about that many bytes."""
+        return max(1, job_bytes // (self.row_bytes * self.tensors))
+
+
+CASES = (
+    *(Case(size, 1, False) for size in ROW_BYTES),
+    *(Case(size, LAYERS, False) for size in ROW_BYTES),
+    Case(ROW_BYTES[0], 1, True),
+    Case(LARGE_ROW_BYTES, LAYERS, True),
+)
+
+
+class Bench:
+    """A worker with a KV cache of as many blocks as a job has keys, and memory for memcpy."""
+
+    def __init__(self, client: Client, case: Case, job_bytes: int) -> None:
+        self.keys = case.keys_in(job_bytes)
+        self.bytes = self.keys * case.row_bytes * case.tensors
+        self.client = client
+        self._case = case
+        self._stored = 0
+        self._rng = np.random.default_rng(1)
+        tensors = [SharedTensor.allocate(self.keys, case.row_bytes) for _ in range(case.tensors)]
+        refs = [Ref(tensor, 0, case.row_bytes) for tensor in range(case.tensors)]
+        self._source, self._target = (SharedTensor.allocate(1, self.bytes).array[0] for _ in range(2))
+        for array in (self._source, self._target, *(tensor.array for tensor in tensors)):
+            array[:] = 1  # the kernel provides the pages now
+        self._group = Group(0, GroupKind.FULL, 16, refs=refs)
+        self.registration: Registration = client.register(KvCache(tensors, [self._group]))
+
+    def memcpy(self) -> float:
+        """Seconds of one thread for the bytes of a job, between two shared mappings."""
+        begun = time.perf_counter()
+        ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, self.bytes)
+        return time.perf_counter() - begun
+
+    def rowwise(self) -> float:
+        """Seconds of one thread, row by row in random order."""
+        rows = self._source.reshape(-1, self._case.row_bytes)
+        order = self._rng.permutation(len(rows))
+        target = self._target.reshape(-1, self._case.row_bytes)
+        begun = time.perf_counter()
+        np.take(rows, order, axis=0, out=target, mode="clip")
+        return time.perf_counter() - begun
+
+    def store(self) -> tuple[float, float]:
+        """Store new keys: seconds as the client sees them, as the daemon does."""
+        keys, ids = self._new_keys(), self._ids()
+        begun = time.perf_counter()
+        job = self.client.store(self.registration, {0: (keys, ids)}, deadline_s=WAIT_S)
+        return self._finish(job, begun)
+
+    def load(self) -> tuple[float, float]:
+        """Load the keys that were stored last."""
+        keys, ids = self._last_keys(), self._ids()
+        begun = time.perf_counter()
+        job = self.client.load(self.registration, {0: (keys, ids)}, deadline_s=WAIT_S)
+        return self._finish(job, begun)
+
+    def drain(self) -> None:
+        """Until nothing is copied and nothing waits to be hashed."""
+        self.client.drain(WAIT_S)
+
+    def _finish(self, job: Any, begun: float) -> tuple[float, float]:
+        result = self.client.wait(job, WAIT_S)
+        seconds = time.perf_counter() - begun
+        if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
+            raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
+        return seconds, result.seconds
+
+    def _new_keys(self) -> U8Array:
+        self._stored += self.keys
+        return self._last_keys()
+
+    def _last_keys(self) -> U8Array:
+        numbers = np.arange(self._stored - self.keys, self._stored, dtype=np.uint64)[:, None]
+        words = numbers * np.uint64(4) + np.arange(4, dtype=np.uint64)
+        return np.ascontiguousarray(mixed(words)).view(np.uint8)
+
+    def _ids(self) -> I64Array:
+        return np.arange(self.keys) if self._case.contiguous else self._rng.permutation(self.keys)
+
+
+Samples = dict[str, list[float]]
+"""What was measured -> mean seconds of one job, by round; the daemon's own under "daemon ..."."""
+
+
+def measure(bench: Bench, rounds: int, jobs: int) -> Samples:
+    """Rounds of `jobs` jobs of each kind; the first warms up, after every page of the arena has been written."""
+    samples: Samples = {}
+    for _ in range(SETS + 1):
+        bench.store()
+    for number in range(-1, rounds):
+        kept: Samples = samples if number >= 0 else {}
+        bench.drain()
+        memcpy = [bench.memcpy() for _ in range(jobs)]
+        note(kept, "store", [bench.store() for _ in range(jobs)])
+        note(kept, "store, drained", [drained(bench) for _ in range(jobs)])
+        bench.drain()
+        note(kept, "load", [bench.load() for _ in range(jobs)])
+        memcpy += [bench.memcpy() for _ in range(jobs)]
+        kept.setdefault("memcpy", []).append(p50(memcpy))
+        kept.setdefault("memcpy by rows", []).append(bench.rowwise())
+    return samples
+
+
+def drained(bench: Bench) -> tuple[float, float]:
+    """A store into a daemon at rest."""
+    bench.drain()
+    return bench.store()
+
+
+def note(samples: Samples, what: str, seconds: list[tuple[float, float]]) -> None:
+    """Means, since jobs back to back are one stretch of work."""
+    for name, values in zip((what, f"daemon {what}"), zip(*seconds, strict=True), strict=True):
+        samples.setdefault(name, []).append(sum(values) / len(values))
+
+
+# --- lag: how long others wait meanwhile ---------------------------------------------------------------
+
+
+def ping_until_told(socket: str) -> None:
+    """Ping until a line comes; then print the round trips, in seconds, and begin again. Ends with its input."""
+    with Client(socket, namespace=None, role="observer") as client:
+        seconds: list[float] = []
+        while True:
+            begun = time.perf_counter()
+            client.ping()
+            seconds.append(time.perf_counter() - begun)
+            if select.select([sys.stdin], [], [], PING_EVERY_S)[0]:
+                if not sys.stdin.readline():
+                    return
+                print(json.dumps(seconds), flush=True)
+                seconds = []
+
+
+def measure_lag(bench: Bench, daemon: DaemonProcess, log: Path, jobs: int) -> dict[str, Any]:
+    """Round trips of another session, microseconds: idle, during stores, during loads."""
+    command = [sys.executable, __file__, "--ping", str(daemon.socket)]
+    with spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+
+        def during(work: Callable[[], object]) -> dict[str, float]:
+            told(child)
+            work()
+            seconds = told(child)
+            figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
+            return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
+
+        told(child)  # it has started
+        lag = {
+            "idle": during(lambda: time.sleep(0.5)),
+            "stores": during(lambda: [bench.store() for _ in range(jobs)]),
+            "loads": during(lambda: [bench.load() for _ in range(jobs)]),
+        }
+        if child.stdin is not None:
+            child.stdin.close()
+    return lag
+
+
+def told(child: subprocess.Popen[bytes]) -> list[float]:
+    """What it measured since it was last asked."""
+    if child.stdin is None or child.stdout is None:
+        raise SystemExit("the pinging process has no pipes")
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    seconds: list[float] = json.loads(child.stdout.readline() or b"[]")
+    if not seconds:
+        raise SystemExit("the pinging process ended")
+    return seconds
+
+
+# --- running, showing ----------------------------------------------------------------------------------
+
+
+def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One case with a daemon of its own."""
+    job_bytes = case.keys_in(arguments.bytes) * case.row_bytes * case.tensors
+    # A slab takes whole slots: one of a job's size leaves nothing over.
+    settings = {"memory.slab_bytes": str(job_bytes), "copy.threads": str(arguments.threads)}
+    with private_folder() as name:
+        folder = Path(name)
+        daemon = DaemonProcess(folder, SETS * job_bytes, settings)
+        try:
+            daemon.start()
+            namespace = NamespaceSpec(model="bench_copy", key_bytes=32)
+            with Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client:
+                bench = Bench(client, case, arguments.bytes)
+                samples = measure(bench, arguments.rounds, arguments.jobs)
+                lag = measure_lag(bench, daemon, folder / "ping.log", 2 * arguments.jobs)
+        finally:
+            daemon.stop()
+    return {
+        "name": case.name,
+        "row_bytes": case.row_bytes,
+        "tensors": case.tensors,
+        "contiguous": case.contiguous,
+        "job_bytes": job_bytes,
+        "ratio_to_limit": {what: ratio(samples, what) for what in ("store", "store, drained", "load")},
+        "daemon_ratio": {what: ratio(samples, f"daemon {what}") for what in ("store", "store, drained", "load")},
+        "gib_per_s": {what: round(job_bytes / GIB / p50(seconds), 2) for what, seconds in samples.items()},
+        "ping": lag,
+    }
+
+
+def ratio(samples: Samples, what: str) -> float:
+    """To memcpy."""
+    return round(median_ratio(samples["memcpy"], samples[what]), 3)
+
+
+def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cases and the bounds; `ratio_to_limit` is the least of all cases."""
+    bounds = []
+    for label, minimum, mine in (
+        ("rows >= 32 KiB", LARGE_RATIO_MIN, [case for case in cases if case["row_bytes"] >= LARGE_ROW_BYTES]),
+        ("rows of 4 KiB", SMALL_RATIO_MIN, [case for case in cases if case["row_bytes"] < LARGE_ROW_BYTES]),
+    ):
+        for what in ("store", "load"):
+            if mine:
+                least = min(case["ratio_to_limit"][what] for case in mine)
+                bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
+    return judged({"cases": cases, "ratio_to_limit": min(bound.value for bound in bounds)}, bounds)
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    kinds = ("store", "store, drained", "load")
+    print_grid(
+        f"copies through the daemon: ratio to memcpy of {format_bytes(result['cases'][0]['job_bytes'])} (GiB/s)",
+        ("rows x tensors", *kinds, "memcpy"),
+        (
+            (
+                case["name"],
+                *(f"{case['ratio_to_limit'][kind]:.2f} ({case['gib_per_s'][kind]:.1f})" for kind in kinds),
+                f"{case['gib_per_s']['memcpy']:.1f}",
+            )
+            for case in result["cases"]
+        ),
+    )
+    print_grid(
+        "\nround trip of another session's ping meanwhile, p50 / p99 / longest, ms",
+        ("rows x tensors", "idle", "stores", "loads"),
+        (
+            (case["name"], *(" / ".join(f"{lag[name] / 1e3:.1f}" for name in LAG) for lag in case["ping"].values()))
+            for case in result["cases"]
+        ),
+    )
+    print_bounds(result)
+
+
+LAG = ("p50_us", "p99_us", "max_us")
+
+
+def main() -> int:
+    """Runs it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=parse_bytes, default="256MiB", help="of one job (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
+    parser.add_argument("--rows", type=parse_bytes, nargs="*", help="rows of these bytes only")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
+    parser.add_argument("--ping", metavar="SOCKET", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.ping is not None:
+        ping_until_told(arguments.ping)
+        return 0
+    wanted = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
+    if not wanted:
+        parser.error(f"--rows: there are cases for {', '.join(map(format_bytes, ROW_BYTES))}")
+    results = []
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live("bench_copy", len(wanted)))
+        for number, case in enumerate(wanted):
+            live.show(number, case.name)
+            results.append(run_case(case, arguments))
+    result = summary(results)
+    if arguments.json:
+        print_json(result)
+    else:
+        show(result)
+    return 0 if result["within_budget"] or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
