@@ -42,13 +42,13 @@ def private_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def spawn(command: Sequence[str], log: Path, **pipes: int) -> subprocess.Popen[bytes]:
+def spawn(
+    command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """A child process out of the terminal's reach, so that Ctrl-C is ours alone to answer. Its stderr goes to `log`."""
     launched = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command]
     with log.open("ab") as stream:
-        return subprocess.Popen(
-            launched, **{"stdin": subprocess.DEVNULL, "stdout": stream, **pipes}, stderr=stream, start_new_session=True
-        )
+        return subprocess.Popen(launched, stdin=stdin, stdout=stdout, stderr=stream, start_new_session=True)
 
 
 def end(child: subprocess.Popen[bytes], number: int, deadline_s: float) -> int:

@@ -71,7 +71,8 @@ class Share:
     def wanted(self) -> I64Array:
         """The blocks, flat, without those that are not wanted."""
         flat = self.blocks.reshape(-1)
-        return flat[flat != NO_BLOCK]
+        wanted: I64Array = flat[flat != NO_BLOCK]
+        return wanted
 
     def bytes_of(self, keys: BoolArray) -> int:
         """What some of the keys move."""
@@ -124,6 +125,8 @@ class Engine:
         rng: np.random.Generator,
         memory_name: str,
         rank_bytes: int,
+        *,
+        padded: bool = True,
     ) -> None:
         self.geometry = geometry
         self.closing = False
@@ -136,6 +139,7 @@ class Engine:
         self._rng = rng
         self._memory_name = memory_name
         self._rank_bytes = rank_bytes
+        self._padded = padded
         self._instance = os.urandom(16)
         try:
             for number in range(geometry.ranks):
@@ -156,13 +160,13 @@ class Engine:
         return Rank(number, client, memory, client.register(memory.caches))
 
     def new_memory(self, rank: int) -> KvMemory:
-        """A KV cache as large as it may be, its rows laid out anew."""
+        """A KV cache of about `rank_bytes`, its rows laid out anew."""
         widest = max(
             sum(ref.payload_bytes for ref in group.parts[group.part_of_rank[rank] or 0])
             for group in self.geometry.groups
         )
-        num_blocks = int(np.clip(self._rank_bytes // (2 * widest), 64, 1024))
-        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name)
+        num_blocks = int(np.clip(self._rank_bytes // widest, 64, 1024))
+        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name, padded=self._padded)
 
     def groups_of(self, rank: Rank) -> list[tuple[GroupShape, int]]:
         """The groups that a rank has a part of, and which part."""
@@ -294,7 +298,8 @@ class Engine:
             if opened.is_load:
                 opened.memory.lend(share.wanted, lent=False)
                 self._expect(opened, share, valid, self._unsure(result, at, valid))
-        what = f"{opened.job} of {self.geometry.name}, {result.outcome}, groups {[s.group.number for s in opened.shares]}"
+        groups = [share.group.number for share in opened.shares]
+        what = f"{opened.job} of {self.geometry.name}, {result.outcome}, groups {groups}"
         right = self._give_back(opened.memory, opened.shares, opened.taken, what)
         self._count(opened, result, loaded, right)
 

@@ -72,7 +72,7 @@ class Geometry:
 
     def namespace(self) -> NamespaceSpec:
         """As sessions name it."""
-        return NamespaceSpec(model=self.name, layout=f"stress-{self.number}", key_bytes=self.key_bytes)
+        return NamespaceSpec(model=self.name, layout=f"geometry-{self.number}", key_bytes=self.key_bytes)
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks that a prompt fills in each rank, all groups together, at most."""

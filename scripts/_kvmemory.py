@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Bytes that are not what they must be. `stray_bytes` of them lie in blocks that nothing had been asked to write."""
+    """Bytes that are not what they must be; `stray_bytes` of them lie in blocks that nothing was asked to write."""
 
     where: str
     wrong_bytes: int
@@ -50,18 +50,42 @@ class _Runs:
     end: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaps:
+    """Bytes to leave between things: one of some sizes, or always none."""
+
+    rng: np.random.Generator
+    padded: bool
+
+    def draw(self, *sizes: int) -> int:
+        """One of them."""
+        return sizes[int(self.rng.integers(0, len(sizes)))] if self.padded else 0
+
+
 class KvMemory:
-    """The tensors of one rank. `num_blocks` of them are dealt out with `take` and come back with `give`.
+    """The tensors of one rank, whose `num_blocks` blocks are dealt out with `take` and come back with `give`.
+
+    `padded`: refs, runs and rows lie apart by random gaps. `name`: of the memory, as a process's mappings show it.
 
     Raises UsageError or OSError if the memory can't be had.
     """
 
-    def __init__(self, geometry: Geometry, rank: int, num_blocks: int, rng: np.random.Generator, name: str) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        num_blocks: int,
+        rng: np.random.Generator,
+        name: str,
+        *,
+        padded: bool = True,
+    ) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self._shapes = {group.number: group for group in geometry.groups if group.part_of_rank[rank] is not None}
-        refs, pages = _placed(geometry, self._shapes.values(), rank, rng)
-        self._rows, tensors = _allocated(pages, num_blocks, rng, name)
+        gaps = Gaps(rng, padded)
+        refs, pages = _placed(geometry, self._shapes.values(), rank, gaps)
+        self._rows, tensors = _allocated(pages, num_blocks, rng, gaps, name)
         self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}
         self.caches = KvCache(tensors, [_group(shape, refs.get(shape.number, []), rank) for shape in geometry.groups])
         self._free = rng.permutation(num_blocks)
@@ -175,7 +199,7 @@ def _group(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
 
 
 def _placed(
-    geometry: Geometry, shapes: Iterable[GroupShape], rank: int, rng: np.random.Generator
+    geometry: Geometry, shapes: Iterable[GroupShape], rank: int, gaps: Gaps
 ) -> tuple[dict[int, list[Ref]], list[int]]:
     """Refs by group, and the page bytes of each tensor. Offsets, gaps between runs and tails are this rank's own."""
     pages = [1] * geometry.tensors
@@ -185,20 +209,20 @@ def _placed(
         cursors = [0] * geometry.tensors if geometry.overlaid else list(pages)
         refs[shape.number] = []
         for ref in shape.parts[0 if part is None else part]:
-            gap = int(rng.choice([0, 0, 32, 77])) if ref.count > 1 else 0
-            offset = cursors[ref.tensor] + int(rng.choice([0, 0, 64, 5]))
-            placed = Ref(ref.tensor, offset, ref.length, ref.count, ref.length + gap if ref.count > 1 else 0)
+            offset = cursors[ref.tensor] + gaps.draw(0, 0, 64, 5)
+            stride = ref.length + gaps.draw(0, 0, 32, 77) if ref.count > 1 else 0
+            placed = Ref(ref.tensor, offset, ref.length, ref.count, stride)
             refs[shape.number].append(placed)
             cursors[ref.tensor] = placed.end
             pages[ref.tensor] = max(pages[ref.tensor], placed.end)
-    return refs, [page + int(rng.choice([0, 0, 16, 123])) for page in pages]
+    return refs, [page + gaps.draw(0, 0, 16, 123) for page in pages]
 
 
 def _allocated(
-    pages: list[int], num_blocks: int, rng: np.random.Generator, name: str
+    pages: list[int], num_blocks: int, rng: np.random.Generator, gaps: Gaps, name: str
 ) -> tuple[list[_Row], list[SharedTensor]]:
     """Tensors in one memfd or each in its own, rows further apart than they are long; filled with noise."""
-    strides = [page + int(rng.choice([0, 0, 64, 33])) for page in pages]
+    strides = [page + gaps.draw(0, 0, 64, 33) for page in pages]
     sizes = [stride * num_blocks for stride in strides]
     together = bool(rng.integers(0, 2))
     pools = [sum(sizes)] if together else sizes

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvoffloadd.model import U8Array, U64Array
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROOT = 1 << 40  # above every conversation's number
 
 
 def mixed(values: U64Array) -> U64Array:
@@ -33,20 +34,27 @@ def digest(*numbers: int) -> int:
 
 
 class Oracle:
-    """Keys and contents of one namespace."""
+    """Keys and contents of one namespace, whose conversations begin with one of `roots` texts of `root_tokens`."""
 
-    def __init__(self, seed: int, namespace: int, key_bytes: int) -> None:
-        self.key_bytes = key_bytes
+    def __init__(self, seed: int, namespace: int, key_bytes: int, *, roots: int, root_tokens: int) -> None:
+        self._key_bytes = key_bytes
+        self._roots = roots
+        self._root_tokens = root_tokens
         self._seed = digest(seed, namespace)
         self._tables: dict[tuple[int, int, int], U64Array] = {}
 
-    def keys(self, conversation: int, tokens_per_key: int, first: int, count: int) -> U8Array:
-        """u8 (count, key_bytes): keys `first` to `first + count` of a conversation, cut every `tokens_per_key`."""
-        start = np.uint64(digest(self._seed, conversation, tokens_per_key))
-        words = -(-self.key_bytes // 8)
-        numbers = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(words)
-        chain = mixed(mixed(numbers + np.arange(words, dtype=np.uint64)) ^ start)
-        return np.ascontiguousarray(chain.view(np.uint8)[:, : self.key_bytes])
+    def keys(self, conversation: int, tokens_per_key: int, count: int) -> U8Array:
+        """u8 (count, key_bytes): the first keys of a conversation that is cut every `tokens_per_key`."""
+        shared = min(count, self._root_tokens // tokens_per_key)
+        root = self._chain(_ROOT | conversation % self._roots, tokens_per_key, 0, shared)
+        return np.concatenate([root, self._chain(conversation, tokens_per_key, shared, count - shared)])
+
+    def _chain(self, name: int, tokens_per_key: int, first: int, count: int) -> U8Array:
+        start = np.uint64(digest(self._seed, name, tokens_per_key))
+        words = -(-self._key_bytes // 8)
+        numbers = np.arange(first * words, (first + count) * words, dtype=np.uint64).reshape(count, words)
+        chain = mixed(mixed(numbers) ^ start)
+        return np.ascontiguousarray(chain.view(np.uint8)[:, : self._key_bytes])
 
     def contents(self, group: int, part: int, keys: U8Array, payload_bytes: int) -> U8Array:
         """u8 (keys, payload_bytes): what these keys' payloads are."""

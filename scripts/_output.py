@@ -57,7 +57,9 @@ def print_json(values: Mapping[str, object]) -> None:
 
 def print_table(title: str, sections: Sequence[Sequence[tuple[str, str, str]]], *, good: bool) -> None:
     """Rows of name, value and remark, a line between sections; green or red by how it went."""
-    table = Table(title=title, title_style="bold", border_style="green" if good else "red", show_header=False, width=COLUMNS)
+    table = Table(
+        title=title, title_style="bold", border_style="green" if good else "red", show_header=False, width=COLUMNS
+    )
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, style="bold")
     table.add_column(style="dim")

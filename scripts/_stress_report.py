@@ -141,7 +141,8 @@ def _moved(report: Report) -> list[tuple[str, str, str]]:
     rows = []
     for what, done in (("store", "stored_bytes"), ("load", "loaded_bytes")):
         latency = f"p50 {format_ms(percentile(what, 50))}, p99 {format_ms(percentile(what, 99))}"
-        rows.append((f"{what}s", f"{total(f'{what}s'):,}", f"{format_bytes(total(done))}, {report.rate(what):.2f} GB/s while they run"))
+        moved = f"{format_bytes(total(done))}, {report.rate(what):.2f} GB/s of each job's time"
+        rows.append((f"{what}s", f"{total(f'{what}s'):,}", moved))
         rows.append((f"{what} latency", "", latency))
     rows.append(("pin latency", "", f"p50 {format_ms(percentile('pin', 50))}, p99 {format_ms(percentile('pin', 99))}"))
     rows.append(("verified loads", f"{total('verified_loads'):,}", "every byte compared with the oracle"))
@@ -162,14 +163,16 @@ def _found(report: Report) -> list[tuple[str, str, str]]:
 
 def _ended(report: Report) -> list[tuple[str, str, str]]:
     total = report.counters.total
-    unmap = f"unmapped p50 {format_ms(report.unmap_percentile_s(50))}, max {format_ms(max(report.unmap_s, default=None))}"
+    slowest = max(report.unmap_s, default=None)
     growth = report.rss_growth_percent
     grown = "-" if growth is None else f"{growth:+.1f} %"
     sizes = " to ".join(format_bytes(size) for size in report.private_bytes or ())
     return [
         ("cancelled, expired", f"{total('cancelled'):,}, {total('expired'):,}", ""),
-        ("reconnects", f"{total('reconnects'):,}", f"{total('reregistrations'):,} registered again, {total('clears'):,} clears"),
-        ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open; {unmap}"),
+        ("reconnects", f"{total('reconnects'):,}", "as another engine"),
+        ("registered again", f"{total('reregistrations'):,}", f"{total('clears'):,} clears"),
+        ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open"),
+        ("until unmapped", format_ms(slowest), f"p50 {format_ms(report.unmap_percentile_s(50))}"),
         ("daemon killed", f"{report.daemon_kills:,}", f"{total('lost'):,} jobs lost, {total('calls_lost'):,} calls"),
         ("daemon RssAnon", grown, sizes),
     ]

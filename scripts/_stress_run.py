@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from _counters import Counters
-from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, private_folder, spawn, tail, unmapped_within
+from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, spawn, tail, unmapped_within
 from _geometry import PROMPT_TOKENS, random_geometry
 from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live, ratio
@@ -170,7 +170,7 @@ class Run:
             generation=generation,
             seed=self._options.seed,
             conversations=[max(ROOTS, round(share_bytes / one.bytes_of(PROMPT_TOKENS))) for one in self._geometries],
-            rank_bytes=min(max(self._options.memory_bytes // 8, 2 * MIB), 16 * MIB),
+            rank_bytes=min(max(self._options.memory_bytes // 16, MIB), 8 * MIB),
             daemon_may_die=self._options.kill_daemon,
             memory_name=memory_name,
         )

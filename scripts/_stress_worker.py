@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,9 @@ class Worker:
             number = int(self.rng.integers(0, len(self.options.conversations)))
             geometry = random_geometry(self.options.seed, number)
             self.weights = np.cumsum(1.0 / np.arange(1, self.options.conversations[number] + 1) ** ZIPF)
-            self.oracle = Oracle(self.options.seed, number, geometry.key_bytes)
+            self.oracle = Oracle(
+                self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS
+            )
             try:
                 self.engine = self._engine(geometry)
                 self.epoch = self._epoch()
@@ -174,11 +177,7 @@ class Worker:
 
     def keys(self, prompt: Prompt, group: GroupShape) -> U8Array:
         """All keys of a prompt in a group."""
-        per_key = group.tokens_per_key
-        count = prompt.tokens // per_key
-        shared = min(count, ROOT_TOKENS // per_key)
-        root = self.oracle.keys(1 << 40 | prompt.conversation % ROOTS, per_key, 0, shared)
-        return np.concatenate([root, self.oracle.keys(prompt.conversation, per_key, shared, count - shared)])
+        return self.oracle.keys(prompt.conversation, group.tokens_per_key, prompt.tokens // group.tokens_per_key)
 
     def all_keys(self, prompt: Prompt) -> dict[int, U8Array]:
         """By group."""
@@ -188,7 +187,9 @@ class Worker:
         """One of the engine's ranks."""
         return self.engine.ranks[int(self.rng.integers(0, len(self.engine.ranks)))]
 
-    def shares(self, rank: Rank, keys: dict[int, U8Array], chosen: Callable[[GroupShape, int], I64Array]) -> list[Share]:
+    def shares(
+        self, rank: Rank, keys: dict[int, U8Array], chosen: Callable[[GroupShape, int], I64Array]
+    ) -> list[Share]:
         """Of all groups that the rank has a part of: the keys whose indices `chosen(group, keys)` names."""
         found = []
         for group, part in self.engine.groups_of(rank):
@@ -260,10 +261,8 @@ class Worker:
             return np.flatnonzero(wanted)
 
         skipped = int(self.rng.integers(0, 10))  # one rank or the other may fail to store its part
-        begun = []
-        for rank in self.engine.ranks:
-            if rank.number != skipped and (shares := self.shares(rank, keys, missing)):
-                begun.append(self.engine.store(rank, shares))
+        ranks = [rank for rank in self.engine.ranks if rank.number != skipped]
+        begun = [self.engine.store(rank, shares) for rank in ranks if (shares := self.shares(rank, keys, missing))]
         if self.rng.random() < 0.3:
             self.engine.wait(begun)
 
@@ -291,24 +290,12 @@ class Worker:
         reserved = self.engine.ranks[0].client.reserve(keys)
         self.counters.add("reservations")
         states = dict(zip(keys, reserved.states, strict=True))
-        holders: dict[tuple[int, int], int] = {}
         try:
-            begun: list[OpenJob] = []
-            for rank in self.engine.ranks:
-                mine = {
-                    group.number
-                    for group, part in self.engine.groups_of(rank)
-                    if holders.setdefault((group.number, part), rank.number) == rank.number
-                }
-                shares = self.shares(
-                    rank,
-                    keys,
-                    lambda group, _count, mine=mine: np.flatnonzero(
-                        (states[group.number] == KeyState.RESERVED) & (group.number in mine)
-                    ),
-                )
-                if shares:
-                    begun.append(self.engine.store(rank, shares, lease=reserved.lease))
+            begun = [
+                self.engine.store(rank, shares, lease=reserved.lease)
+                for rank in self.engine.ranks
+                if (shares := self.shares(rank, keys, partial(_reserved_for, rank.number, states)))
+            ]
             self.engine.wait(begun)
         finally:
             self.engine.ranks[0].client.release(reserved.lease)
@@ -396,6 +383,13 @@ class Worker:
         """Drop all that the namespace has."""
         self.counters.add("clears")
         self.any_rank().client.clear()
+
+
+def _reserved_for(rank: int, states: dict[int, U8Array], group: GroupShape, _count: int) -> I64Array:
+    """Keys that are reserved; of ranks that hold the same part the first one stores them."""
+    if group.part_of_rank.index(group.part_of_rank[rank]) != rank:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(states[group.number] == KeyState.RESERVED)
 
 
 def _servable(group: GroupShape, hits: Any, tokens: int) -> bool:

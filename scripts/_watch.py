@@ -81,8 +81,9 @@ class Watch:
 
     def counters(self) -> DaemonCounters:
         """Sums over all runs of the daemon."""
+        runs = list(self._runs.values())
         return DaemonCounters(
-            **{item.name: sum(getattr(run, item.name) for run in self._runs.values()) for item in fields(DaemonCounters)}
+            **{item.name: sum(getattr(run, item.name) for run in runs) for item in fields(DaemonCounters)}
         )
 
     def private_bytes(self) -> tuple[int, int] | None:

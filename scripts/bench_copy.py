@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ SETS = 3
 """How often the bytes of one job fit into the arena."""
 WAIT_S = 60.0
 PING_EVERY_S = 0.002
+LAG = ("p99_us", "max_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def measure(bench: Bench, rounds: int, jobs: int) -> Samples:
         bench.drain()
         note(kept, "load", [bench.load() for _ in range(jobs)])
         memcpy += [bench.memcpy() for _ in range(jobs)]
-        kept.setdefault("memcpy", []).append(p50(memcpy))
+        kept.setdefault("memcpy", []).append(mean(memcpy))
         kept.setdefault("memcpy by rows", []).append(bench.rowwise())
     return samples
 
@@ -178,7 +180,7 @@ def drained(bench: Bench) -> tuple[float, float]:
 def note(samples: Samples, what: str, seconds: list[tuple[float, float]]) -> None:
     """Means, since jobs back to back are one stretch of work."""
     for name, values in zip((what, f"daemon {what}"), zip(*seconds, strict=True), strict=True):
-        samples.setdefault(name, []).append(sum(values) / len(values))
+        samples.setdefault(name, []).append(mean(values))
 
 
 # --- lag: how long others wait meanwhile ---------------------------------------------------------------
@@ -302,7 +304,7 @@ def show(result: dict[str, Any]) -> None:
         ),
     )
     print_grid(
-        "\nround trip of another session's ping meanwhile, p50 / p99 / longest, ms",
+        "\nround trip of another session's ping meanwhile, p99 / longest, ms",
         ("rows x tensors", "idle", "stores", "loads"),
         (
             (case["name"], *(" / ".join(f"{lag[name] / 1e3:.1f}" for name in LAG) for lag in case["ping"].values()))
@@ -310,9 +312,6 @@ def show(result: dict[str, Any]) -> None:
         ),
     )
     print_bounds(result)
-
-
-LAG = ("p50_us", "p99_us", "max_us")
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def _arguments() -> tuple[Options, bool]:
     add("--plant-corruption", action="store_true", help="let the daemon flip bits in loads: this must be noticed")
     add("--slow-copies", type=_positive, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
     add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
-    add("--socket", type=Path, metavar="PATH", help="use this running daemon; --memory then only scales the working set")
+    add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     add("--json", action="store_true", help="one JSON object on standard output in place of the table")
     given = parser.parse_args()
     if given.workers < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -23,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def open_fds() -> list[str]:
-    """This process's sockets and pidfds, once garbage is gone (uvloop keeps a pipe for good, pytest keeps fixtures)."""
-    gc.collect()
+    """This process's sockets and pidfds. (uvloop keeps a pipe for good; memfds go when pytest drops its fixtures.)"""
     targets = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import os
 import socket
@@ -56,8 +57,10 @@ class RawPeer:
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Bytes and descriptors as they are; `fds` stay the caller's."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.socket.sendmsg([data], rights)
-        self.socket.sendall(data[sent:])
+        with contextlib.suppress(BrokenPipeError):  # the daemon has hung up: what it said last can still be read
+            sent = self.socket.sendmsg([data], rights)
+            if sent < len(data):
+                self.socket.sendall(data[sent:])
 
     def begin(self, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> int:
         """Send a request with a new `seq`, which is returned. `rights`: descriptors to go with it."""

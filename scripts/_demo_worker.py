@@ -1,0 +1,144 @@
+"""One demo worker process: an engine without a model. It answers turns that come as lines of JSON on standard input.
+
+Run by demo.py, with its options as one JSON argument. Blocks are "computed" by filling them with what the oracle says.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from _chat import ROOT_TOKENS, ROOTS, Turn
+from _counters import Counters
+from _engine import Engine, Findings, OpenJob
+from _geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
+from _oracle import Oracle
+
+from kvoffloadd.client import GroupKind, KeyState
+
+LAYERS, SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 24, 12, 8, 64, 128
+"""gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""
+PROBE_CONVERSATION = 1 << 30
+PROBE_TOKENS = 128 * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What demo.py tells a worker."""
+
+    socket: str
+    counters: str
+    rows: int
+    row: int
+    seed: int
+    kv_heads: int
+    cache_bytes: int
+    memory_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a turn. `restored_tokens` need not be computed again; `known`: blocks that some worker had had."""
+
+    restored_tokens: int
+    references: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """GB/s of one thread's memcpy, and of stores and loads of the same bytes with nothing else going on."""
+
+    memcpy: float
+    store: float
+    load: float
+
+
+def gpt_oss_20b(kv_heads: int) -> Geometry:
+    """Its KV cache in bf16, with fewer heads if the machine is small: one row holds a block's pages of all 12 slots."""
+    page_bytes = 2 * BLOCK_TOKENS * kv_heads * HEAD_SIZE * 2
+    refs = ((RefShape(0, SLOTS * page_bytes),),)
+    window_keys = -(-(WINDOW_TOKENS - 1) // BLOCK_TOKENS)
+    groups = (
+        GroupShape(0, GroupKind.FULL, BLOCK_TOKENS, 0, 1, refs, (0,)),
+        GroupShape(1, GroupKind.SLIDING, BLOCK_TOKENS, window_keys, 1, refs, (0,)),
+    )
+    return Geometry("gpt-oss-20b", kv_heads, 32, 1, 1, True, groups)
+
+
+class Worker:
+    """Pins, loads, computes, stores; in this order for every turn."""
+
+    def __init__(self, options: Options) -> None:
+        counters = Counters(Path(options.counters), options.rows, options.row)
+        geometry = gpt_oss_20b(options.kv_heads)
+        rng = np.random.default_rng([options.seed, options.row])
+        self._counters = counters
+        self._findings = Findings(counters)
+        self._oracle = Oracle(options.seed, 0, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
+        self._engine = Engine(
+            options.socket,
+            geometry,
+            self._oracle,
+            counters,
+            rng,
+            options.memory_name,
+            options.cache_bytes,
+            padded=False,
+        )
+
+    def answer(self, turn: Turn) -> Answer:
+        """Restore what is held of the prompt, compute and store the rest and the answer."""
+        engine, rank = self._engine, self._engine.ranks[0]
+        keys = self._oracle.keys(turn.conversation, BLOCK_TOKENS, turn.total_tokens // BLOCK_TOKENS)
+        asked = keys[: turn.prompt_tokens // BLOCK_TOKENS]
+        began = time.monotonic()
+        found = rank.client.pin({group.number: asked for group in engine.geometry.groups})
+        self._counters.took("pin", time.monotonic() - began)
+        # The last token is always computed: its logits are what the engine is after.
+        restorable = found.boundaries[found.boundaries < turn.prompt_tokens]
+        tokens = int(restorable[0]) if len(restorable) else 0
+        length = tokens // BLOCK_TOKENS
+        if length:
+            shares = [
+                engine.share(rank, group, 0, keys[group.first_needed(length) : length], group.first_needed(length))
+                for group in engine.geometry.groups
+            ]
+            engine.wait([engine.load(rank, shares, lease=found.lease)])
+        rank.client.release(found.lease)
+        engine.wait([self._store(keys, length)])
+        hits = sum(int((state == KeyState.HIT).sum()) for state in found.states)
+        return Answer(tokens, 2 * len(asked), hits)
+
+    def _store(self, keys: np.ndarray, first: int) -> OpenJob:
+        rank = self._engine.ranks[0]
+        shares = [self._engine.share(rank, group, 0, keys[first:], first) for group in self._engine.geometry.groups]
+        return self._engine.store(rank, shares)
+
+    def probe(self, rounds: int) -> Speed:
+        """How fast it is, beside a memcpy of as many bytes, alternately; medians."""
+        engine, rank = self._engine, self._engine.ranks[0]
+        full = engine.geometry.groups[0]
+        count = min(PROBE_TOKENS // BLOCK_TOKENS, rank.memory.num_free)
+        source = np.ones(count * full.payload_bytes(0), np.uint8)
+        target = np.zeros_like(source)
+        taken: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
+        for number in range(rounds + 1):
+            keys = self._oracle.keys(PROBE_CONVERSATION + number * ROOTS, BLOCK_TOKENS, count + ROOT_TOKENS // BLOCK_TOKENS)
+            began = time.perf_counter()
+            np.copyto(target, source)
+            taken["memcpy"].append(time.perf_counter() - began)
+            for what, start in (("store", engine.store), ("load", engine.load)):
+                share = engine.share(rank, full, 0, keys[-count:], 0)
+                opened = start(rank, [share])
+                engine.wait([opened])
+        return Speed(**{what: source.size / statistics.median(times[1:]) / 1e9 for what, times in taken.items()})
+
+    def close(self) -> None:
+        """Orderly end: everything is compared once more."""
+        self._engine.close()
