@@ -1,4 +1,4 @@
-"""What the benchmarks share: samples, bounds, and tables."""
+"""What the benchmarks share: keys, samples, bounds, and tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from _oracle import mixed
 from _output import COLUMNS
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from kvoffloadd.model import I64Array, U8Array, U64Array
+
+KEY_WORDS = 4
+KEY_BYTES = 8 * KEY_WORDS
+
+
+def keys_of(numbers: I64Array, seed: int = 0) -> U8Array:
+    """u8 (n, 32): the keys of these numbers, as unlike each other as hashes."""
+    words: U64Array = np.empty((len(numbers), KEY_WORDS), np.uint64)
+    words[:] = numbers[:, None]
+    words *= np.uint64(KEY_WORDS)
+    words += np.arange(KEY_WORDS, dtype=np.uint64)
+    return mixed(words ^ np.uint64(seed)).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +76,11 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def print_grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table of figures; the first column is text."""
+def print_grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> None:
+    """A table of figures; the first `texts` columns are text."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        table.add_column(name, justify="right" if number >= texts else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     Console(width=COLUMNS, highlight=False).print(table)

@@ -12,12 +12,12 @@ ACTIVE = 10
 """Conversations that go on at the same time."""
 TURNS_EACH = 8
 COMES_BACK = 0.15
-"""How likely an ended conversation is to be taken up again in place of a new one."""
+"""How likely an ended conversation is to be taken up again, once, in place of a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt of `prompt_tokens`, all that was said before among them (`known_tokens`), and its answer."""
+    """A prompt of `prompt_tokens`, of which the first `known_tokens` were in an earlier turn, and its answer."""
 
     number: int
     conversation: int
@@ -34,24 +34,27 @@ def chat(seed: int, turns: int, workers: int) -> list[Turn]:
     spoken: dict[int, int] = {}
     active: list[int] = []
     ended: list[int] = []
+    roots: set[int] = set()
+    begun = 0
     found = []
     for number in range(turns):
-        if len(active) < ACTIVE:
-            active.append(_next_conversation(rng, len(lengths), ended))
+        while len(active) < ACTIVE:
+            if ended and rng.random() < COMES_BACK:
+                active.append(ended.pop(int(rng.integers(0, len(ended)))))
+            else:
+                active.append(begun)
+                begun += 1
         conversation = active[int(rng.integers(0, len(active)))]
-        known = lengths.setdefault(conversation, 0)
-        prompt = max(known, ROOT_TOKENS) + int(rng.integers(32, 256))
-        total = prompt + int(rng.integers(64, 320))
+        root = conversation % ROOTS
+        known = lengths.get(conversation, ROOT_TOKENS if root in roots else 0)
+        roots.add(root)
+        prompt = max(known, ROOT_TOKENS) + int(rng.integers(32, 160))
+        total = prompt + int(rng.integers(64, 256))
         count = spoken.get(conversation, 0)
         found.append(Turn(number, conversation, (conversation + count) % workers, known, prompt, total))
         lengths[conversation], spoken[conversation] = total, count + 1
         if spoken[conversation] % TURNS_EACH == 0:
             active.remove(conversation)
-            ended.append(conversation)
+            if spoken[conversation] == TURNS_EACH:
+                ended.append(conversation)
     return found
-
-
-def _next_conversation(rng: np.random.Generator, begun: int, ended: list[int]) -> int:
-    if ended and rng.random() < COMES_BACK:
-        return ended.pop(int(rng.integers(0, len(ended))))
-    return begun

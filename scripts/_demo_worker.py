@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from _chat import ROOT_TOKENS, ROOTS, Turn
 from _counters import Counters
-from _engine import Engine, Findings, OpenJob
+from _engine import Engine, OpenJob
 from _geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
 from _oracle import Oracle
 
@@ -24,7 +24,6 @@ from kvoffloadd.client import GroupKind, KeyState
 LAYERS, SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 24, 12, 8, 64, 128
 """gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""
 PROBE_CONVERSATION = 1 << 30
-PROBE_TOKENS = 128 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,13 @@ class Options:
     row: int
     seed: int
     kv_heads: int
-    cache_bytes: int
+    cache_blocks: int
     memory_name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a turn. `restored_tokens` need not be computed again; `known`: blocks that some worker had had."""
+    """What became of a turn. `restored_tokens` need not be computed again; `references`: keys that were asked for."""
 
     restored_tokens: int
     references: int
@@ -79,7 +78,6 @@ class Worker:
         geometry = gpt_oss_20b(options.kv_heads)
         rng = np.random.default_rng([options.seed, options.row])
         self._counters = counters
-        self._findings = Findings(counters)
         self._oracle = Oracle(options.seed, 0, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
         self._engine = Engine(
             options.socket,
@@ -88,7 +86,7 @@ class Worker:
             counters,
             rng,
             options.memory_name,
-            options.cache_bytes,
+            options.cache_blocks * geometry.groups[0].payload_bytes(0),
             padded=False,
         )
 
@@ -124,21 +122,38 @@ class Worker:
         """How fast it is, beside a memcpy of as many bytes, alternately; medians."""
         engine, rank = self._engine, self._engine.ranks[0]
         full = engine.geometry.groups[0]
-        count = min(PROBE_TOKENS // BLOCK_TOKENS, rank.memory.num_free)
+        count = rank.memory.num_free
         source = np.ones(count * full.payload_bytes(0), np.uint8)
         target = np.zeros_like(source)
         taken: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
         for number in range(rounds + 1):
-            keys = self._oracle.keys(PROBE_CONVERSATION + number * ROOTS, BLOCK_TOKENS, count + ROOT_TOKENS // BLOCK_TOKENS)
             began = time.perf_counter()
             np.copyto(target, source)
             taken["memcpy"].append(time.perf_counter() - began)
+            keys = self._oracle.keys(PROBE_CONVERSATION + number, BLOCK_TOKENS, count + ROOT_TOKENS // BLOCK_TOKENS)
             for what, start in (("store", engine.store), ("load", engine.load)):
-                share = engine.share(rank, full, 0, keys[-count:], 0)
-                opened = start(rank, [share])
+                opened = start(rank, [engine.share(rank, full, 0, keys[-count:], 0)])
                 engine.wait([opened])
+                taken[what].append(opened.took_s)
+        # The first round pays for pages that are touched for the first time.
         return Speed(**{what: source.size / statistics.median(times[1:]) / 1e9 for what, times in taken.items()})
 
     def close(self) -> None:
         """Orderly end: everything is compared once more."""
         self._engine.close()
+
+
+def main() -> int:
+    """Answers until standard input ends."""
+    worker = Worker(Options(**json.loads(sys.argv[1])))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = worker.probe(asked["probe"]) if "probe" in asked else worker.answer(Turn(**asked))
+        print(json.dumps(asdict(answer)), flush=True)
+    worker.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

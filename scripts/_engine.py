@@ -94,7 +94,8 @@ class Rank:
 class OpenJob:
     """A job whose blocks are the daemon's: those `taken`, for a load those of them that its shares name.
 
-    `hurried`: its deadline may pass; `leased`: all its keys must be there.
+    `hurried`: its deadline may pass; `leased`: all its keys must be there. `took_s`: from the call to the end, if
+    somebody waited for it.
     """
 
     job: Job
@@ -106,6 +107,7 @@ class OpenJob:
     hurried: bool
     leased: bool
     cancelled: bool = False
+    took_s: float = 0.0
 
     @property
     def is_load(self) -> bool:
@@ -267,7 +269,8 @@ class Engine:
         until = time.monotonic() + JOB_S
         for one in opened:
             one.rank.client.wait(one.job, max(until - time.monotonic(), 1.0))
-            self._counters.took("load" if one.is_load else "store", time.monotonic() - one.began)
+            one.took_s = time.monotonic() - one.began
+            self._counters.took("load" if one.is_load else "store", one.took_s)
         self.settle()
 
     def settle(self) -> None:

@@ -20,8 +20,7 @@ SHOWN = 20
 class Report:
     """All figures of one run.
 
-    `sessions_late`: killed workers whose session was still there when their memory was unmapped. `private_bytes`: the
-    daemon's RssAnon, warm and at the end. `said`: what workers wrote.
+    `private_bytes`: the daemon's RssAnon, warm and at the end. `said`: what workers wrote.
     """
 
     seed: int
@@ -34,7 +33,6 @@ class Report:
     kills_with_jobs: int = 0
     daemon_kills: int = 0
     unmap_s: list[float] = field(default_factory=list)
-    sessions_late: int = 0
     findings: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -103,7 +101,6 @@ class Report:
             "faults_planted": self.daemon.faults_planted,
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
-            "sessions_late": self.sessions_late,
             "daemon_kills": self.daemon_kills,
             "unmap_p50_ms": _rounded_ms(self.unmap_percentile_s(50)),
             "unmap_max_ms": _rounded_ms(max(self.unmap_s, default=None)),

@@ -208,9 +208,8 @@ class Run:
             self._report.errors.append(f"a killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
         elif had_memory:
             self._report.unmap_s.append(unmap_s)
-        left = [one for one in observer.status()["sessions"] if one["pid"] == slot.child.pid]
-        if left and unmap_s is not None:
-            self._report.sessions_late += 1
+        if not _forgotten(observer, slot.child.pid):
+            self._report.errors.append(f"a killed worker's session was there for more than {UNMAP_LIMIT_S:.0f} s")
         self._spawn(slot.row, slot.generation + 1)
 
     def _kill_daemon(self) -> None:
@@ -250,6 +249,16 @@ class Run:
         if status != 0:
             self._report.errors.append(f"the daemon ended with status {status}:\n{tail(daemon.log)}")
         self._report.errors += bad_lines(daemon.log)
+
+
+def _forgotten(observer: Client, pid: int) -> bool:
+    """Whether the daemon has no session of that process any more; waits a moment for that."""
+    until = time.monotonic() + UNMAP_LIMIT_S
+    while any(session["pid"] == pid for session in observer.status()["sessions"]):
+        if time.monotonic() > until:
+            return False
+        time.sleep(TICK_S)
+    return True
 
 
 def _num_namespaces(workers: int) -> int:

@@ -144,9 +144,7 @@ class Worker:
             number = int(self.rng.integers(0, len(self.options.conversations)))
             geometry = random_geometry(self.options.seed, number)
             self.weights = np.cumsum(1.0 / np.arange(1, self.options.conversations[number] + 1) ** ZIPF)
-            self.oracle = Oracle(
-                self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS
-            )
+            self.oracle = Oracle(self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
             try:
                 self.engine = self._engine(geometry)
                 self.epoch = self._epoch()

@@ -24,9 +24,8 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import at_least, judged, median_ratio, p50, p99, print_bounds, print_grid
+from _bench import KEY_BYTES, at_least, judged, keys_of, median_ratio, p50, p99, print_bounds, print_grid
 from _daemon import DaemonProcess, private_folder, spawn
-from _oracle import mixed
 from _output import Live, print_json
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
@@ -140,9 +139,7 @@ class Bench:
         return self._last_keys()
 
     def _last_keys(self) -> U8Array:
-        numbers = np.arange(self._stored - self.keys, self._stored, dtype=np.uint64)[:, None]
-        words = numbers * np.uint64(4) + np.arange(4, dtype=np.uint64)
-        return np.ascontiguousarray(mixed(words)).view(np.uint8)
+        return keys_of(np.arange(self._stored - self.keys, self._stored))
 
     def _ids(self) -> I64Array:
         return np.arange(self.keys) if self._case.contiguous else self._rng.permutation(self.keys)
@@ -249,7 +246,7 @@ def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         daemon = DaemonProcess(folder, SETS * job_bytes, settings)
         try:
             daemon.start()
-            namespace = NamespaceSpec(model="bench_copy", key_bytes=32)
+            namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
             with Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client:
                 bench = Bench(client, case, arguments.bytes)
                 samples = measure(bench, arguments.rounds, arguments.jobs)

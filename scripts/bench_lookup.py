@@ -4,7 +4,8 @@
 For each number of keys a daemon of its own is filled in its own process: its arena is a sparse memfd whose pages are
 never touched, so that ten million keys need no 40 GiB. Then rounds of calls go to all the daemons in turn: `lookup` of
 512 keys that were stored together (a prompt), that were not (scattered) and that are not held (missing), and `pin`
-with `release` of a prompt. Growth is compared within each round.
+with `release` of a prompt; and to a bare blocking server that takes and gives as many bytes as a lookup does, which is
+what the machine's sockets and scheduler cost alone. Growth is compared within each round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import at_most, judged, median_ratio, p50, p99, print_bounds, print_grid
+from _bench import KEY_BYTES, at_most, judged, keys_of, median_ratio, p50, p99, print_bounds, print_grid
 from _daemon import end, private_folder, rss_anon_bytes, spawn, tail
-from _oracle import mixed
 from _output import Live, print_json
 
 from kvoffloadd.client import Client, NamespaceSpec
@@ -34,26 +35,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.model import I64Array, U8Array
 
 LEVELS = (10_000, 100_000, 1_000_000, 10_000_000)
 KEYS = 512
-CALLS = ("ping", "lookup prompt", "lookup scattered", "lookup missing", "pin, release")
-P50_MS_MAX, GROWTH_MAX, KEY_BYTES_MAX = 0.5, 5.0, 100.0
-NAMESPACE = NamespaceSpec(model="bench_lookup", key_bytes=32)
+CALLS = ("bare echo", "ping", "lookup prompt", "lookup scattered", "lookup missing", "pin, release")
+P50_MS_MAX, GROWTH_MAX, PRIVATE_BYTES_MAX = 0.5, 5.0, 100.0
+NAMESPACE = NamespaceSpec(model="bench_lookup", key_bytes=KEY_BYTES)
 BLOCK_TOKENS = 16
+REQUEST_BYTES, REPLY_BYTES = KEYS * KEY_BYTES + 64, KEYS * 5 + 64
+"""Of a lookup: keys; states and boundaries; names of fields."""
 SPARE_BYTES = 1 << 20
 SLAB_BYTES = 64 << 20
-FILL_S = 1800.0
+START_S = 30.0
 
 Samples = dict[int, dict[str, list[list[float]]]]
 """Keys held -> call -> seconds of each call, by round."""
-
-
-def keys_of(numbers: I64Array) -> U8Array:
-    """u8 (n, 32): the keys of these numbers, as unlike each other as hashes."""
-    words = numbers.astype(np.uint64)[:, None] * np.uint64(4) + np.arange(4, dtype=np.uint64)
-    return np.ascontiguousarray(mixed(words)).view(np.uint8)
 
 
 # --- the daemon's process ------------------------------------------------------------------------------
@@ -100,7 +96,7 @@ def fill(cache: Cache, count: int) -> Filled:
     )
 
 
-def serve(socket: str, count: int, policy: str) -> int:
+def serve(path: str, count: int, policy: str) -> int:
     """A daemon that holds `count` keys from its start; prints a `Filled` as JSON when it does."""
     from unittest import mock
 
@@ -122,19 +118,58 @@ def serve(socket: str, count: int, policy: str) -> int:
             print(json.dumps(asdict(fill(self, count))), flush=True)
 
     sizes = {"capacity_bytes": str(count * PAGE_BYTES + SPARE_BYTES), "slab_bytes": str(SLAB_BYTES), "policy": policy}
-    chosen = config.load(None, {"server.socket": socket} | {f"memory.{name}": value for name, value in sizes.items()})
+    chosen = config.load(None, {"server.socket": path} | {f"memory.{name}": value for name, value in sizes.items()})
     with mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache, check_memory_fits=lambda _bytes: None):
         return daemon.run(chosen)
+
+
+def serve_echo(path: str) -> None:
+    """One peer after the other: read as much as a lookup, answer as much."""
+    answer = bytes(REPLY_BYTES)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        while True:
+            peer, _ = listener.accept()
+            with peer:
+                while peer.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+                    peer.sendall(answer)
 
 
 # --- the measuring process -----------------------------------------------------------------------------
 
 
+class Echo:
+    """The bare server, and a socket to it."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "echo.sock"
+        self._child = spawn([sys.executable, __file__, "--echo", str(path)], folder / "echo.log")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._request = bytes(REQUEST_BYTES)
+        until = time.monotonic() + START_S
+        while self._socket.connect_ex(str(path)) != 0:
+            if time.monotonic() > until:
+                raise SystemExit(f"the echo server did not start:\n{tail(folder / 'echo.log')}")
+            time.sleep(0.02)
+
+    def call(self) -> None:
+        """There and back."""
+        self._socket.sendall(self._request)
+        self._socket.recv(REPLY_BYTES, socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+        end(self._child, signal.SIGTERM, START_S)
+
+
 class Level:
     """A daemon that holds so many keys, and a session with it."""
 
-    def __init__(self, folder: Path, count: int, policy: str) -> None:
+    def __init__(self, folder: Path, count: int, policy: str, echo: Echo) -> None:
         self.count = count
+        self._echo = echo
         self._socket = folder / f"{count}.sock"
         self._log = folder / f"{count}.log"
         command = [sys.executable, __file__, "--serve", str(self._socket), "--keys", str(count), "--policy", policy]
@@ -156,7 +191,7 @@ class Level:
     def close(self) -> None:
         """End it."""
         self._client.close(force=True)
-        end(self._child, signal.SIGTERM, 30.0)
+        end(self._child, signal.SIGTERM, START_S)
 
     def calls(self, rng: np.random.Generator) -> dict[str, Callable[[], object]]:
         """What is measured, each with keys of its own."""
@@ -166,6 +201,7 @@ class Level:
         scattered = {0: keys_of(np.unique(rng.integers(0, count, KEYS)))}
         missing = {0: keys_of(rng.integers(count, 1 << 60, KEYS))}
         found = (
+            self._echo.call,
             client.ping,
             lambda: client.lookup(prompt),
             lambda: client.lookup(scattered),
@@ -197,7 +233,7 @@ def measure(levels: list[Level], rounds: int, calls: int, live: Live, done: int)
 def summary(samples: Samples, filled: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Figures by level, and the bounds. `ratio_to_limit` is the growth from the fewest keys to the most."""
     fewest, most = min(samples), max(samples)
-    levels = []
+    levels: list[dict[str, Any]] = []
     for count, by_call in samples.items():
         figures = {}
         for name, rounds in by_call.items():
@@ -214,10 +250,11 @@ def summary(samples: Samples, filled: dict[int, dict[str, Any]]) -> dict[str, An
     lookups = ("lookup prompt", "lookup scattered")
     worst = {name: max(top[call][name] for call in lookups) for name in ("p50_us", "growth")}
     label = f"{KEYS} keys, {most:,} held"
+    private = levels[-1]["bytes"]["rss_anon_per_key"]
     bounds = [
         at_most(f"lookup of {label}, p50 ms", worst["p50_us"] / 1e3, P50_MS_MAX),
         at_most(f"lookup of {label}, times {fewest:,} held", worst["growth"], GROWTH_MAX),
-        at_most(f"private memory per key, {most:,} held, bytes", levels[-1]["bytes"]["rss_anon_per_key"], KEY_BYTES_MAX),
+        at_most(f"private memory per key, {most:,} held, bytes", private, PRIVATE_BYTES_MAX),
     ]
     return judged({"levels": levels, "ratio_to_limit": worst["growth"], "ratio_max": GROWTH_MAX}, bounds)
 
@@ -232,6 +269,7 @@ def show(result: dict[str, Any]) -> None:
             for level in result["levels"]
             for name, call in level["calls"].items()
         ),
+        texts=2,
     )
     print_grid(
         f"\nfilling: one turn of the event loop takes in {KEYS} keys",
@@ -256,10 +294,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(private_folder()))
         live = stack.enter_context(Live("bench_lookup", len(counts) + 1))
+        echo = stack.enter_context(contextlib.closing(Echo(folder)))
         levels = []
         for number, count in enumerate(counts):
             live.show(number, f"filling {count:,} keys")
-            level = Level(folder, count, arguments.policy)
+            level = Level(folder, count, arguments.policy, echo)
             stack.callback(level.close)
             level.wait()
             levels.append(level)
@@ -278,9 +317,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
     parser.add_argument("--serve", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--keys", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--echo", metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         return serve(arguments.serve, arguments.keys, arguments.policy)
+    if arguments.echo is not None:
+        serve_echo(arguments.echo)
     if min(arguments.max_keys, arguments.rounds, arguments.calls) < 1:
         parser.error("--max-keys, --rounds and --calls are at least 1")
     result = run(arguments)

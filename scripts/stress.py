@@ -20,9 +20,11 @@ from _stress_report import print_report
 from _stress_run import Options, Run
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.units import parse_bytes
+from kvoffloadd.units import format_bytes, parse_bytes
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
+MEMORY_BYTES_MIN = 4 << 20
+"""Less has no room for a few of the largest keys."""
 
 
 def main() -> int:
@@ -61,8 +63,8 @@ def _arguments() -> tuple[Options, bool]:
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     add("--json", action="store_true", help="one JSON object on standard output in place of the table")
     given = parser.parse_args()
-    if given.workers < 1:
-        parser.error("--workers: at least 1")
+    if given.workers < 1 or given.memory < MEMORY_BYTES_MIN:
+        parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
     if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies):
         parser.error("--kill-daemon, --plant-corruption and --slow-copies need a daemon of their own, without --socket")
     options = Options(

@@ -65,8 +65,8 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
     with ExitStack() as stack:
 
         def start(*settings: str, memory: str = "32MiB", faults: str = "") -> Daemon:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvo-", dir="/tmp"))
-            daemon = Daemon(Path(folder), *settings, memory=memory, faults=faults)
+            folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
+            daemon = Daemon(folder, *settings, memory=memory, faults=faults)
             stack.callback(daemon.finish)
             return daemon
 
@@ -74,26 +74,43 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture(scope="session")
-def standing_daemon() -> Iterator[list[Daemon]]:
-    """At most one daemon, which tests use one after the other; the first that asks `daemon` starts it."""
-    held: list[Daemon] = []
-    with tempfile.TemporaryDirectory(prefix="kvo-", dir="/tmp") as folder:
-        # Others than root may enter: tests connect as other users.
-        os.chmod(folder, 0o755)
-        held.append(Daemon(Path(folder), *STANDING_SETTINGS))
+def standing_daemons() -> Iterator[dict[tuple[str, ...], Daemon]]:
+    """Daemons that tests use one after the other, by what they were started with."""
+    held: dict[tuple[str, ...], Daemon] = {}
+    with ExitStack() as stack:
         yield held
-        held[0].finish()
+        for daemon in held.values():
+            stack.callback(daemon.finish)
 
 
 @pytest.fixture
-def daemon(standing_daemon: list[Daemon]) -> Iterator[Daemon]:
-    """A real daemon with default settings, empty; shared with other tests, audited after each."""
-    found = standing_daemon[0]
-    yield found
-    try:
-        found.audit()
-        found.clear()
-    except BaseException:
-        found.destroy()  # the next test is not to suffer for this one
-        found.start()
-        raise
+def standing(standing_daemons: dict[tuple[str, ...], Daemon]) -> Iterator[Callable[..., Daemon]]:
+    """As `start_daemon`, but the daemon is shared with other tests that ask for the same; audited and emptied at the
+    end of each.
+    """
+    lent: dict[tuple[str, ...], Daemon] = {}
+
+    def lend(*settings: str, memory: str = "32MiB", faults: str = "") -> Daemon:
+        name = (*settings, memory, faults)
+        if name not in standing_daemons:
+            folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
+            folder.chmod(0o755)  # tests connect as other users
+            standing_daemons[name] = Daemon(folder, *settings, memory=memory, faults=faults)
+        lent[name] = standing_daemons[name]
+        return lent[name]
+
+    yield lend
+    for name, daemon in lent.items():
+        try:
+            daemon.audit()
+            daemon.clear()
+        except BaseException:
+            # The next test is not to suffer for this one.
+            standing_daemons.pop(name).destroy()
+            raise
+
+
+@pytest.fixture
+def daemon(standing: Callable[..., Daemon]) -> Daemon:
+    """A real daemon that tests share, empty; audited at the end."""
+    return standing(*STANDING_SETTINGS)

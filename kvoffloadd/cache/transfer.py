@@ -35,7 +35,7 @@ VERIFY_URGENT, SEAL_URGENT = 0, 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferResult:
-    """`bad`: for a load, which of its keys failed verification."""
+    """`bad`: which of its keys failed verification (load), or were cleared while they were being stored."""
 
     outcome: Outcome
     bytes: int
@@ -119,7 +119,9 @@ class Transfers:
 
     def _stored(self, transfer: Transfer, result: CopyResult) -> None:
         if result.outcome is Outcome.DONE:
-            self._seal(self.cache.commit(transfer.parts))
+            kept = self.cache.commit(transfer.parts)
+            transfer.bad = ~np.isin(transfer.parts, kept)  # cleared meanwhile
+            self._seal(kept)
         else:
             self.cache.abort(transfer.parts)
         self._finish(transfer, result)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import FramingError, PeerError
 from kvoffloadd.protocol import codec
-from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, FRAME_BYTES_MAX, FROM_CLIENT, FROM_DAEMON, Message
+from kvoffloadd.protocol.messages import (
+    FDS_PER_FRAME_MAX,
+    FRAME_BYTES_MAX,
+    FROM_CLIENT,
+    FROM_DAEMON,
+    SEQ_END,
+    Message,
+)
 from kvoffloadd.protocol.state import State, move
 
 if TYPE_CHECKING:
@@ -71,7 +78,7 @@ class Connection:
             if fds:
                 raise FramingError(f"descriptors with a frame that can't be taken: {error}") from error
             seq = fields.get("seq")
-            error.seq = seq if type(seq) is int else 0
+            error.seq = seq if type(seq) is int and 0 <= seq < SEQ_END else 0
             raise
         return message, fds
 
@@ -80,10 +87,9 @@ class Connection:
         wanted = count if type(count) is int else 0
         if not 0 <= wanted <= len(self._fds):
             raise FramingError(f"a frame states {wanted} descriptors, {len(self._fds)} came")
-        fds = [self._fds.popleft() for _ in range(wanted)]
-        if self._fds and not self._buffer:
-            raise FramingError(f"{len(self._fds)} descriptors came that no frame states")
-        return fds
+        if len(self._fds) > wanted and not self._buffer:
+            raise FramingError(f"{len(self._fds) - wanted} descriptors came that no frame states")
+        return [self._fds.popleft() for _ in range(wanted)]
 
     def send(self, message: Message) -> bytes:
         """The frame to write. Raises StateError for what this side may not say now, FramingError if it is too big."""

@@ -18,7 +18,8 @@ VERSIONS = (1,)
 FRAME_BYTES_MAX = 4 << 20
 FDS_PER_FRAME_MAX = 64
 
-Seq = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+SEQ_END = 1 << 32
+Seq = Annotated[int, msgspec.Meta(ge=0, lt=SEQ_END)]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

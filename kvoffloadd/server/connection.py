@@ -14,7 +14,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError
+from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError, StateError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.server.outbox import Outbox
@@ -48,10 +48,11 @@ class PeerConnection:
         self._protocol = Connection(daemon=True)
         self._outbox = Outbox(context.config.limits.outbox_bytes)
         self.session = Session(context, peer, self._outbox, self._send)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._reading = self._writing = False
-        self._pump_scheduled = False
+        self._pumping = self._pump_scheduled = False
+        self._backlog = False
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
 
@@ -59,10 +60,9 @@ class PeerConnection:
         """Begin to serve. The session ends by itself when the peer does."""
         self._context.sessions.add(self.session)
         self._context.counters.sessions += 1
-        self._resume_reading()
+        self._steer()
         if self._peer.pidfd >= 0:
             self._loop.add_reader(self._peer.pidfd, self._on_peer_death)
-        self._watch_partial()
 
     # --- in ---
 
@@ -94,6 +94,7 @@ class PeerConnection:
     def _pump(self) -> None:
         """Serve what has arrived, a bounded number of messages per turn, while the peer reads its replies."""
         self._pump_scheduled = False
+        self._pumping = self._backlog = True
         for _ in range(MESSAGES_PER_TURN):
             if self._ending or self._outbox.congested:
                 break
@@ -101,21 +102,32 @@ class PeerConnection:
                 got = self._protocol.next_message()
             except FramingError as error:
                 self._refuse(error)
-                return
+                break
             except PeerError as error:
                 self._reply_error(error, error.seq)
                 continue
             if got is None:
+                self._backlog = False
                 self._watch_partial()
                 break
-            self._stop_timer()  # it was for this frame; the next one gets its own
+            if self.session.role:
+                self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
-        else:
-            self._schedule_pump()
+        self._pumping = False
         self._flush()
 
-    def _schedule_pump(self) -> None:
-        if not self._pump_scheduled:
+    def _steer(self) -> None:
+        """Read only from a peer that reads what it is told, and only when all that it said before is served."""
+        if self._ending or self._pumping:
+            return
+        if self._outbox.congested or self._backlog:
+            self._pause_reading()
+            if self.session.role:
+                self._stop_timer()  # that the rest of a frame does not come is our doing now
+        elif not self._reading:
+            self._resume_reading()
+            self._watch_partial()
+        if self._backlog and not self._outbox.congested and not self._pump_scheduled:
             self._pump_scheduled = True
             self._loop.call_soon(self._pump)
 
@@ -130,7 +142,7 @@ class PeerConnection:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             else:
-                self._start_task(answer, seq)
+                self._start_task(answer, seq, last=isinstance(message, m.Bye))
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception:
@@ -143,25 +155,37 @@ class PeerConnection:
         if isinstance(reply, m.Welcome):
             # The frame owns the descriptor until it is sent.
             self._outbox.put(self._protocol.send(reply), (os.pidfd_open(os.getpid()),))
+            self._stop_timer()  # it was for the hello
         else:
             self._send(reply)
 
-    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int) -> None:
-        task = self._loop.create_task(self._finish_request(answer, seq))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
+        task = self._loop.create_task(self._finish_request(answer, seq, last=last))
+        self._tasks[task] = seq
+        task.add_done_callback(self._tasks.pop)
 
-    async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int) -> None:
+    async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
         try:
-            self._send(await answer)
+            reply = await answer
+            if last:
+                await self._finish_others()
+            self._send(reply)
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception:
             log.exception("a request failed by a bug of ours")
             self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
-        self._flush()
-        if self.session.leaving:
+        if last:
             self.end("the peer said bye")
+
+    async def _finish_others(self) -> None:
+        """Before the answer to `bye`: every request that came before it has its reply."""
+        others = {task: seq for task, seq in self._tasks.items() if task is not asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=FLUSH_S)
+            for task in late:
+                task.cancel()
+                self._reply_error(StateError("the session said bye before this was done"), others[task])
 
     # --- out ---
 
@@ -200,11 +224,7 @@ class PeerConnection:
                 return
             self._outbox.sent(size)
         self._set_writing(bool(self._outbox.frames))
-        if self._outbox.congested:
-            self._pause_reading()
-        elif not self._reading and not self._ending:
-            self._resume_reading()
-            self._schedule_pump()  # what had arrived before the pause
+        self._steer()
 
     def _set_writing(self, wanted: bool) -> None:
         if wanted and not self._writing and self._sock.fileno() >= 0:
@@ -257,9 +277,8 @@ class PeerConnection:
         return self._ending
 
     async def _end(self) -> None:
-        me = asyncio.current_task()
         await self.session.close()
-        for task in self._tasks - ({me} if me else set()):
+        for task in list(self._tasks):
             task.cancel()
         await self._last_words()
         self._set_writing(False)

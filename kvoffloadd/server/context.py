@@ -101,8 +101,10 @@ class Context:
                 findings.append(f"instances: {len(self.instances)} without a session")
         return findings
 
-    def status(self) -> dict[str, Any]:
-        """What `status` tells; the keys are stable."""
+    def status(self, uid: int | None = None) -> dict[str, Any]:
+        """What `status` tells; the keys are stable. `uid`: only that user's accounts, sessions and namespaces."""
+        accounts = self.accounts.figures()
+        namespaces = (n for n in self.cache.namespaces.values() if uid in (None, n.uid))
         return {
             "boot_id": self.boot_id.hex(),
             "pid": os.getpid(),
@@ -118,9 +120,9 @@ class Context:
             "server": {name: getattr(self.counters, name) for name in self.counters.__slots__},
             "devices": {kind: device.gauges() for kind, device in self.devices.items()},
             "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
-            "accounts": self.accounts.figures(),
+            "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},
             "instances": len(self.instances),
-            "sessions": [session.figures() for session in self.sessions],
+            "sessions": [session.figures() for session in self.sessions if uid in (None, session.peer.uid)],
             "namespaces": [
                 {
                     "label": n.label,
@@ -130,6 +132,6 @@ class Context:
                     "bytes": n.bytes,
                     "sessions": n.sessions,
                 }
-                for n in itertools.islice(self.cache.namespaces.values(), NAMESPACES_TOLD)
+                for n in itertools.islice(namespaces, NAMESPACES_TOLD)
             ],
         }

@@ -217,7 +217,8 @@ class Jobs:
     def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
         rows = self.instance.leases.read(lease_id).rows
         for found in founds:
-            if not np.isin(found.rows, rows).all():
+            # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
+            if not np.isin(found.hit_rows, rows).all():
                 raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
     def _leased(self, share: GroupJob, lease_id: int) -> tuple[U8Array, I64Array]:

@@ -284,7 +284,7 @@ class Session:
         return list(self._context.cache.namespaces.values())
 
     def _status(self, message: m.Status) -> m.Reply:
-        return m.Report(seq=message.seq, status=self._context.status())
+        return m.Report(seq=message.seq, status=self._context.status(None if self.privileged else self.peer.uid))
 
     def _verify(self, message: m.Verify) -> Answer:
         if not self.privileged:
@@ -315,14 +315,25 @@ class Session:
         """An event of a namespace; dropped, with a `gap`, when the peer reads too slowly."""
         if not self._listening or namespace is not self._namespace:
             return
-        size = len(added) + len(removed) + 128
-        if not self._outbox.room(size + 64):
+        if self._room_for_event(len(added) + len(removed)):
+            self.tell_gap()
+            self._push(m.Events(group=group, added=added, removed=removed))
+        else:
             self._events_missed = True
-            return
-        if self._events_missed:
+
+    def miss_events(self) -> None:
+        """Events were lost before they reached any session."""
+        self._events_missed = self._listening
+
+    def tell_gap(self) -> None:
+        """If events were dropped and the peer reads again, say so."""
+        if self._events_missed and self._room_for_event(0):
             self._events_missed = False
             self._push(m.Gap())
-        self._push(m.Events(group=group, added=added, removed=removed))
+
+    def _room_for_event(self, size: int) -> bool:
+        waiting = len(self._outbox.frames)
+        return waiting < self._context.config.limits.events_per_session and self._outbox.room(size + 256)
 
     # --- the end ---
 

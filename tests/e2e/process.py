@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,7 @@ class Daemon:
         """Whatever state it is in."""
         self.leave_guests()
         self.kill()
+        shutil.rmtree(self.socket.parent, ignore_errors=True)
 
     def _leave(self) -> None:
         with suppress(ClientError):

@@ -114,7 +114,7 @@ class Rank:
         self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]
     ) -> Iterator[tuple[U8Array, U8Array]]:
         known = self._groups[group]
-        for key, ids in zip(keys, np.asarray(blocks).reshape(len(keys), -1).tolist(), strict=True):
+        for key, ids in zip(keys, np.asarray(blocks).reshape(len(keys), known.blocks_per_key).tolist(), strict=True):
             for block, row in enumerate(ids):
                 if row == NO_BLOCK:
                     continue

@@ -46,6 +46,7 @@ UNUSABLE = {
     "too many fields": frame({"type": "ping", "seq": 1, **{str(n): n for n in range(300)}}),
     "too many maps": frame({"type": "lookup", "seq": 1, "groups": [[{}] * 16_000, [{}] * 16_000]}),
     "too long a list": frame({"type": "lookup", "seq": 1, "groups": [0] * 20_000}),
+    "an extension": frame({"type": "release", "seq": 50, "lease": msgpack.ExtType(7, b"1")}),
     "depth": prefixed(deep(5_000)),
     "a length that is not there": prefixed(b"\x82\xa4type\xa4ping\xa3seq\xc6\xff\xff\xff\xff"),
     "a list of four billion": prefixed(b"\x82\xa4type\xa4ping\xa3seq\xdd\xff\xff\xff\xff"),
@@ -100,7 +101,6 @@ NO_MESSAGE: dict[str, dict[str, Any]] = {
     "an unknown field inside": {"type": "lookup", "seq": 50, "groups": [{"group": 0, "keys": b"", "part": 0}]},
     "bool for int inside": {"type": "lookup", "seq": 50, "groups": [{"group": False, "keys": b""}]},
     "a time": {"type": "release", "seq": 50, "lease": msgpack.Timestamp(1)},
-    "an extension": {"type": "release", "seq": 50, "lease": msgpack.ExtType(7, b"1")},
     "an unknown kind of memory": {"type": "attach", "seq": 50, "kind": "floppy", "fds": 0},
     "memory without descriptors": {"type": "attach", "seq": 50, "kind": "shm", "fds": 0},
     "an unknown kind of group": {

@@ -1,13 +1,34 @@
-"""Eviction policies by name."""
+"""Eviction policies: which keys go when there is no room. Here are their names."""
 
 from __future__ import annotations
 
-from kvoffloadd.cache.policy.interim import Interim
+from typing import TYPE_CHECKING
 
-POLICIES = {"lru": lambda capacity_rows, max_rows: Interim()}
-DEFAULT_POLICY = "lru"
+from kvoffloadd.cache.policy.hitdensity import HitDensityPolicy
+from kvoffloadd.cache.policy.lru import Lru
+from kvoffloadd.cache.policy.s3fifo import S3Fifo
+from kvoffloadd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.cache.policy.base import Policy
+
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "hit-density": HitDensityPolicy,
+    "lru": Lru,
+    "s3-fifo": S3Fifo,
+}
+"""Name to constructor: `(capacity_rows, max_rows)`."""
+
+DEFAULT_POLICY = "hit-density"
+"""What hits most on the traces in docs/benchmarks/policies.md."""
 
 
-def create_policy(name: str, capacity_rows: int, max_rows: int) -> Interim:
-    """The policy."""
-    return POLICIES[name](capacity_rows, max_rows)
+def create_policy(name: str, capacity_rows: int, max_rows: int) -> Policy:
+    """A policy without rows. `capacity_rows`: how many it is expected to hold; `max_rows`: row numbers are below it."""
+    try:
+        make = POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"memory.policy: {name!r} is not one of {', '.join(sorted(POLICIES))}") from None
+    return make(capacity_rows, max_rows)

@@ -14,8 +14,8 @@ class Policy(Protocol):
     """Orders the resident keys of one slot footprint for eviction.
 
     A key is a row number (u32, below the `max_rows` given at construction; rows are reused after `remove`). All calls
-    come from the event loop. The caller guarantees that `insert` names rows it does not hold and that the other
-    calls name rows it does.
+    come from the event loop. The caller guarantees that `insert` names rows it does not hold, that the other
+    calls name rows it does, and that no call names a row twice.
     """
 
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
@@ -35,8 +35,13 @@ class Policy(Protocol):
         """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
 
         Fewer only if fewer evictable rows exist. The rows stay held until `remove`: a caller that changes its mind
-        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say
-        no).
+        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say no).
+        """
+
+    def resize(self, capacity_rows: int) -> None:
+        """The tier is now expected to hold about this many rows; at least 1.
+
+        A hint that sizes ghost lists and shares; evicts nothing. May forget what is remembered of keys not held.
         """
 
     def __len__(self) -> int:

@@ -1,0 +1,124 @@
+"""How many hits a slot earns per unit of time, learned per class of key and age."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from kvoffloadd.model import BoolArray, U32Array
+
+NUM_BUCKETS = 64
+"""Ages are told apart by half powers of two; these cover 32 bits."""
+
+WINDOW_SLOTS = 1 << 16
+"""Keys observed at a time. More would sharpen the estimates a little and make `refresh` slower."""
+
+REFRESH_EVENTS_MIN, REFRESH_EVENTS_MAX = 256, 8192
+
+# What is believed before anything was seen, and in ages where nothing is ever seen: in each bucket one key of twenty
+# comes back, whatever its class. That falls as 1 / age, so that the order is LRU until there is evidence. The weights
+# are in keys: how many must be seen to count as much as the belief, and as what all classes together show.
+PRIOR_RETURNS = 0.05
+PRIOR_WEIGHT = 500.0
+POOLED_WEIGHT = 20.0
+
+_EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
+_LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS + 1), np.bool_), 1)
+
+
+def bucket(age: int) -> int:
+    """The bucket of an age below 2**32: two buckets per power of two."""
+    return max(1, age * age).bit_length() - 1
+
+
+class HitDensity:
+    """Watches a sample of keys and estimates, for each class and age, the hits that keeping such a key is worth.
+
+    A watched slot holds the class and time of its key's last use. The key's return is a hit at some age; being
+    overwritten by another key, and waiting still, says only that it did not return until now. These give the share of
+    keys that return at each age (a life table, with the keys lost from sight counted as far as they were seen), and
+    that gives the density: the best ratio, over all times one might keep the key for, of the chance of a hit within that
+    time to the slot time spent until then. Old observations fade: half-life, as many uses as there are slots in the window.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+        self._hits = np.zeros((num_classes, NUM_BUCKETS))
+        self._lost = np.zeros((num_classes, NUM_BUCKETS))
+        self._events = 0
+        self._events_refreshed = 0
+        self.forget_window()
+        self.refresh(0)
+
+    def forget_window(self) -> None:
+        """Stop watching the keys of now; what was learned stays."""
+        self._code = np.zeros(WINDOW_SLOTS, np.uint8)  # class + 1; 0 = nothing watched
+        self._stamp = np.zeros(WINDOW_SLOTS, np.uint32)
+
+    def record(self, slots: U32Array, known: BoolArray, classes: npt.NDArray[np.uint8], now: int) -> None:
+        """Keys were used at `now`, and are of these classes from now on.
+
+        Slots beyond the window are not watched. `known`: the slot is the key's own from an earlier use.
+        """
+        watched = slots < WINDOW_SLOTS
+        if not watched.all():
+            slots, known, classes = slots[watched], known[watched], classes[watched]
+            if not len(slots):
+                return
+        code = self._code[slots]
+        if code.any():
+            cells = (code.astype(np.int64) - 1) * NUM_BUCKETS + _buckets(np.uint32(now) - self._stamp[slots])
+            seen = code > 0
+            np.add.at(self._hits.reshape(-1), cells[seen & known], 1.0)
+            np.add.at(self._lost.reshape(-1), cells[seen & ~known], 1.0)
+        self._code[slots] = classes + np.uint8(1)
+        self._stamp[slots] = now
+        self._events += len(slots)
+        due = self._events_refreshed + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
+        if self._events >= due:
+            self.refresh(now)
+
+    def density(self, key_class: int, age: int) -> float:
+        """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
+        return self._density[key_class][bucket(age)]
+
+    def refresh(self, now: int) -> None:
+        """Work the densities out anew; takes about 1 ms, whatever the capacity."""
+        fade = 0.5 ** ((self._events - self._events_refreshed) / WINDOW_SLOTS)
+        self._events_refreshed = self._events
+        self._hits *= fade
+        self._lost *= fade
+        waiting = np.flatnonzero(self._code)
+        cells = (self._code[waiting].astype(np.int64) - 1) * NUM_BUCKETS
+        cells += _buckets(np.uint32(now) - self._stamp[waiting])
+        shape = (self._num_classes, NUM_BUCKETS)
+        unreturned = self._lost + np.bincount(cells, minlength=self._hits.size).reshape(shape)
+        leaving = self._hits + unreturned
+        older = np.cumsum(leaving[:, ::-1], axis=1)[:, ::-1] - leaving
+        at_risk = older + self._hits + unreturned / 2
+        self._density: list[list[float]] = _densities(self._returns(at_risk)).tolist()
+
+    def _returns(self, at_risk: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The share of keys which return in each bucket, of those that reach it."""
+        pooled = (self._hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
+        return np.asarray((self._hits + POOLED_WEIGHT * pooled) / (at_risk + POOLED_WEIGHT))
+
+
+def _densities(returns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    ones = np.ones((len(returns), 1))
+    absent = np.concatenate((ones, np.cumprod(1 - returns, axis=1)), axis=1)  # not returned up to each edge
+    slot_time = np.diff(_EDGES) * (absent[:, :-1] + absent[:, 1:]) / 2
+    spent = np.concatenate((0 * ones, np.cumsum(slot_time, axis=1)), axis=1)
+    hits = absent[:, :-1, None] - absent[:, None, :]
+    cost = spent[:, None, :] - spent[:, :-1, None]
+    ratio = np.divide(hits, cost, out=np.zeros_like(hits), where=_LATER & (cost > 0))
+    return np.asarray(ratio.max(axis=2))
+
+
+def _buckets(ages: U32Array) -> npt.NDArray[np.int64]:
+    # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
+    return np.frexp(np.maximum(ages, 1).astype(np.float64) ** 2)[1].astype(np.int64) - 1

@@ -1,0 +1,198 @@
+"""Evict what earns the fewest hits per slot and time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.policy.density import HitDensity, bucket
+from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts, slots_for
+from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
+from kvoffloadd.cache.policy.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+GHOSTS_PER_ROW = 2
+TIME_MASK = 0xFFFFFFFF
+TURNS_MAX = 3
+REACH_SLOTS = 4096
+
+
+def _class_table() -> npt.NDArray[np.uint8]:
+    """Class by turns (1..TURNS_MAX, less one) and uses: few classes, since all keys of a conversation share one fate."""
+    table = np.zeros((TURNS_MAX, USES_MAX + 1), np.uint8)
+    for turns in range(TURNS_MAX):
+        table[turns, :2] = turns
+        table[turns, 2:4] = TURNS_MAX + turns
+        table[turns, 4:8] = 2 * TURNS_MAX
+        table[turns, 8:] = 2 * TURNS_MAX + 1
+    return table
+
+
+CLASSES = _class_table()
+NUM_CLASSES = int(CLASSES.max()) + 1
+
+
+class HitDensityPolicy:
+    """One LRU queue per class of key; the next victim is the oldest of the queue whose oldest is worth the least.
+
+    The class of a key tells how often it was used, and in which turn of its conversation, as far as the prompt shows:
+    use counts fall in steps along it, one step a turn. What a class is worth at which age is learned (`HitDensity`).
+    Time is counted in keys used, modulo 2**32: a key that was not used for so long looks young again.
+    """
+
+    def __init__(self, capacity_rows: int, max_rows: int) -> None:
+        self._queues = RowQueues(NUM_CLASSES, max_rows)
+        self._tag = np.zeros(max_rows, np.uint32)
+        self._stamp = np.zeros(max_rows, np.uint32)
+        self._uses = np.zeros(max_rows, np.uint8)
+        self._counts = UseCounts(GHOSTS_PER_ROW * capacity_rows)
+        self._learned = HitDensity(NUM_CLASSES)
+        self._now = 0
+        # By the position behind its last key: turns and uses that the last prompt to end there had come to. A request's
+        # new keys arrive in calls of their own, and go on from where its known keys or its earlier chunks ended.
+        self._reach = [(0, 0)] * REACH_SLOTS
+
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        if not len(rows):
+            return
+        tags = hashes.astype(np.uint32)
+        self._tag[rows] = tags
+        classes = self._use(rows, tags, None, positions)
+        self._enqueue(rows, classes)
+
+    def touch(self, rows: U32Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        if not len(rows):
+            return
+        tags = self._tag[rows]
+        classes = self._use(rows, tags, self._uses[rows], positions)
+        self._queues.discard(rows)
+        self._enqueue(rows, classes)
+
+    def remove(self, rows: U32Array) -> None:
+        """See `Policy`. The keys' use counts are remembered for a while."""
+        self._queues.discard(rows)
+
+    def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        """See `Policy`. Rows in use that were met on the way count as used now, so that no call meets them soon."""
+        selection = Selection(wanted, evictable)
+        fronts = [Front(self._queues, queue, selection.block) for queue in range(NUM_CLASSES)]
+        worth = [self._worth(front) for front in fronts]
+        while selection.missing:
+            least = min(worth)
+            if least == float("inf"):
+                break
+            front = fronts[worth.index(least)]
+            rows = front.rows()
+            # Rows of one age bucket are worth the same; the queue is in order of age, so those of the first come first.
+            front.skip(selection.offer(rows[: self._same_worth(rows)], front.queue))
+            worth[front.queue] = self._worth(front)
+        for queue, rows in selection.in_use():
+            self._stamp[rows] = self._now
+            self._queues.move(queue, rows)
+        return selection.chosen()
+
+    def resize(self, capacity_rows: int) -> None:
+        """See `Policy`. Forgets the use counts of keys not held if the memory for them changes."""
+        if slots_for(GHOSTS_PER_ROW * capacity_rows) != self._counts.num_slots:
+            self._counts = UseCounts(GHOSTS_PER_ROW * capacity_rows)
+            self._learned.forget_window()
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def _use(
+        self,
+        rows: U32Array,
+        tags: U32Array,
+        uses: npt.NDArray[np.uint8] | None,
+        positions: U32Array,
+    ) -> npt.NDArray[np.uint8]:
+        """Count one more use of each key, and learn from it. Returns their classes, which fall along the prompt.
+
+        `uses`: the counts so far; None: as remembered.
+        """
+        slots = self._counts.slots(tags)
+        known, remembered = self._counts.look_up(tags, slots)
+        uses = remembered if uses is None else uses
+        uses = np.minimum(uses + np.uint8(1), np.uint8(USES_MAX))
+        # A key was used at least as often as any that follows it. This mends counts that were forgotten: a gap that
+        # looks unused would be evicted first, and takes all that follows it out of reach.
+        uses = np.maximum.accumulate(uses[::-1])[::-1]
+        classes = CLASSES[self._turns(uses, positions) - 1, uses]
+        now = self._now
+        self._learned.record(slots, known, classes, now)
+        self._counts.record(tags, slots, uses)
+        self._uses[rows] = uses
+        self._stamp[rows] = now
+        self._now = (now + len(rows)) & TIME_MASK
+        return classes
+
+    def _turns(self, uses: npt.NDArray[np.uint8], positions: U32Array) -> int:
+        """Steps of the use counts from the prompt's begin to its last key here, 1..TURNS_MAX."""
+        first = int(positions[0])
+        turns, last_uses = self._reach[first % REACH_SLOTS] if first else (0, 0)
+        turns += int(uses[0] != last_uses) + int(np.count_nonzero(uses[1:] != uses[:-1]))
+        turns = max(1, min(turns, TURNS_MAX))
+        self._reach[(int(positions[-1]) + 1) % REACH_SLOTS] = (turns, int(uses[-1]))
+        return turns
+
+    def _enqueue(self, rows: U32Array, classes: npt.NDArray[np.uint8]) -> None:
+        start = 0
+        ends = [*(np.flatnonzero(classes[1:] != classes[:-1]) + 1).tolist(), len(rows)]
+        for end in ends:
+            self._queues.append(int(classes[start]), rows[start:end][::-1])
+            start = end
+
+    def _age(self, row: int) -> int:
+        return (self._now - int(self._stamp[row])) & TIME_MASK
+
+    def _worth(self, front: Front) -> float:
+        row = front.first()
+        return float("inf") if row == NOWHERE else self._learned.density(front.queue, self._age(row))
+
+    def _same_worth(self, rows: U32Array) -> int:
+        """How many of the rows, from the first on, are in its age bucket."""
+        stamps = self._stamp[rows]
+        here = bucket(self._age(int(rows[0])))
+        if bucket(self._age(int(rows[-1]))) == here:
+            return len(rows)
+        changes = np.flatnonzero(stamps[1:] != stamps[:-1]) + 1
+        for at in changes.tolist():
+            if bucket(self._age(int(rows[at]))) != here:
+                return int(at)
+        return len(rows)
+
+
+class Front:
+    """How far one call of `victims` has come in one queue. Reads the queue no further than it is asked to."""
+
+    def __init__(self, queues: RowQueues, queue: int, block: int) -> None:
+        self.queue = queue
+        self._first = queues.head(queue)
+        self._blocks = queues.scan(queue, block)
+        self._rows: U32Array | None = None
+
+    def first(self) -> int:
+        """The oldest row not yet passed, or NOWHERE."""
+        return self._first
+
+    def rows(self) -> U32Array:
+        """Some of the rows not yet passed, oldest first; at least one, unless `first` says that there is none."""
+        if self._rows is None:
+            self._rows = next(self._blocks)
+        return self._rows
+
+    def skip(self, count: int) -> None:
+        """Pass this many of `rows`."""
+        rows = self.rows()[count:]
+        self._rows = rows if len(rows) else next(self._blocks, None)
+        self._first = NOWHERE if self._rows is None else int(self._rows[0])

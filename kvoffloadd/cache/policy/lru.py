@@ -1,0 +1,51 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvoffloadd.cache.policy.rowqueue import RowQueues
+from kvoffloadd.cache.policy.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+
+class Lru:
+    """One queue. A request's keys enter it last key first, so that prefixes outlive their tails."""
+
+    def __init__(self, capacity_rows: int, max_rows: int) -> None:
+        """`capacity_rows` is of no use to this policy."""
+        self._queues = RowQueues(1, max_rows)
+
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        self._queues.append(0, rows[::-1])
+
+    def touch(self, rows: U32Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        self._queues.move(0, rows[::-1])
+
+    def remove(self, rows: U32Array) -> None:
+        """See `Policy`."""
+        self._queues.discard(rows)
+
+    def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        """See `Policy`. Rows in use that were met on the way move to the young end, so that no call meets them soon."""
+        selection = Selection(wanted, evictable)
+        if wanted > 0:
+            for rows in self._queues.scan(0, selection.block):
+                selection.offer(rows)
+                if not selection.missing:
+                    break
+        for queue, rows in selection.in_use():
+            self._queues.move(queue, rows)
+        return selection.chosen()
+
+    def resize(self, capacity_rows: int) -> None:
+        """See `Policy`. Changes nothing."""
+
+    def __len__(self) -> int:
+        return len(self._queues)

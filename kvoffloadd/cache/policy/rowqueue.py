@@ -1,0 +1,209 @@
+"""Queues of rows in chunks of one shared pool: the order that the policies keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvoffloadd.model import BoolArray, U32Array
+
+NOWHERE = 0xFFFFFFFF
+"""As a row's place: in no queue. As a chunk: none."""
+
+MERGE_TRIES = 8
+
+
+class RowQueues:
+    """`num_queues` queues, oldest row first; a row is in one of them or in none.
+
+    A row's place is an index into the pool, and a pool entry counts only while its row says that it is there. So
+    taking a row out touches its own columns alone, wherever it lies, and leaves a stale entry behind. A chunk goes back
+    to the pool when its last row leaves it. While more than half of all entries are stale, every chunk that is taken
+    pays for a few tries to merge neighbours, so no call ever sweeps the pool.
+
+    Memory: 4 bytes per row below the highest one used, and 4 bytes per entry of the chunks in use.
+    """
+
+    def __init__(self, num_queues: int, max_rows: int, chunk_rows: int = 1024) -> None:
+        """`chunk_rows`: entries per chunk, a power of two. Nothing of the pool is committed before it is used."""
+        self._shift = chunk_rows.bit_length() - 1
+        self._chunk_rows = chunk_rows
+        num_chunks = 4 * (-(-max_rows // chunk_rows) + num_queues + 1)
+        self._place = np.zeros(max_rows, np.uint32)  # place + 1, so that fresh zero pages mean "in no queue"
+        self._pool = np.zeros(num_chunks << self._shift, np.uint32)
+        # Per chunk, as lists: they are read and written one at a time. Only the last chunk of a queue may have no live rows.
+        self._live = [0] * num_chunks
+        self._start = [0] * num_chunks  # entries before it are stale
+        self._end = [0] * num_chunks
+        self._next = [NOWHERE] * num_chunks
+        self._previous = [NOWHERE] * num_chunks
+        self._queue_of = [0] * num_chunks
+        self._first = [NOWHERE] * num_queues
+        self._last = [NOWHERE] * num_queues
+        self._free: list[int] = []
+        self._fresh = 0  # chunks from here on were never used
+        self._num_chunks = num_chunks
+        self._sweep = NOWHERE  # the next chunk to try to merge, and its queue
+        self._sweep_queue = 0
+        self._sizes = [0] * num_queues
+        self.entries_moved = 0
+        """Entries that merging rewrote since the start: the price of keeping the pool small."""
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    def size(self, queue: int) -> int:
+        """Rows in this queue."""
+        return self._sizes[queue]
+
+    @property
+    def chunks_in_use(self) -> int:
+        """Chunks that hold entries, live or stale."""
+        return self._fresh - len(self._free)
+
+    def queue_of(self, row: int) -> int:
+        """The queue that holds this row; the row must be in one."""
+        return self._queue_of[(int(self._place[row]) - 1) >> self._shift]
+
+    def append(self, queue: int, rows: U32Array) -> None:
+        """Put distinct rows that are in no queue behind all others, `rows[0]` first."""
+        self._sizes[queue] += len(rows)
+        at = 0
+        while at < len(rows):
+            chunk = self._last[queue]
+            if chunk == NOWHERE or self._end[chunk] == self._chunk_rows:
+                chunk = self._take_chunk(queue)
+            end = self._end[chunk]
+            count = min(len(rows) - at, self._chunk_rows - end)
+            self._write(chunk, end, rows[at : at + count])
+            self._live[chunk] += count
+            at += count
+
+    def discard(self, rows: U32Array) -> None:
+        """Take distinct rows out of the queues that hold them; each must be in one."""
+        if not len(rows):
+            return
+        chunks = (self._place[rows] - np.uint32(1)) >> np.uint32(self._shift)
+        self._place[rows] = 0
+        if chunks[0] == chunks[-1] and (chunks == chunks[0]).all():  # the common case: a prompt's keys lie together
+            self._leave(int(chunks[0]), len(rows))
+            return
+        for chunk, count in zip(*(a.tolist() for a in np.unique(chunks, return_counts=True)), strict=True):
+            self._leave(chunk, count)
+
+    def move(self, queue: int, rows: U32Array) -> None:
+        """Put distinct rows that are in some queue behind all others of this one, `rows[0]` first."""
+        self.discard(rows)
+        self.append(queue, rows)
+
+    def head(self, queue: int) -> int:
+        """The oldest row, or NOWHERE if the queue is empty."""
+        if not self._sizes[queue]:
+            return NOWHERE
+        chunk = self._first[queue]
+        base, start = chunk << self._shift, self._start[chunk]
+        row = int(self._pool[base + start])
+        if self._place[row] != base + start + 1:
+            stop = base + self._end[chunk]
+            start += int(self._live_mask(base + start, stop).argmax())
+            self._start[chunk] = start
+            row = int(self._pool[base + start])
+        return row
+
+    def scan(self, queue: int, block: int) -> Iterator[U32Array]:
+        """The rows, oldest first, at most `block` at a time. Nothing may be changed until the scan is over."""
+        chunk = self._first[queue]
+        while chunk != NOWHERE:
+            base = chunk << self._shift
+            at, stop = base + self._start[chunk], base + self._end[chunk]
+            while self._live[chunk] and at < stop:
+                until = min(at + block, stop)
+                rows = self._pool[at:until][self._live_mask(at, until)]
+                if len(rows):
+                    yield rows
+                at = until
+            chunk = self._next[chunk]
+
+    def _live_mask(self, start: int, stop: int) -> BoolArray:
+        return self._place[self._pool[start:stop]] == np.arange(start + 1, stop + 1, dtype=np.uint32)
+
+    def _write(self, chunk: int, at: int, rows: U32Array) -> None:
+        start = (chunk << self._shift) + at
+        self._pool[start : start + len(rows)] = rows
+        self._place[rows] = np.arange(start + 1, start + len(rows) + 1, dtype=np.uint32)
+        self._end[chunk] = at + len(rows)
+
+    def _leave(self, chunk: int, count: int) -> None:
+        queue = self._queue_of[chunk]
+        self._sizes[queue] -= count
+        self._live[chunk] -= count
+        if not self._live[chunk]:
+            if chunk == self._last[queue]:
+                self._start[chunk] = self._end[chunk] = 0
+            else:
+                self._free_chunk(chunk)
+
+    def _take_chunk(self, queue: int) -> int:
+        limit = 2 * (len(self) >> self._shift) + 2 * len(self._first)
+        tries = MERGE_TRIES if self.chunks_in_use > limit else 0
+        while tries or not self._room():  # without room, sweep on until there is some: merging can always make it
+            self._merge_next()
+            tries = max(0, tries - 1)
+        if self._free:
+            chunk = self._free.pop()
+        else:
+            chunk, self._fresh = self._fresh, self._fresh + 1
+        self._start[chunk] = self._end[chunk] = 0
+        self._queue_of[chunk] = queue
+        last = self._last[queue]
+        self._previous[chunk], self._next[chunk] = last, NOWHERE
+        if last == NOWHERE:
+            self._first[queue] = chunk
+        else:
+            self._next[last] = chunk
+        self._last[queue] = chunk
+        return chunk
+
+    def _room(self) -> bool:
+        return bool(self._free) or self._fresh < self._num_chunks
+
+    def _free_chunk(self, chunk: int) -> None:
+        """Unlink a chunk without live entries and give it back."""
+        queue, before, after = self._queue_of[chunk], self._previous[chunk], self._next[chunk]
+        if before == NOWHERE:
+            self._first[queue] = after
+        else:
+            self._next[before] = after
+        if after == NOWHERE:
+            self._last[queue] = before
+        else:
+            self._previous[after] = before
+        if self._sweep == chunk:
+            self._sweep = after
+        self._free.append(chunk)
+
+    def _merge_next(self) -> None:
+        """Look at one chunk and its younger neighbour: if one chunk can hold the live rows of both, let it."""
+        if self._sweep == NOWHERE:
+            self._sweep_queue = (self._sweep_queue + 1) % len(self._first)
+            self._sweep = self._first[self._sweep_queue]
+            return
+        chunk = self._sweep
+        after = self._next[chunk]
+        if after == NOWHERE or self._live[chunk] + self._live[after] > self._chunk_rows:
+            self._sweep = after
+            return
+        base = chunk << self._shift
+        rows = self._pool[base : base + self._end[chunk]][self._live_mask(base, base + self._end[chunk])]
+        base = after << self._shift
+        younger = self._pool[base : base + self._end[after]][self._live_mask(base, base + self._end[after])]
+        self._write(chunk, 0, np.concatenate((rows, younger)))
+        self._start[chunk] = 0
+        self._live[chunk] += self._live[after]
+        self.entries_moved += int(self._live[chunk])
+        self._live[after] = 0
+        self._free_chunk(after)

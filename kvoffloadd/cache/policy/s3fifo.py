@@ -1,0 +1,129 @@
+"""S3-FIFO: a small queue that filters, a main queue with second chances, and a ghost list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.policy.ghost import slots_for
+from kvoffloadd.cache.policy.rowqueue import RowQueues
+from kvoffloadd.cache.policy.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+SMALL, MAIN, LEAVING, IN_USE = range(4)
+SMALL_SHARE = 0.1
+FREQUENCY_MAX = 3
+PROMOTION_FREQUENCY = 2
+"""Uses since its insertion that take a key from the small to the main queue."""
+
+CHANCES_MIN = 4096
+"""A call of `victims` gives at most this many second chances, or 16 per victim wanted; then it takes what comes."""
+
+
+class S3Fifo:
+    """The queues of Yang et al., SOSP 2023. A request's keys enter last key first.
+
+    Keys on their way out wait in a queue of their own, since the caller may change its mind; those that were used
+    meanwhile go to the main queue.
+    """
+
+    def __init__(self, capacity_rows: int, max_rows: int) -> None:
+        self._queues = RowQueues(4, max_rows)
+        self._frequency = np.zeros(max_rows, np.uint8)
+        self._tag = np.zeros(max_rows, np.uint32)
+        self._from_small = np.zeros(max_rows, np.bool_)
+        self.resize(capacity_rows)
+
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        tags = hashes.astype(np.uint32)
+        ghosts = self._ghosts.contains(tags)
+        self._tag[rows] = tags
+        self._frequency[rows] = 0
+        self._from_small[rows] = ~ghosts
+        self._queues.append(MAIN, rows[ghosts][::-1])
+        self._queues.append(SMALL, rows[~ghosts][::-1])
+
+    def touch(self, rows: U32Array, positions: U32Array) -> None:
+        """See `Policy`."""
+        self._frequency[rows] = np.minimum(self._frequency[rows] + np.uint8(1), np.uint8(FREQUENCY_MAX))
+
+    def remove(self, rows: U32Array) -> None:
+        """See `Policy`. Keys that never came to the main queue are remembered as ghosts."""
+        self._ghosts.add(self._tag[rows[self._from_small[rows]]])
+        self._queues.discard(rows)
+
+    def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        """See `Policy`."""
+        selection = Selection(wanted, evictable)
+        self._chances = max(CHANCES_MIN, 16 * wanted)
+        while selection.missing and (queue := self._source()) is not None:
+            # One block, since what follows changes the queue.
+            self._choose(queue, next(self._queues.scan(queue, selection.block)), selection)
+        chosen = selection.chosen()
+        self._queues.move(LEAVING, chosen)
+        for queue, rows in selection.in_use():
+            self._queues.move(queue, rows)
+        return chosen
+
+    def resize(self, capacity_rows: int) -> None:
+        """See `Policy`. Forgets the ghosts."""
+        self._small_rows = max(1, int(SMALL_SHARE * capacity_rows))
+        self._ghosts = GhostList(max(1, capacity_rows - self._small_rows))
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def _source(self) -> int | None:
+        size = self._queues.size
+        if size(LEAVING):
+            return LEAVING
+        if size(SMALL) and (size(SMALL) > self._small_rows or not size(MAIN)):
+            return SMALL
+        return MAIN if size(MAIN) else None
+
+    def _choose(self, queue: int, rows: U32Array, selection: Selection) -> None:
+        """Move the rows of one block on, as far as they are looked at: to the main queue, or out of the way."""
+        least = PROMOTION_FREQUENCY if queue == SMALL else 1
+        stays = self._frequency[rows] >= least
+        if self._chances <= 0:
+            stays[:] = False
+        going = np.flatnonzero(~stays)
+        looked_at = selection.offer(rows[going], MAIN if queue == LEAVING else queue) if len(going) else 0
+        end = len(rows) if looked_at == len(going) and selection.missing else int(going[looked_at - 1]) + 1
+        promoted = rows[:end][stays[:end]]
+        self._frequency[promoted] = 0 if queue == SMALL else self._frequency[promoted] - np.uint8(1)
+        self._from_small[promoted] = False
+        self._chances -= len(promoted)
+        self._queues.move(MAIN, promoted)
+        self._queues.move(IN_USE, rows[going[:looked_at]])
+
+
+class GhostList:
+    """Tags of the last `length` keys that were added, as far as none took another's slot: 8 bytes per slot."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._mask = np.uint32(slots_for(2 * length) - 1)
+        self._tags = np.zeros(int(self._mask) + 1, np.uint32)
+        self._order = np.zeros(int(self._mask) + 1, np.uint32)  # 0 = empty
+        self._added = 0
+
+    def add(self, tags: U32Array) -> None:
+        """Add keys."""
+        slots = tags & self._mask
+        self._tags[slots] = tags
+        self._order[slots] = np.arange(self._added + 1, self._added + 1 + len(tags)).astype(np.uint32)
+        self._added += len(tags)
+
+    def contains(self, tags: U32Array) -> BoolArray:
+        """Which of the keys are among the last `length`."""
+        slots = tags & self._mask
+        order = self._order[slots]
+        age = np.uint32(self._added & 0xFFFFFFFF) - order
+        return (order > 0) & (age < self._length) & (self._tags[slots] == tags)

@@ -1,0 +1,176 @@
+"""Who shares keys with whom, and what `clear` and `drain` do to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.errors import RemoteError
+from tests.e2e.process import Daemon
+from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
+from tests.e2e.waiting import until
+
+HIT, MISS = KeyState.HIT, KeyState.MISS
+Start = Callable[..., Daemon]
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), 8)
+
+
+@pytest.fixture
+def slow(standing: Start) -> Daemon:
+    """Every copy takes a quarter of a second."""
+    return standing(faults="delay_s=0.25")
+
+
+@pytest.mark.parametrize("field", ["model", "revision", "dtype", "layout", "parallel", "salt"])
+def test_namespaces_that_differ_in_anything_never_meet(daemon: Daemon, keys: Keys, field: str) -> None:
+    one = daemon.welcome(Rank(daemon.socket))
+    other = daemon.welcome(Rank(daemon.socket, namespace=msgspec.structs.replace(NAMESPACE, **{field: "other"})))
+    one.store_keys(keys)
+    assert other.states(keys) == [MISS] * 8
+    other.wipe()
+    assert other.load({0: (keys, other.blocks_of(0, 0, 8))}).outcome is Outcome.PARTIAL
+    assert other.clean()
+    assert other.store_keys(keys).bytes == 8 * 4096
+    other.client.clear()
+    assert (one.states(keys), other.states(keys)) == ([HIT] * 8, [MISS] * 8)
+
+
+def test_fields_do_not_run_into_each_other(daemon: Daemon, keys: Keys) -> None:
+    names = [{"model": "ab", "revision": "c"}, {"model": "a", "revision": "bc"}, {"model": "abc"}]
+    ranks = [daemon.welcome(Rank(daemon.socket, namespace=type(NAMESPACE)(**name))) for name in names]
+    ranks[0].store_keys(keys)
+    assert [rank.states(keys[:1]) for rank in ranks] == [[HIT], [MISS], [MISS]]
+
+
+def test_two_instances_share_a_namespace(daemon: Daemon, keys: Keys) -> None:
+    one, other = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
+    one.store_keys(keys[:4])
+    other.store_keys(keys[4:])
+    assert one.loads_right(keys)
+    assert other.loads_right(keys)
+    assert daemon.status()["namespaces"][0]["keys"] == 8
+
+
+def test_keys_outlive_their_sessions(daemon: Daemon, keys: Keys) -> None:
+    with Rank(daemon.socket) as first:
+        first.store_keys(keys)
+    until(lambda: not daemon.sessions(), "the session is gone")
+    assert daemon.mapped("e2e_cache") == 0
+    with Rank(daemon.socket) as second:
+        assert second.loads_right(keys)
+
+
+# --- clear -------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_clear_nothing_old_hits(daemon: Daemon, keys: Keys) -> None:
+    rank, other = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
+    rank.store_keys(keys)
+    before = daemon.status()["namespaces"][0]["epoch"]
+    cleared = other.client.clear()
+    assert (cleared.keys, cleared.bytes) == (8, 8 * 4096)
+    assert rank.states(keys) == [MISS] * 8
+    assert len(rank.client.snapshot(0)) == 0
+    assert daemon.status()["namespaces"][0]["epoch"] == before + 1
+    assert daemon.status()["memory"]["used_bytes"] == 0
+    assert rank.store_keys(keys).bytes == 8 * 4096
+    assert rank.loads_right(keys)
+
+
+def test_a_load_under_way_keeps_what_it_was_promised(slow: Daemon, keys: Keys) -> None:
+    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
+    rank.store_keys(keys)
+    rank.wipe()
+    job = rank.client.load(rank.registration, {0: (keys, rank.blocks_of(0, 0, 8))})
+    other.client.clear()
+    assert other.states(keys) == [MISS] * 8
+    assert not job.done
+    # New keys may not take the slots that the load reads.
+    assert other.store_keys(new_keys(np.random.default_rng(0), 64)).outcome is Outcome.DONE
+    assert rank.wait(job).outcome is Outcome.DONE
+    assert rank.wrong(0, keys, rank.blocks_of(0, 0, 8)) == 0
+    assert other.states(keys) == [MISS] * 8
+
+
+def test_a_store_under_way_does_not_come_back(slow: Daemon, keys: Keys) -> None:
+    """And says so: its keys are not stored."""
+    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+    other.client.clear()
+    assert other.states(keys) == [MISS] * 8
+    result = rank.wait(job)
+    assert other.states(keys) == [MISS] * 8
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(8)))
+    assert slow.status()["memory"]["used_bytes"] == 0
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    assert rank.loads_right(keys)
+
+
+def test_pinned_keys_hit_no_more_after_a_clear(daemon: Daemon, keys: Keys) -> None:
+    """What a lease holds goes with the lease; a load under it gets a miss, which is no error."""
+    rank, other = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
+    rank.store_keys(keys)
+    lease = rank.client.pin({0: keys}).lease
+    other.client.clear()
+    assert daemon.status()["memory"]["used_bytes"] == 8 * 4096
+    rank.wipe()
+    result = rank.load({0: (keys, rank.blocks_of(0, 0, 8))}, lease=lease)
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(8)))
+    assert rank.clean()
+    rank.client.release(lease)
+    assert daemon.status()["memory"]["used_bytes"] == 0
+
+
+def test_reserved_slots_of_a_cleared_epoch_can_not_be_filled(daemon: Daemon, keys: Keys) -> None:
+    rank, other = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
+    lease = rank.client.reserve({0: keys}).lease
+    other.client.clear()
+    with pytest.raises(RemoteError, match="bad_lease"):
+        rank.store_keys(keys, lease=lease)
+    rank.client.release(lease)
+    assert daemon.status()["memory"]["used_bytes"] == 0
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+
+
+def test_clearing_everything_reaches_every_namespace(daemon: Daemon, keys: Keys) -> None:
+    ranks = [
+        daemon.welcome(Rank(daemon.socket, namespace=msgspec.structs.replace(NAMESPACE, salt=str(n)))) for n in range(3)
+    ]
+    for rank in ranks:
+        rank.store_keys(keys)
+    cleared = ranks[0].client.clear(everything=True)
+    assert cleared.keys == 24
+    assert all(rank.states(keys) == [MISS] * 8 for rank in ranks)
+
+
+# --- drain -------------------------------------------------------------------------------------------------------
+
+
+def test_drain_waits_for_jobs_and_seals(slow: Daemon, keys: Keys) -> None:
+    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+    late = other.client.drain(0.05)
+    assert (late.jobs, job.done) == (1, False)
+    done = other.client.drain(10.0)
+    assert (done.jobs, done.unsealed) == (0, 0)
+    assert slow.status()["cache"]["unsealed"] == 0
+    assert rank.wait(job).outcome is Outcome.DONE
+
+
+def test_drain_does_not_wait_for_other_namespaces(slow: Daemon, keys: Keys) -> None:
+    rank = slow.welcome(Rank(slow.socket))
+    other = slow.welcome(Rank(slow.socket, namespace=msgspec.structs.replace(NAMESPACE, salt="other")))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+    assert other.client.drain(5.0).jobs == 0
+    assert slow.status()["running"]["jobs"] == 1
+    assert other.client.drain(5.0, everything=True).jobs == 0
+    assert slow.status()["running"]["jobs"] == 0
+    assert rank.wait(job).outcome is Outcome.DONE

@@ -1,0 +1,80 @@
+"""The benchmarks with sizes that tell nothing: that they run, and what their JSON holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def result_of(script: str, *arguments: str) -> dict[str, Any]:
+    done = run(script, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert {"ratio_to_limit", "bounds", "within_budget"} <= found.keys()
+    assert all({"what", "value", "kind", "bound", "kept"} == bound.keys() for bound in found["bounds"])
+    assert found["within_budget"] == all(bound["kept"] for bound in found["bounds"])
+    return found
+
+
+def test_bench_lookup() -> None:
+    found = result_of("bench_lookup.py", "--max-keys", "12000", "--rounds", "1", "--calls", "2")
+    assert [level["keys"] for level in found["levels"]] == [10_000, 12_000]
+    for level in found["levels"]:
+        assert {"ping", "lookup prompt", "lookup scattered", "lookup missing", "pin, release"} <= level["calls"].keys()
+        assert all(call["p99_us"] >= call["p50_us"] > 0 for call in level["calls"].values())
+        assert level["filling"]["turn_max_ms"] >= level["filling"]["turn_p50_ms"] > 0
+        assert 50 < level["bytes"]["index_per_key"] < 200
+        assert level["bytes"]["rss_anon_per_key"] > 0
+    assert found["ratio_to_limit"] > 0
+
+
+def test_bench_copy() -> None:
+    found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", "--rows", "4KiB")
+    assert [(case["tensors"], case["contiguous"]) for case in found["cases"]] == [(1, False), (24, False), (1, True)]
+    for case in found["cases"]:
+        kinds = {"store", "store, drained", "load"}
+        assert case["ratio_to_limit"].keys() == case["daemon_ratio"].keys() == kinds
+        assert all(ratio > 0 for ratio in case["ratio_to_limit"].values())
+        assert {*kinds, "memcpy", "memcpy by rows"} <= case["gib_per_s"].keys()
+        assert case["ping"].keys() == {"idle", "stores", "loads"}
+    least = min(case["ratio_to_limit"][kind] for case in found["cases"] for kind in ("store", "load"))
+    assert found["ratio_to_limit"] == least
+
+
+def test_a_missed_bound_is_an_error_only_when_asked() -> None:
+    done = run("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--json", "--check")
+    assert done.returncode == (0 if json.loads(done.stdout)["within_budget"] else 1)
+
+
+@pytest.mark.parametrize("script", ["bench_lookup.py", "bench_copy.py", "replay_trace.py"])
+def test_help_says_what_it_does(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert "--json" in done.stdout
+    assert "SUPPRESS" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--rounds", "0"), ("--max-keys", "-3")])
+def test_wrong_usage_is_refused(arguments: tuple[str, str]) -> None:
+    done = run("bench_lookup.py", *arguments)
+    assert done.returncode == 2
+    assert "at least 1" in done.stderr

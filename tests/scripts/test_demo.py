@@ -1,0 +1,24 @@
+"""scripts/demo.py: a short demo is clean, restores what the other worker stored, and survives its kill."""
+
+from __future__ import annotations
+
+from tests.scripts.running import run_script
+
+
+def test_a_short_demo_is_clean() -> None:
+    done = run_script("demo.py", "--turns", "30", "--memory", "32MiB", "--kv-heads", "1")
+    figures = done.figures
+    assert (done.status, figures["said"], figures["errors"], figures["findings"], figures["leaked"]) == (
+        0,
+        [],
+        [],
+        [],
+        [],
+    )
+    assert figures["wrong_bytes"] == figures["stray_bytes"] == figures["broken_promises"] == 0
+    assert figures["turns"] == 30
+    assert figures["verified_loads"] > 0
+    assert 0 < figures["restored_tokens"] <= figures["known_tokens"] <= figures["prompt_tokens"]
+    assert figures["kills"] == 1
+    assert figures["unmap_ms"] < 2000
+    assert figures["store_ratio_to_limit"] > 0

@@ -1,0 +1,202 @@
+"""Every cap: what is above it is refused with `limit` or `busy`, changes nothing, and is taken once there is room."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.process import UID, Daemon
+from tests.e2e.raw import Fields, RawPeer
+from tests.e2e.waiting import until
+from tests.server.scene import FULL, Scene, ids, keys
+
+Start = Callable[..., Daemon]
+
+
+@pytest.fixture
+def capped(standing: Start) -> Daemon:
+    """Small caps, and jobs that take a while."""
+    return standing(
+        "limits.sessions=4", "limits.jobs=3", "limits.jobs_per_session=2", "limits.mapped_bytes=1MiB", "limits.fds=4",
+        "limits.leases=8", "limits.keys_per_request=16", "limits.tensors_per_registration=2",
+        faults="delay_s=0.15",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def scene(capped: Daemon) -> Scene:
+    made = Scene(capped, "caps")
+    made.settle()
+    return made
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """512 KiB: two of them are more than what the scene leaves."""
+    fd = os.memfd_create("caps")
+    os.ftruncate(fd, 1 << 19)
+    yield fd
+    os.close(fd)
+
+
+def used(daemon: Daemon) -> dict[str, int]:
+    found: dict[str, int] = daemon.status()["accounts"][str(UID)]
+    return found
+
+
+def test_sessions(capped: Daemon) -> None:
+    peers = [capped.peer() for _ in range(3)]  # the observer is the fourth
+    for peer in peers:
+        peer.hello()
+    assert "4 of 4 sessions" in capped.peer().turned_away("limit")
+    assert used(capped) == {"sessions": 4}
+    peers[0].close()
+    until(lambda: used(capped)["sessions"] == 3, "the session is given back")
+    capped.peer().hello()
+
+
+def test_sessions_without_a_hello_count(capped: Daemon) -> None:
+    silent = [capped.peer() for _ in range(3)]
+    until(lambda: used(capped)["sessions"] == 4, "they are accepted")
+    assert "sessions" in capped.peer().turned_away("limit")
+    for peer in silent:
+        peer.close()
+    until(lambda: used(capped)["sessions"] == 1, "they are gone")
+
+
+def second_rank(scene: Scene) -> tuple[RawPeer, int]:
+    """Another session with a registration of its own."""
+    other = scene.session()
+    fd = os.memfd_create("caps_second")
+    os.ftruncate(fd, 1 << 16)
+    (allocation,) = other.attach([fd])
+    os.close(fd)
+    tensors = [{**scene.tensor, "allocation": allocation, "num_blocks": 8}]
+    return other, int(other.ok("register", tensors=tensors, groups=[FULL])["registration"])
+
+
+def test_jobs_of_a_session_and_of_a_user(scene: Scene) -> None:
+    other, registration = second_rank(scene)
+    loads = [scene.job(groups=[{"group": 0, "keys": keys(n), "blocks": ids(n)}]) for n in (1, 2, 3)]
+    for load in loads[:2]:
+        scene.peer.ok("load", **load)
+    assert "2 jobs are under way in this session" in scene.peer.refused("limit", "load", **loads[2])
+    other.ok("load", **{**loads[2], "registration": registration})
+    fourth = {**loads[2], "registration": registration, "job": 77}
+    assert "3 of 3 jobs" in other.refused("limit", "load", **fourth)
+    other.refused("limit", "store", **{**fourth, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(0)}]})
+    assert used(scene.daemon)["jobs"] == 3
+    for load in loads[:2]:
+        assert scene.peer.completed(load["job"])["outcome"] == "done"
+    assert other.completed(loads[2]["job"])["outcome"] == "done"
+    assert other.ok("lookup", groups=[{"group": 0, "keys": keys(9)}])["states"] == [b"\0"]
+    other.ok("load", **fourth)
+    assert other.completed(77)["outcome"] == "done"
+
+
+def test_a_job_id_in_use(scene: Scene) -> None:
+    load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
+    scene.peer.ok("load", **load)
+    before = scene.daemon.state()
+    assert "is in use" in scene.peer.refused("duplicate", "load", **load)
+    store = {**load, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(6)}]}
+    scene.peer.refused("duplicate", "store", **store)
+    assert {**scene.daemon.state(), "devices": 0} == {**before, "devices": 0}
+    assert scene.peer.completed(load["job"])["outcome"] == "done"
+    scene.peer.ok("load", **load)  # free again
+    assert scene.peer.completed(load["job"])["outcome"] == "done"
+
+
+def test_mapped_bytes(scene: Scene, memory: int) -> None:
+    before = scene.daemon.state()
+    assert "mapped_bytes" in scene.peer.refused("limit", "attach", rights=[memory] * 2, kind="shm", fds=2)
+    until(lambda: scene.daemon.state() == before, "nothing is mapped, nothing is charged")
+    until(lambda: scene.daemon.mapped("caps") == 0, "nothing is mapped")
+    assert scene.peer.attach([memory])
+
+
+def test_descriptors(scene: Scene) -> None:
+    fd = os.memfd_create("caps_small")
+    os.ftruncate(fd, 4096)
+    before = scene.daemon.state()
+    assert "of 4 fds" in scene.peer.refused("limit", "attach", rights=[fd] * 4, kind="shm", fds=4)
+    until(lambda: scene.daemon.state() == before, "nothing is mapped, nothing is charged")
+    assert len(scene.peer.attach([fd] * 3)) == 3
+    os.close(fd)
+
+
+def asked(*numbers: int) -> Fields:
+    return {"groups": [{"group": 0, "keys": keys(*numbers)}]}
+
+
+def test_leases(scene: Scene) -> None:
+    peer = scene.peer
+    lease = peer.ok("pin", **asked(1, 2, 3, 4))["lease"]
+    before = scene.daemon.state()
+    peer.refused("limit", "reserve", **asked(5, 6, 7, 8, 9))
+    assert peer.ok("lookup", **asked(5))["states"] == [b"\0"]
+    assert scene.daemon.state() == before
+    reserved = peer.ok("reserve", **asked(5, 6, 7))["lease"]
+    assert "leases" in peer.refused("limit", "pin", **asked(1, 2))
+    assert used(scene.daemon)["leases"] == 7
+    peer.ok("release", lease=lease)
+    peer.ok("release", lease=reserved)
+    assert "leases" not in used(scene.daemon)
+    peer.ok("release", lease=peer.ok("pin", **asked(1, 2, 3, 4, 1, 2, 3, 4))["lease"])
+
+
+def test_keys_of_a_request(scene: Scene) -> None:
+    peer = scene.peer
+    before = scene.daemon.state()
+    for tag in ("lookup", "prefetch", "touch", "pin", "reserve"):
+        assert "the cap is 16" in peer.refused("limit", tag, **asked(*range(100, 117)))
+    both = [{"group": n, "keys": keys(*range(100, 109))} for n in (0, 1)]
+    peer.refused("limit", "lookup", groups=both)
+    many = [{"group": 0, "keys": keys(*range(100, 117)), "blocks": ids(*[0] * 17)}]
+    for tag in ("store", "load"):
+        assert "the cap is 16" in peer.refused("limit", tag, **scene.job(groups=many))
+    assert scene.daemon.state() == before
+    peer.ok("lookup", **asked(*range(100, 116)))
+
+
+def test_tensors_of_a_registration(scene: Scene) -> None:
+    before = scene.daemon.state()
+    assert "the cap is 2" in scene.peer.refused("limit", "register", tensors=[scene.tensor] * 3, groups=[])
+    assert scene.daemon.state() == before
+    scene.peer.ok("register", tensors=[scene.tensor] * 2, groups=[])
+
+
+def test_requests_that_wait(scene: Scene) -> None:
+    """64 may be under way; the next is `busy` and has changed nothing: an unregister leaves its registration."""
+    load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
+    scene.peer.ok("load", **load)
+    waiting = [scene.peer.begin("drain", deadline_s=10.0) for _ in range(64)]
+    said = scene.peer.ask("unregister", registration=scene.registration)
+    assert (said["code"], said["retryable"]) == ("busy", True)
+    scene.peer.ok("ping")
+    assert scene.peer.completed(load["job"])["outcome"] == "done"
+    assert {scene.peer.answer(seq)["type"] for seq in waiting} == {"drained"}
+    scene.peer.ok("load", **load)
+    assert scene.peer.completed(load["job"])["outcome"] == "done"
+    scene.peer.ok("unregister", registration=scene.registration)
+    assert scene.daemon.mapped("bad_input") == 0
+
+
+def test_completions_that_nobody_reads(start_daemon: Start) -> None:
+    """What a completion may need is set aside at admission: above the outbox's size a job is `busy`, not lost."""
+    daemon = start_daemon("limits.outbox_bytes=64KiB", faults="delay_s=0.1")
+    scene = Scene(daemon, "caps")
+    # One hit, which takes its time, and many misses, whose names need room in the completion.
+    wanted = {"group": 0, "keys": keys(1, *range(2000, 3999)), "blocks": ids(15, *[0xFFFFFFFF] * 1999)}
+    jobs: list[int] = []
+    while (reply := scene.peer.ask("load", **(job := scene.job(groups=[wanted]))))["type"] == "accepted":
+        jobs.append(job["job"])
+    assert len(jobs) == (64 << 10) // (512 + 8 + 8000)
+    assert (reply["code"], reply["retryable"]) == ("busy", True)
+    for number in jobs:
+        assert scene.peer.completed(number)["outcome"] == "partial"
+    scene.peer.ok("load", **job)
+    assert scene.peer.completed(job["job"])["outcome"] == "partial"
+    assert daemon.status()["server"]["busy"] == 1

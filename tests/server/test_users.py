@@ -1,0 +1,127 @@
+"""Who may come in, and what users who are neither root nor the daemon's own may do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import OTHER_UID
+from tests.e2e.process import Daemon
+from tests.e2e.raw import RawPeer
+from tests.e2e.users import Stranger, needs_root
+from tests.server.scene import FULL, SIZE, Scene, ids, keys
+
+pytestmark = needs_root
+
+
+@pytest.fixture
+def stranger(daemon: Daemon) -> RawPeer:
+    """Of an allowed user; no hello yet."""
+    found: RawPeer = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
+    return found
+
+
+def memfd(seals: int) -> int:
+    fd = os.memfd_create("users", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_a_user_who_is_not_allowed(daemon: Daemon) -> None:
+    before = daemon.state()
+    refused = daemon.status()["server"]["sessions_refused"]
+    stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID - 1))
+    assert f"uid {OTHER_UID - 1} is not in server.allowed_uids" in stranger.peer.turned_away("forbidden")
+    assert daemon.state() == before
+    assert daemon.status()["server"]["sessions_refused"] == refused + 1
+
+
+def test_memory_that_its_owner_could_shrink(daemon: Daemon, stranger: RawPeer) -> None:
+    stranger.hello()
+    before = daemon.state()
+    for seals in (0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW):
+        fd = memfd(seals)
+        said = stranger.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
+        assert "F_SEAL_SHRINK" in said
+        os.close(fd)
+    assert daemon.state() == before
+    assert daemon.mapped("users") == 0
+    fd = memfd(fcntl.F_SEAL_SHRINK)
+    assert stranger.attach([fd])
+    os.close(fd)
+
+
+def test_our_own_unsealed_memory_is_taken(scene: Scene) -> None:
+    fd = memfd(0)
+    assert scene.session().attach([fd])
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("tag", "fields"), [
+    ("clear", {"everything": True}),
+    ("drain", {"everything": True}),
+    ("verify", {}),
+    ("verify", {"payloads": True}),
+])  # fmt: skip
+def test_what_reaches_beyond_the_own_namespace(scene: Scene, stranger: RawPeer, tag: str, fields: dict[str, bool]) -> None:
+    stranger.hello(namespace=scene.namespace)
+    before = scene.daemon.state()
+    assert "only root" in stranger.refused("forbidden", tag, **fields)
+    assert scene.daemon.state() == before
+    stranger.ok("clear")
+    stranger.ok("drain")
+    assert scene.peer.ok("lookup", groups=[{"group": 0, "keys": keys(1)}])["states"] == [b"\1"]
+
+
+def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer) -> None:
+    """Same namespace fields, same keys: neither hits, nor is cleared, nor is told, nor reached by a lease."""
+    stranger.hello(namespace=scene.namespace)
+    fd = memfd(fcntl.F_SEAL_SHRINK)
+    (allocation,) = stranger.attach([fd])
+    os.close(fd)
+    # Not even the schema is shared: here the group has another one.
+    tensors, groups = [{**scene.tensor, "allocation": allocation}], [{**FULL, "tokens_per_key": 8}]
+    registration = stranger.ok("register", tensors=tensors, groups=groups)["registration"]
+    wanted = [{"group": 0, "keys": keys(1, 2), "blocks": ids(0, 1)}]
+    load = {"job": 1, "registration": registration, "groups": wanted}
+    assert stranger.ok("lookup", groups=[{"group": 0, "keys": keys(1, 2)}])["states"] == [b"\0\0"]
+    assert stranger.ok("load", **load)["states"] == [b"\0\0"]
+    assert stranger.completed(1)["outcome"] == "partial"
+    lease = scene.peer.ok("pin", groups=[{"group": 0, "keys": keys(1)}])["lease"]
+    stranger.refused("bad_lease", "release", lease=lease)
+    stranger.refused("bad_lease", "load", **{**load, "lease": lease})
+    scene.peer.ok("release", lease=lease)
+
+
+def test_another_user_s_instance(scene: Scene, stranger: RawPeer) -> None:
+    """Knowing the token is not enough."""
+    fields = {"version": 1, "role": "worker", "instance": scene.instance, "namespace": scene.namespace}
+    assert "another user" in stranger.refused("forbidden", "hello", **fields)
+    stranger.hello(namespace=scene.namespace)
+
+
+def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> None:
+    stranger.hello(namespace={"model": "of the stranger"})
+    theirs = stranger.ok("status")["status"]
+    assert {session["uid"] for session in theirs["sessions"]} == {OTHER_UID}
+    assert {namespace["uid"] for namespace in theirs["namespaces"]} == {OTHER_UID}
+    assert set(theirs["accounts"]) == {str(OTHER_UID)}
+    ours = scene.daemon.status()
+    assert {session["uid"] for session in ours["sessions"]} == {0, OTHER_UID}
+    assert set(ours["accounts"]) == {"0", str(OTHER_UID)}
+
+
+def test_caps_are_counted_by_user(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon(f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666", "limits.sessions=3")
+    os.chmod(daemon.socket.parent, 0o755)
+    peers = [daemon.peer() for _ in range(2)]  # and the observer's own
+    for peer in peers:
+        peer.hello()
+    assert "sessions" in daemon.peer().turned_away("limit")
+    stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID))
+    stranger.peer.hello()
