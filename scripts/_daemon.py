@@ -33,6 +33,16 @@ class DaemonError(Exception):
     """The daemon did not do what it must; the message ends with its log."""
 
 
+def obey_signals() -> None:
+    """SIGTERM is answered like Ctrl-C: everything is ended in order. Also where a shell had SIGINT ignored."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def private_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for one run, with a path short enough for a socket in it."""
     folder = tempfile.TemporaryDirectory(prefix="kvo-")

@@ -43,11 +43,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is right, and something was checked."""
+        """Whether everything is right, and something was checked (a run that was interrupted may have had no time)."""
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
         found = self.findings or self.leaks or self.errors
-        return bad == 0 and not found and total("verified_loads") > 0
+        return bad == 0 and not found and (total("verified_loads") > 0 or self.interrupted)
 
     @property
     def rss_growth_percent(self) -> float | None:

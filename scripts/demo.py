@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from _daemon import DaemonError, private_folder
+from _daemon import DaemonError, obey_signals, private_folder
 from _demo_report import print_report
 from _demo_run import Options, Run
 from _demo_worker import KV_HEADS
@@ -28,6 +28,7 @@ EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 def main() -> int:
     """Runs it; returns the exit status."""
     options, as_json = _arguments()
+    obey_signals()
     try:
         with private_folder() as folder:
             report = Run(options, Path(folder)).run()

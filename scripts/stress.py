@@ -14,7 +14,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from _daemon import DaemonError, private_folder
+from _daemon import DaemonError, obey_signals, private_folder
 from _output import print_json
 from _stress_report import print_report
 from _stress_run import Options, Run
@@ -30,6 +30,7 @@ MEMORY_BYTES_MIN = 4 << 20
 def main() -> int:
     """Runs it; returns the exit status."""
     options, as_json = _arguments()
+    obey_signals()
     print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
         with private_folder() as folder:

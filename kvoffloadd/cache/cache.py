@@ -194,6 +194,9 @@ class Cache:
         if not len(at) or space.queue is None:
             return
         rows = found.rows[at].astype(np.uint32)
+        once = np.unique(rows, return_index=True)[1]
+        if len(once) < len(rows):  # a policy is told of each key once, where the prompt has it first
+            at, rows = at[np.sort(once)], rows[np.sort(once)]
         space.queue.policy.touch(rows, (at + first).astype(np.uint32))
         self._touch_slots(self.entries.first[rows].astype(np.int64))
 

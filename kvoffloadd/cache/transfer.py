@@ -120,7 +120,8 @@ class Transfers:
     def _stored(self, transfer: Transfer, result: CopyResult) -> None:
         if result.outcome is Outcome.DONE:
             kept = self.cache.commit(transfer.parts)
-            transfer.bad = ~np.isin(transfer.parts, kept)  # cleared meanwhile
+            if len(kept) < len(transfer.parts):  # cleared meanwhile
+                transfer.bad = ~np.isin(transfer.parts, kept)
             self._seal(kept)
         else:
             self.cache.abort(transfer.parts)

@@ -209,3 +209,18 @@ def test_snapshot_lists_complete_keys(cache: Cache) -> None:
     packed, cursor = cache.snapshot(space, 0)
     assert cursor == 0
     assert {row[1] for row in keys_array(packed, 32).tolist()} == {1, 2}
+
+
+def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
+    _, space = make_space(cache)
+    store(cache, space, 1, 2)
+    found = cache.find(space, keys_of(2, 1, 2))
+    assert space.queue is not None
+    told: list[list[int]] = []
+    space.queue.policy.touch = lambda rows, positions: told.append([*rows.tolist(), *positions.tolist()])  # type: ignore[method-assign]
+    cache.use(space, found, 5)
+    assert told == [[*found.rows[:2].tolist(), 5, 6]]
+    cache.hold(found.hit_rows)
+    assert check(cache, holds=3, reserved=0) == []
+    cache.unhold(found.hit_rows)
+    assert check(cache, 0, 0) == []

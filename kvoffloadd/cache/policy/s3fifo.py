@@ -43,6 +43,9 @@ class S3Fifo:
         """See `Policy`."""
         tags = hashes.astype(np.uint32)
         ghosts = self._ghosts.contains(tags)
+        # A key was used whenever one that follows it was. This mends what the ghost list lost: a gap would be evicted
+        # first, and takes all that follows it out of reach.
+        ghosts = np.logical_or.accumulate(ghosts[::-1])[::-1]
         self._tag[rows] = tags
         self._frequency[rows] = 0
         self._from_small[rows] = ~ghosts

@@ -1,0 +1,216 @@
+"""Request traces, and how many hits a cache of a given size makes on them.
+
+A trace is a list of requests; a request is the array of its block ids (u32) in prompt order. **Prefix rule**: a reference hits when its
+block and all before it in the request are held. After each request the cache wants all its blocks: those that are
+held are touched, the others stored, and blocks of the request under way are never victims.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffloadd.cache.policy import create_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvoffloadd.cache.policy.base import Policy
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+NEVER = 1 << 62
+ID_MAX = 1 << 31
+
+
+class TraceError(Exception):
+    """A file that is no trace: which line, and why."""
+
+
+def load_trace(path: Path) -> list[U32Array]:
+    """The requests of a file with one JSON object a line, `hash_ids` being its block ids. Raises TraceError, OSError."""
+    with path.open(encoding="utf-8") as lines:
+        return [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _request(line: str, where: str) -> U32Array:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict) or "hash_ids" not in record:
+        raise TraceError(f"{where}: not an object with `hash_ids`")
+    ids = record["hash_ids"]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < ID_MAX for i in ids):
+        raise TraceError(f"{where}: `hash_ids` is not a list of integers from 0 to 2**31 - 1")
+    if len(set(ids)) != len(ids):
+        raise TraceError(f"{where}: `hash_ids` names a block twice")
+    return np.array(ids, np.uint32)
+
+
+def compact(requests: list[U32Array]) -> list[U32Array]:
+    """The same requests with ids from 0 on, without gaps, in order of first appearance."""
+    if not requests:
+        return []
+    ids, first, inverse = np.unique(np.concatenate(requests), return_index=True, return_inverse=True)
+    order = np.empty(len(ids), np.uint32)
+    order[np.argsort(first)] = np.arange(len(ids), dtype=np.uint32)
+    return np.split(order[inverse], np.cumsum([len(r) for r in requests])[:-1])
+
+
+def num_blocks(requests: list[U32Array]) -> int:
+    """Distinct blocks."""
+    return len(np.unique(np.concatenate(requests))) if requests else 0
+
+
+def num_references(requests: list[U32Array]) -> int:
+    """Blocks asked for, over all requests."""
+    return sum(len(r) for r in requests)
+
+
+def key_hashes(ids: U32Array, seed: int = 0) -> U64Array:
+    """A well-mixed u64 per id (the finaliser of splitmix64)."""
+    x = ids.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class PolicyCache:
+    """A cache of `capacity` rows that evicts by a policy. Holds no bytes. Ids are below `ids_end`."""
+
+    def __init__(self, policy: Policy, capacity: int, ids_end: int, seed: int = 0) -> None:
+        self._policy = policy
+        self._row = np.full(ids_end, -1, np.int64)
+        self._owner = np.zeros(capacity, np.int64)
+        self._free = np.arange(capacity, dtype=np.uint32)[::-1].copy()
+        self._num_free = capacity
+        self._busy = np.zeros(capacity, np.bool_)
+        self._seed = seed
+
+    def request(self, ids: U32Array) -> int:
+        """Serve one request, store what it lacked. Returns its hits."""
+        positions = np.arange(len(ids), dtype=np.uint32)
+        rows = self._row[ids]
+        held = rows >= 0
+        hits = len(ids) if held.all() else int(held.argmin())
+        touched = rows[held].astype(np.uint32)
+        self._policy.touch(touched, positions[held])
+        missing = ids[~held]
+        self._make_room(len(missing) - self._num_free, touched)
+        stored = missing[: self._num_free]
+        if len(stored):
+            self._num_free -= len(stored)
+            new = self._free[self._num_free : self._num_free + len(stored)].copy()
+            self._row[stored] = new
+            self._owner[new] = stored
+            self._policy.insert(new, key_hashes(stored, self._seed), positions[~held][: len(stored)])
+        return hits
+
+    def _make_room(self, wanted: int, touched: U32Array) -> None:
+        if wanted <= 0:
+            return
+        self._busy[touched] = True
+        victims = self._policy.victims(wanted, self._evictable)
+        self._busy[touched] = False
+        self._policy.remove(victims)
+        self._row[self._owner[victims]] = -1
+        self._free[self._num_free : self._num_free + len(victims)] = victims
+        self._num_free += len(victims)
+
+    def _evictable(self, rows: U32Array) -> BoolArray:
+        return ~self._busy[rows]
+
+
+def simulate(
+    requests: list[U32Array],
+    policy: str | Callable[[int, int], Policy],
+    capacity: int,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Hits of a cache with `capacity` blocks under a policy: its name, or a constructor `(capacity_rows, max_rows)`.
+
+    `seed` picks the hashes of the blocks, which only ghost lists see. `progress` is told how many requests were served
+    since it was last told.
+    """
+    made = create_policy(policy, capacity, capacity) if isinstance(policy, str) else policy(capacity, capacity)
+    cache = PolicyCache(made, capacity, int(max(r.max(initial=0) for r in requests)) + 1 if requests else 0, seed)
+    hits = 0
+    for ids in requests:
+        hits += cache.request(ids)
+        if progress is not None:
+            progress(1)
+    return hits
+
+
+def _prefix_hits(ids: list[int], held: dict[int, Any]) -> int:
+    hits = 0
+    while hits < len(ids) and ids[hits] in held:
+        hits += 1
+    return hits
+
+
+def lru_hits(requests: list[U32Array], capacity: int) -> int:
+    """Hits of exact LRU, worked out without the policies' code: what theirs is checked against.
+
+    A request's held blocks are touched last block first; then room is made; then the others are inserted, last first.
+    """
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for request in requests:
+        ids = request.tolist()
+        hits += _prefix_hits(ids, held)
+        missing = [i for i in ids if i not in held]
+        num_held = len(ids) - len(missing)
+        for i in reversed(ids):
+            if i in held:
+                held.move_to_end(i)
+        while len(held) > num_held and len(held) + len(missing) > capacity:
+            held.popitem(last=False)
+        for i in reversed(missing[: capacity - len(held)]):
+            held[i] = None
+    return hits
+
+
+def belady_hits(requests: list[U32Array], capacity: int) -> int:
+    """Hits of Belady's rule: the block whose next use is the farthest goes, of one next request's the last in its prompt.
+
+    Blocks of the request under way may go too, which is to bypass the cache: after each request it holds those
+    blocks, of all held and all of the request, that are used next. With the prefix rule this is no proven optimum.
+    """
+    uses: dict[int, list[tuple[int, int]]] = {}
+    for number in range(len(requests) - 1, -1, -1):
+        for position, i in enumerate(requests[number].tolist()):
+            uses.setdefault(i, []).append((number, position))
+    held: dict[int, tuple[int, int]] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for request in requests:
+        ids = request.tolist()
+        hits += _prefix_hits(ids, held)
+        for i in ids:
+            uses[i].pop()
+            held[i] = number, position = uses[i][-1] if uses[i] else (NEVER, 0)
+            heapq.heappush(farthest, (-number, -position, i))
+        while len(held) > capacity:
+            number, position, i = heapq.heappop(farthest)
+            if held.get(i) == (-number, -position):  # else the block was used since, or is gone
+                del held[i]
+    return hits
+
+
+def ceiling_hits(requests: list[U32Array]) -> int:
+    """Hits of a cache that never evicts: the references whose block, and all before it, were asked for before."""
+    held: dict[int, None] = {}
+    hits = 0
+    for request in requests:
+        ids = request.tolist()
+        hits += _prefix_hits(ids, held)
+        held.update(dict.fromkeys(ids))
+    return hits

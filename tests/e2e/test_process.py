@@ -1,0 +1,272 @@
+"""The daemon as a process: its socket, its signals, and peers that dawdle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Client, Outcome
+from kvoffloadd.errors import ClientError, RemoteError
+from tests.e2e.process import Daemon
+from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
+from tests.e2e.raw import RawPeer, frame
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), 4)
+
+
+# --- the socket ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "mode"), [((), 0o660), (("server.socket_mode=0o600",), 0o600)])
+def test_the_socket_is_no_more_open_than_it_shall_be(start_daemon: Start, setting: tuple[str, ...], mode: int) -> None:
+    daemon = start_daemon(*setting)
+    assert stat.S_IMODE(daemon.socket.stat().st_mode) == mode
+    assert stat.S_IMODE(daemon.socket.with_name("kvo.sock.lock").stat().st_mode) == 0o600
+
+
+def test_a_live_daemon_keeps_its_socket(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon()
+    rank = daemon.welcome(Rank(daemon.socket))
+    rank.store_keys(keys)
+    second = daemon.run_another()
+    assert second.returncode == 2
+    assert "a live daemon has" in second.stderr
+    assert rank.loads_right(keys)
+    with Rank(daemon.socket) as other:
+        assert other.loads_right(keys)
+
+
+def test_a_dead_daemon_s_socket_is_taken_over(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon()
+    rank = daemon.welcome(Rank(daemon.socket))
+    boot_id = rank.client.boot_id
+    daemon.kill()
+    assert daemon.socket.exists()
+    daemon.start()
+    # The client connects and registers again by itself.
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    assert rank.client.boot_id != boot_id
+    assert rank.loads_right(keys)
+
+
+def test_whatever_else_listens_there_is_left_alone(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    assert daemon.stop() == 0
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(daemon.socket))
+        other.listen()
+        refused = daemon.run_another()
+        assert (refused.returncode, "a live process listens" in refused.stderr) == (2, True)
+    daemon.socket.unlink()
+    daemon.socket.write_text("precious")
+    refused = daemon.run_another()
+    assert (refused.returncode, "is no socket" in refused.stderr) == (2, True)
+    assert daemon.socket.read_text() == "precious"
+
+
+# --- signals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_running_jobs(start_daemon: Start, keys: Keys, number: int) -> None:
+    daemon = start_daemon(faults="delay_s=0.4")
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    other = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+    daemon.signal(number)
+    until(lambda: "draining: 1 jobs" in daemon.log(), "the drain has begun")
+    for request in (lambda: other.store_keys(keys), lambda: other.client.reserve({0: keys})):
+        with pytest.raises(RemoteError, match="draining") as caught:
+            request()
+        assert caught.value.retryable
+    other.client.ping()
+    with RawPeer(daemon.socket) as late:
+        hello = {"version": 1, "role": "worker", "instance": bytes(16), "namespace": {"model": "late"}}
+        assert late.ask("hello", **hello)["code"] == "draining"
+    assert daemon.alive
+    assert rank.wait(job).outcome is Outcome.DONE
+    assert daemon.wait() == 0
+    assert not daemon.socket.exists()
+
+
+def test_jobs_that_outlast_the_drain_are_given_up_in_order(start_daemon: Start, keys: Keys) -> None:
+    """One thread copies one store at a time: those that have not begun are cancelled, and said to be."""
+    daemon = start_daemon("server.drain_s=0.2", "copy.threads=1", faults="delay_s=0.5")
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    jobs = [rank.begin_store({0: (keys[at : at + 1], np.array([at]))}) for at in range(4)]
+    daemon.signal(signal.SIGTERM)
+    outcomes = [rank.wait(job).outcome for job in jobs]
+    assert outcomes == [Outcome.DONE, *[Outcome.CANCELLED] * 3]
+    assert daemon.wait() == 0
+
+
+def test_a_second_signal_forces(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon(faults="delay_s=20")
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+    daemon.signal(signal.SIGTERM)
+    until(lambda: "draining: 1 jobs" in daemon.log(), "the drain has begun")
+    begun = time.monotonic()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 1
+    assert time.monotonic() - begun < 5.0
+    assert rank.wait(job).outcome is Outcome.LOST
+
+
+def test_the_end_of_an_idle_daemon_is_quick(start_daemon: Start, keys: Keys) -> None:
+    """With sessions that read nothing, and one that never said hello."""
+    daemon = start_daemon()
+    for _ in range(3):
+        daemon.peer().hello()
+    daemon.peer()
+    begun = time.monotonic()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    assert time.monotonic() - begun < 3.0
+
+
+# --- peers that dawdle -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(standing: Start) -> Daemon:
+    return standing("server.partial_frame_s=0.3")
+
+
+def test_a_frame_that_never_ends(impatient: Daemon) -> None:
+    dawdler, idler, bystander = (impatient.peer() for _ in range(3))
+    for peer in (dawdler, idler, bystander):
+        peer.hello()
+    dawdler.send(frame({"type": "ping", "seq": 5})[:-1])
+    begun = time.monotonic()
+    while impatient.status()["server"]["errors"] == 0 and time.monotonic() < begun + 5.0:
+        bystander.ok("ping")
+    assert "no whole frame within 0.3 s" in dawdler.turned_away("bad_frame")
+    assert 0.25 < time.monotonic() - begun < 2.0
+    idler.ok("ping")  # silence between frames is no offence
+
+
+def test_a_hello_that_never_comes(impatient: Daemon) -> None:
+    silent, babbler = (impatient.peer() for _ in range(2))
+    begun = time.monotonic()
+    babbled = 0
+    while time.monotonic() < begun + 0.2:
+        assert babbler.ask("ping")["code"] == "bad_state"
+        babbled += 1
+    assert babbled
+    silent.turned_away("bad_frame")
+    babbler.turned_away("bad_frame")
+    assert time.monotonic() - begun < 2.0
+
+
+def test_frames_that_never_end_where_a_read_ends(impatient: Daemon) -> None:
+    """A peer that is always in the middle of a frame, but never long in the same one, is served."""
+    peer = impatient.peer()
+    peer.hello()
+    ping = frame({"type": "ping", "seq": 7})
+    peer.send(ping[:9])
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.9:
+        peer.send(ping[9:] + ping[:9])
+        assert peer.answer(7)["type"] == "done"
+    peer.send(ping[9:])
+    assert peer.answer(7)["type"] == "done"
+
+
+def test_a_peer_that_does_not_read_is_not_read_from(impatient: Daemon) -> None:
+    """It is not ended for the frame that it could not finish; it gets every answer once it reads."""
+    peer = impatient.peer()
+    peer.hello()
+    peer.socket.settimeout(0.2)
+    status = frame({"type": "status", "seq": 8})
+    sent = 0
+    unsent = b""
+    with pytest.raises(TimeoutError):
+        while True:
+            unsent = status * 500
+            while unsent:
+                gone = peer.socket.send(unsent)
+                sent, unsent = sent + gone, unsent[gone:]
+    before = impatient.rss_anon_bytes()
+    time.sleep(0.7)  # longer than a frame may take: what is tested is that nothing happens
+    assert impatient.rss_anon_bytes() - before < MIB
+    assert len(impatient.sessions()) == 1
+    peer.socket.settimeout(10.0)
+    rest = len(status) - sent % len(status)
+    for _ in range(sent // len(status)):
+        assert peer.answer(8)["type"] == "report"
+    peer.send(status[len(status) - rest :])
+    assert peer.answer(8)["type"] == "report"
+
+
+def test_requests_that_come_faster_than_they_are_served_wait_in_the_kernel(daemon: Daemon) -> None:
+    """The daemon holds no more of them than it has read at once."""
+    peer = daemon.peer()
+    peer.hello()
+    stop = threading.Event()
+
+    def drain_replies() -> None:
+        while not stop.is_set():
+            try:
+                if not peer.socket.recv(MIB):
+                    return
+            except OSError:
+                return
+
+    reader = threading.Thread(target=drain_replies)
+    reader.start()
+    pings = frame({"type": "ping", "seq": 9}) * 10_000
+    before = daemon.rss_anon_bytes()
+    highest = sent = 0
+    begun = time.monotonic()
+    view = memoryview(pings)
+    while time.monotonic() < begun + 1.5:
+        sent += peer.socket.send(view[sent % len(pings) :])
+        highest = max(highest, daemon.rss_anon_bytes())
+    stop.set()
+    peer.socket.shutdown(socket.SHUT_RDWR)
+    reader.join()
+    assert highest - before < 8 * MIB
+    assert daemon.ping_s() < 2.0
+
+
+def test_a_half_closed_socket_is_the_end_of_the_session(standing: Start, keys: Keys) -> None:
+    """What it was promised still comes: the completion after the last access, then the end."""
+    from tests.server.scene import Scene, ids
+    from tests.server.scene import keys as packed
+
+    daemon = standing(faults="delay_s=0.4")
+    scene = Scene(daemon, "half closed")
+    load = scene.job(groups=[{"group": 0, "keys": packed(1), "blocks": ids(5)}])
+    scene.peer.ok("load", **load)
+    begun = time.monotonic()
+    scene.peer.socket.shutdown(socket.SHUT_WR)
+    (last,) = scene.peer.end()
+    assert (last["type"], last["job"]) == ("completed", load["job"])
+    assert time.monotonic() - begun > 0.2
+    until(lambda: daemon.mapped("bad_input") == 0, "its memory is unmapped")
+
+
+def test_nobody_listens(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    daemon.stop()
+    begun = time.monotonic()
+    with pytest.raises(ClientError, match="start the daemon"):
+        Client(daemon.socket, namespace=NAMESPACE, connect_deadline_s=0.2).connect()
+    assert time.monotonic() - begun < 2.0
+    assert os.path.exists(daemon.socket.parent)

@@ -1,0 +1,139 @@
+"""Bytes that go bad in the arena: planted through the kernel, and found before anybody is served with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import KeyState, Outcome
+from tests.e2e.process import Daemon
+from tests.e2e.rank import PAGE, Keys, Rank, content, new_keys
+
+HIT, MISS = KeyState.HIT, KeyState.MISS
+Start = Callable[..., Daemon]
+
+
+def flip_a_bit(daemon: Daemon, key: bytes) -> None:
+    """In the middle of the payload of a key of group 0, in the daemon's own memory."""
+    payload = content(key, 0, 0, 0, 0, PAGE).tobytes()
+    for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        if "kvoffloadd-arena" in os.readlink(entry):
+            with entry.open("r+b", buffering=0) as arena:
+                at = arena.read().index(payload) + PAGE // 2
+                arena.seek(at)
+                (byte,) = arena.read(1)
+                arena.seek(at)
+                arena.write(bytes([byte ^ 0x10]))
+                return
+    raise AssertionError("the daemon has no arena")
+
+
+@pytest.fixture
+def verifying(standing: Start) -> Daemon:
+    return standing("memory.verify_loads=true")
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), 6)
+
+
+def stored(daemon: Daemon, keys: Keys) -> Rank:
+    """A rank that has stored the keys; they are sealed."""
+    rank: Rank = daemon.welcome(Rank(daemon.socket))
+    rank.store_keys(keys)
+    assert rank.client.drain(5.0).unsealed == 0
+    return rank
+
+
+def test_a_corrupt_key_is_a_named_failure_and_then_a_miss(verifying: Daemon, keys: Keys) -> None:
+    rank = stored(verifying, keys)
+    before = verifying.status()["cache"]["keys_corrupt"]
+    flip_a_bit(verifying, keys[2].tobytes())
+    rank.wipe()
+    blocks = rank.blocks_of(0, 10, 6)
+    result = rank.load({0: (keys, blocks)})
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [2])
+    good = np.array([0, 1, 3, 4, 5])
+    assert rank.wrong(0, keys[good], blocks[good]) == 0
+    rank.wipe_loaded(0, blocks[good])
+    assert rank.clean()  # not a byte of the bad one has come
+    assert rank.states(keys) == [HIT, HIT, MISS, HIT, HIT, HIT]
+    assert verifying.status()["cache"]["keys_corrupt"] == before + 1
+    rank.store_keys(keys)
+    assert rank.loads_right(keys)
+
+
+def test_a_corrupt_key_under_a_lease(verifying: Daemon, keys: Keys) -> None:
+    rank = stored(verifying, keys)
+    lease = rank.client.pin({0: keys}).lease
+    flip_a_bit(verifying, keys[0].tobytes())
+    blocks = rank.blocks_of(0, 10, 6)
+    for _ in range(2):
+        rank.wipe()
+        result = rank.load({0: (keys, blocks)}, lease=lease)
+        assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [0])
+        assert rank.wrong(0, keys[1:], blocks[1:]) == 0
+    rank.client.release(lease)
+
+
+def test_only_corrupt_keys(verifying: Daemon, keys: Keys) -> None:
+    rank = stored(verifying, keys)
+    for key in keys:
+        flip_a_bit(verifying, key.tobytes())
+    rank.wipe()
+    result = rank.load({0: (keys, rank.blocks_of(0, 0, 6))})
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(6)))
+    assert rank.clean()
+    assert rank.states(keys) == [MISS] * 6
+    assert verifying.status()["memory"]["used_bytes"] == 0
+
+
+def test_the_self_audit_finds_it_where_loads_are_not_verified(daemon: Daemon, keys: Keys) -> None:
+    rank = stored(daemon, keys)
+    assert daemon.verify(payloads=True) == ()
+    flip_a_bit(daemon, keys[4].tobytes())
+    assert daemon.verify() == ()
+    (finding,) = daemon.verify(payloads=True)
+    assert "does not match its checksum" in finding
+    rank.client.clear()
+    assert daemon.verify(payloads=True) == ()
+
+
+def test_the_operator_s_verify_exits_with_bad_news(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon()
+    rank = stored(daemon, keys)
+    command = [sys.executable, "-m", "kvoffloadd", "verify", "--payloads", "--socket", str(daemon.socket)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    flip_a_bit(daemon, keys[1].tobytes())
+    found = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert found.returncode == 1
+    assert "1 findings" in found.stdout
+    rank.client.clear()
+
+
+def test_planted_faults_are_seen_by_who_compares(start_daemon: Start, keys: Keys) -> None:
+    """`serve --faults corrupt_every=1` is how scripts prove that they would notice."""
+    daemon = start_daemon(faults="corrupt_every=1")
+    rank = stored(daemon, keys)
+    rank.wipe()
+    assert rank.load({0: (keys, rank.blocks_of(0, 0, 6))}).outcome is Outcome.DONE
+    assert rank.wrong(0, keys, rank.blocks_of(0, 0, 6)) == 1
+    assert daemon.status()["devices"]["host"]["faults_planted"] == 1
+
+
+def test_a_device_that_fails_stores_nothing(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon(faults="fail_every=2")
+    rank = daemon.welcome(Rank(daemon.socket))
+    assert rank.store_keys(keys[:3]).outcome is Outcome.DONE
+    result = rank.store_keys(keys[3:])
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.FAILED, [0, 1, 2])
+    assert rank.states(keys) == [HIT] * 3 + [MISS] * 3
+    assert daemon.status()["memory"]["used_bytes"] == 3 * PAGE
+    assert rank.loads_right(keys[:3])
