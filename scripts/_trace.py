@@ -1,8 +1,8 @@
 """Request traces, and how many hits a cache of a given size makes on them.
 
-A trace is a list of requests; a request is the array of its block ids (u32) in prompt order. **Prefix rule**: a reference hits when its
-block and all before it in the request are held. After each request the cache wants all its blocks: those that are
-held are touched, the others stored, and blocks of the request under way are never victims.
+A trace is a list of requests; a request is the array of its block ids in prompt order, none of them twice. Prefix rule:
+a reference hits when its block and all before it in the request are held. After each request the cache wants all its
+blocks: those that are held are touched, the others stored, and blocks of the request under way are never victims.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvoffloadd.cache.policy.base import Policy
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 NEVER = 1 << 62
-ID_MAX = 1 << 31
+ID_END = 1 << 63
 
 
-class TraceError(Exception):
+class TraceError(ValueError):
     """A file that is no trace: which line, and why."""
 
 
-def load_trace(path: Path) -> list[U32Array]:
+def load_trace(path: Path) -> list[I64Array]:
     """The requests of a file with one JSON object a line, `hash_ids` being its block ids. Raises TraceError, OSError."""
     with path.open(encoding="utf-8") as lines:
         return [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(line: str, where: str) -> U32Array:
+def _request(line: str, where: str) -> I64Array:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -45,34 +45,24 @@ def _request(line: str, where: str) -> U32Array:
     if not isinstance(record, dict) or "hash_ids" not in record:
         raise TraceError(f"{where}: not an object with `hash_ids`")
     ids = record["hash_ids"]
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < ID_MAX for i in ids):
-        raise TraceError(f"{where}: `hash_ids` is not a list of integers from 0 to 2**31 - 1")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < ID_END for i in ids):
+        raise TraceError(f"{where}: `hash_ids` is not a list of integers from 0 to 2**63 - 1")
     if len(set(ids)) != len(ids):
         raise TraceError(f"{where}: `hash_ids` names a block twice")
-    return np.array(ids, np.uint32)
+    return np.array(ids, np.int64)
 
 
-def compact(requests: list[U32Array]) -> list[U32Array]:
-    """The same requests with ids from 0 on, without gaps, in order of first appearance."""
-    if not requests:
-        return []
-    ids, first, inverse = np.unique(np.concatenate(requests), return_index=True, return_inverse=True)
-    order = np.empty(len(ids), np.uint32)
-    order[np.argsort(first)] = np.arange(len(ids), dtype=np.uint32)
-    return np.split(order[inverse], np.cumsum([len(r) for r in requests])[:-1])
-
-
-def num_blocks(requests: list[U32Array]) -> int:
+def num_blocks(requests: list[I64Array]) -> int:
     """Distinct blocks."""
     return len(np.unique(np.concatenate(requests))) if requests else 0
 
 
-def num_references(requests: list[U32Array]) -> int:
+def num_references(requests: list[I64Array]) -> int:
     """Blocks asked for, over all requests."""
     return sum(len(r) for r in requests)
 
 
-def key_hashes(ids: U32Array, seed: int = 0) -> U64Array:
+def key_hashes(ids: I64Array, seed: int = 0) -> U64Array:
     """A well-mixed u64 per id (the finaliser of splitmix64)."""
     x = ids.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -92,7 +82,7 @@ class PolicyCache:
         self._busy = np.zeros(capacity, np.bool_)
         self._seed = seed
 
-    def request(self, ids: U32Array) -> int:
+    def request(self, ids: I64Array) -> int:
         """Serve one request, store what it lacked. Returns its hits."""
         positions = np.arange(len(ids), dtype=np.uint32)
         rows = self._row[ids]
@@ -127,7 +117,7 @@ class PolicyCache:
 
 
 def simulate(
-    requests: list[U32Array],
+    requests: list[I64Array],
     policy: str | Callable[[int, int], Policy],
     capacity: int,
     *,
@@ -140,9 +130,10 @@ def simulate(
     since it was last told.
     """
     made = create_policy(policy, capacity, capacity) if isinstance(policy, str) else policy(capacity, capacity)
-    cache = PolicyCache(made, capacity, int(max(r.max(initial=0) for r in requests)) + 1 if requests else 0, seed)
+    known, ids_from_0 = np.unique(np.concatenate(requests) if requests else [], return_inverse=True)
+    cache = PolicyCache(made, capacity, len(known), seed)
     hits = 0
-    for ids in requests:
+    for ids in np.split(ids_from_0, np.cumsum([len(r) for r in requests])[:-1]):
         hits += cache.request(ids)
         if progress is not None:
             progress(1)
@@ -156,7 +147,7 @@ def _prefix_hits(ids: list[int], held: dict[int, Any]) -> int:
     return hits
 
 
-def lru_hits(requests: list[U32Array], capacity: int) -> int:
+def lru_hits(requests: list[I64Array], capacity: int) -> int:
     """Hits of exact LRU, worked out without the policies' code: what theirs is checked against.
 
     A request's held blocks are touched last block first; then room is made; then the others are inserted, last first.
@@ -178,7 +169,7 @@ def lru_hits(requests: list[U32Array], capacity: int) -> int:
     return hits
 
 
-def belady_hits(requests: list[U32Array], capacity: int) -> int:
+def belady_hits(requests: list[I64Array], capacity: int) -> int:
     """Hits of Belady's rule: the block whose next use is the farthest goes, of one next request's the last in its prompt.
 
     Blocks of the request under way may go too, which is to bypass the cache: after each request it holds those
@@ -205,7 +196,7 @@ def belady_hits(requests: list[U32Array], capacity: int) -> int:
     return hits
 
 
-def ceiling_hits(requests: list[U32Array]) -> int:
+def ceiling_hits(requests: list[I64Array]) -> int:
     """Hits of a cache that never evicts: the references whose block, and all before it, were asked for before."""
     held: dict[int, None] = {}
     hits = 0

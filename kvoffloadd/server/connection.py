@@ -220,8 +220,9 @@ class PeerConnection:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
+                self._discard()  # nobody is left to read it
                 self.end(f"write failed: {error.strerror}")
-                return
+                break
             self._outbox.sent(size)
         self._set_writing(bool(self._outbox.frames))
         self._steer()
@@ -284,11 +285,16 @@ class PeerConnection:
         self._set_writing(False)
         self._sock.close()
         self._peer.close()
-        for _, fds in self._outbox.frames:
-            _close_all(fds)
+        self._discard()
         _close_all(self._protocol.take_fds())
         self._context.sessions.discard(self.session)
         self.ended.set()
+
+    def _discard(self) -> None:
+        while self._outbox.frames:
+            frame, fds = self._outbox.frames[0]
+            _close_all(fds)
+            self._outbox.sent(len(frame))
 
     async def _last_words(self) -> None:
         """Give the peer a moment to read what is queued (an error, the last completions)."""

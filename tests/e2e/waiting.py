@@ -19,3 +19,13 @@ def until(fact: Callable[[], T], what: str, deadline_s: float = 10.0) -> T:
         if time.monotonic() > end:
             raise AssertionError(f"not within {deadline_s} s: {what}; the last answer was {value!r}")
         time.sleep(0.002)
+
+
+def throughout(fact: Callable[[], object], what: str, seconds: float) -> None:
+    """`fact()` is true now and stays so for `seconds`. Raises AssertionError as soon as it is not."""
+    end = time.monotonic() + seconds
+    while True:
+        assert fact(), f"no longer: {what}"
+        if time.monotonic() > end:
+            return
+        time.sleep(0.01)

@@ -1,0 +1,169 @@
+"""An honest worker beside dishonest ones: it must not notice them. And a watch over what they cost the daemon."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from _daemon import open_fds, rss_anon_bytes
+
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.errors import KvOffloadError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvoffloadd.client import Registration
+    from kvoffloadd.model import U8Array
+
+PAGE_BYTES = 16 << 10
+KEYS_PER_STEP = 8
+KEPT_STEPS = 16
+"""Keys of so many steps are loaded again; more is not expected to be held."""
+MEMORY_NAME = "bystander"
+WAIT_S = 30.0
+SAMPLE_S = 0.02
+FAILURES_KEPT = 20
+
+
+@dataclass(slots=True)
+class Experience:
+    """What the bystander went through. `missed_keys`: others evicted or cleared them, which is no failure."""
+
+    stores: int = 0
+    loads: int = 0
+    verified_loads: int = 0
+    missed_keys: int = 0
+    wrong_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+    pings_s: list[float] = field(default_factory=list)
+
+    def ping_s(self, percent: float) -> float | None:
+        """A percentile of its round trips."""
+        return float(np.percentile(self.pings_s, percent)) if self.pings_s else None
+
+
+class Bystander(threading.Thread):
+    """Pings, stores and loads in a thread of its own until it is stopped; compares every byte. A context manager.
+
+    Ownership: `experience` is its thread's until `stop` has returned.
+    """
+
+    def __init__(self, socket_path: Path, seed: int) -> None:
+        super().__init__(name="bystander", daemon=True)
+        self.experience = Experience()
+        self._path = socket_path
+        self._rng = np.random.default_rng([seed, 1])
+        self._tensor = SharedTensor.allocate(2 * KEYS_PER_STEP, PAGE_BYTES, name=MEMORY_NAME)
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends it after its present step."""
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            with Client(self._path, namespace=NamespaceSpec(model="bystander"), deadline_s=WAIT_S) as client:
+                group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
+                registration = client.register(KvCache([self._tensor], [group]))
+                kept: list[U8Array] = []
+                while not self._ended.is_set():
+                    self._ping(client)
+                    self._step(client, registration, kept)
+        except (KvOffloadError, OSError) as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _ping(self, client: Client) -> None:
+        for _ in range(5):
+            begun = time.perf_counter()
+            client.ping()
+            self.experience.pings_s.append(time.perf_counter() - begun)
+
+    def _step(self, client: Client, registration: Registration, kept: list[U8Array]) -> None:
+        keys = self._rng.integers(0, 256, (KEYS_PER_STEP, 32), dtype=np.uint8)
+        blocks = np.arange(KEYS_PER_STEP)
+        self._tensor.array[blocks] = [content(key) for key in keys]
+        stored = client.wait(client.store(registration, {0: (keys, blocks)}), WAIT_S)
+        self.experience.stores += 1
+        if stored.outcome not in (Outcome.DONE, Outcome.PARTIAL):
+            self._fail(f"a store ended {stored.outcome}: {stored.reason}")
+        kept.append(keys)
+        del kept[:-KEPT_STEPS]
+        self._load(client, registration, kept[int(self._rng.integers(len(kept)))])
+
+    def _load(self, client: Client, registration: Registration, keys: U8Array) -> None:
+        lease = client.pin({0: keys}).lease
+        blocks = KEYS_PER_STEP + np.arange(KEYS_PER_STEP)
+        self._tensor.array[blocks] = 0
+        loaded = client.wait(client.load(registration, {0: (keys, blocks)}, lease=lease if lease else 0), WAIT_S)
+        client.release(lease)
+        self.experience.loads += 1
+        if loaded.outcome not in (Outcome.DONE, Outcome.PARTIAL):
+            self._fail(f"a load ended {loaded.outcome}: {loaded.reason}")
+        valid = loaded.valid(0)
+        found = self._tensor.array[blocks]
+        expected = np.stack([content(key) if good else np.zeros(PAGE_BYTES, np.uint8) for key, good in zip(keys, valid, strict=True)])
+        wrong = int((found != expected).sum())
+        self.experience.wrong_bytes += wrong
+        self.experience.missed_keys += int((~valid).sum())
+        self.experience.verified_loads += bool(valid.any()) and wrong == 0
+
+    def _fail(self, what: str) -> None:
+        if len(self.experience.failures) < FAILURES_KEPT:
+            self.experience.failures.append(what)
+
+
+def content(key: U8Array) -> U8Array:
+    """What the bystander's page of a key holds."""
+    return np.frombuffer(hashlib.shake_128(key.tobytes()).digest(PAGE_BYTES), np.uint8)
+
+
+class Cost(threading.Thread):
+    """The highest private memory and the most descriptors of a daemon, while the context lasts."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="cost", daemon=True)
+        self.rss_before = self.rss_max = self.rss_after = rss_anon_bytes(pid)
+        self.fds_before = self.fds_max = len(open_fds(pid))
+        self._pid = pid
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+    @property
+    def rss_growth(self) -> int:
+        """Of the highest over the first."""
+        return self.rss_max - self.rss_before
+
+    def run(self) -> None:
+        """The thread."""
+        while not self._ended.wait(SAMPLE_S):
+            self.sample()
+
+    def sample(self) -> None:
+        """Take in what it is now."""
+        try:
+            self.rss_after = rss_anon_bytes(self._pid)
+            self.fds_max = max(self.fds_max, len(open_fds(self._pid)))
+        except OSError:
+            return  # the daemon has ended, which is for others to notice
+        self.rss_max = max(self.rss_max, self.rss_after)

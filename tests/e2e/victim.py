@@ -1,0 +1,40 @@
+"""A worker that is killed in the middle of a job: registers memory named "victim", starts one slow job, says so.
+
+python -m tests.e2e.victim SOCKET (store | load) KEYS_HEX [fork]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.e2e.rank import Rank
+
+FOREVER_S = 1000.0
+
+
+def main() -> None:
+    path, what, packed, *options = sys.argv[1:]
+    keys = np.frombuffer(bytes.fromhex(packed), np.uint8).reshape(-1, 32)
+    rank = Rank(Path(path), name="victim", num_blocks=len(keys) + 8)
+    if "fork" in options and os.fork() == 0:
+        time.sleep(FOREVER_S)  # holds the socket and the memory open
+    wanted = {0: (keys, rank.blocks_of(0, 0, len(keys)))}
+    others = keys ^ np.uint8(0xFF)
+    reserved = rank.client.reserve({0: others}).lease
+    pinned = rank.client.pin({0: keys}).lease
+    if what == "store":
+        rank.begin_store(wanted)
+    else:
+        rank.client.load(rank.registration, wanted, lease=pinned)
+    sys.stdout.write(f"running {int(reserved)} {int(pinned)}\n")
+    sys.stdout.flush()
+    time.sleep(FOREVER_S)
+
+
+if __name__ == "__main__":
+    main()
