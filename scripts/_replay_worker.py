@@ -124,7 +124,7 @@ class Task:
     """What every worker knows. Worker w of n replays requests w, w + n, w + 2n..."""
 
     socket: Path
-    requests: Sequence[I64Array]
+    requests: list[I64Array]
     workers: int
     geometry: Geometry
     seed: int

@@ -84,7 +84,7 @@ class Worker:
             (14.0, self.load_unpinned),
             (8.0, self.cancel_some),
             (5.0, self.hurry),
-            (5.0, self.ask),
+            (8.0, self.ask),
             (1.0, self.compare),
             (0.5, self.register_again),
             (0.3, self.reconnect),
@@ -338,16 +338,22 @@ class Worker:
         return begun
 
     def ask(self) -> None:
-        """What moves nothing."""
+        """What moves nothing. Keys that nobody ever stored are strewn in, so that prefixes break in all places."""
         rank = self.any_rank()
         keys = self.all_keys(self.prompt())
-        self._check_found(keys, rank.client.lookup(keys))
+        share = float(self.rng.choice([0.0, 0.05, 0.2]))
+        strewn = {number: self._strewn(mine, share) for number, mine in keys.items()}
+        self._check_found(strewn, rank.client.lookup(strewn))
         rank.client.prefetch(keys)
         rank.client.touch(keys)
         group = self.engine.geometry.groups[0]
         listed = rank.client.snapshot(group.number)
         if len(np.unique(listed, axis=0)) != len(listed):
             self.findings.broken(f"a snapshot of group {group.number} names a key twice")
+
+    def _strewn(self, keys: U8Array, share: float) -> U8Array:
+        unknown = self.rng.integers(0, 256, keys.shape, np.uint8)
+        return np.where(self.rng.random((len(keys), 1)) < share, unknown, keys)
 
     def compare(self) -> None:
         """Every byte of the KV caches."""

@@ -124,15 +124,15 @@ class Fuzzer:
 
     def truncate(self, live: Live, every: int) -> None:
         """Every truncation of a right frame of every type (or one of `every`), as they come."""
-        rng = self._rng()
-        names = Names("fuzz-truncated")
-        frames = [f for at, f in enumerate(truncations(Requests(rng, names))) if at % every == 0]
-        while frames:
+        requests = Requests(self._rng(), Names("fuzz-truncated"))
+        frames = [frame for at, frame in enumerate(truncations(requests)) if at % every == 0]
+        while frames and len(self.tally.problems) < PROBLEMS_KEPT:
+            rng = self._rng()
             with RawPeer(self._path) as peer:
-                self._equip(peer, names, rng)
+                self._equip(peer, requests.names, rng, registered=False)
                 used = self._attempt(peer, iter(frames), rng)
-            del frames[: max(used, 1)]
-            self.tally.truncations += max(used, 1)
+            del frames[:used]
+            self.tally.truncations += used
             live.show(self.tally.frames + self.tally.truncations, f"{self.tally.sessions:,} sessions")
 
     def _rng(self) -> random.Random:

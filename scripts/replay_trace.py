@@ -34,7 +34,6 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
     from kvoffloadd.model import I64Array
@@ -117,7 +116,7 @@ class Capacity:
 class Replay:
     """The trace, and how it is replayed."""
 
-    def __init__(self, requests: Sequence[I64Array], arguments: argparse.Namespace) -> None:
+    def __init__(self, requests: list[I64Array], arguments: argparse.Namespace) -> None:
         self.requests = requests
         self.unique = len(np.unique(np.concatenate(requests)))
         self.references = sum(map(len, requests))

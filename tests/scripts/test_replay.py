@@ -119,9 +119,8 @@ def test_bounded_lru_hits_what_brute_force_does(trace: Path, requests: Requests)
     assert [one["capacity_blocks"] for one in found["capacities"]] == [round(0.1 * blocks), round(0.5 * blocks)]
     for one in found["capacities"]:
         assert one["block_hits"] == hits_with_lru(requests, one["capacity_blocks"])
-        # The simulated one touches a request's keys all at once; the daemon hears of the held ones first.
-        assert one["hit_rate"] == pytest.approx(one["lru_hit_rate"], abs=0.05)
-        assert one["lru_hit_rate"] <= one["belady_hit_rate"] <= one["ceiling_hit_rate"]
+        assert one["hit_rate"] == one["lru_hit_rate"] < one["ceiling_hit_rate"]
+        assert one["belady_hit_rate"] <= one["ceiling_hit_rate"]
         assert one["evictions"] > 0
     assert found["block_hits"] == sum(one["block_hits"] for one in found["capacities"])
 
