@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ MEMORY_NAME = "bystander"
 WAIT_S = 30.0
 SAMPLE_S = 0.02
 FAILURES_KEPT = 20
+_BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b")
 
 
 @dataclass(slots=True)
@@ -50,11 +52,14 @@ class Experience:
 class Bystander(threading.Thread):
     """Pings, stores and loads in a thread of its own until it is stopped; compares every byte. A context manager.
 
+    `expedited`: its loads go before others'.
+
     Ownership: `experience` is its thread's until `stop` has returned.
     """
 
-    def __init__(self, socket_path: Path, seed: int) -> None:
+    def __init__(self, socket_path: Path, seed: int, *, expedited: bool = False) -> None:
         super().__init__(name="bystander", daemon=True)
+        self._expedited = expedited
         self.experience = Experience()
         self._path = socket_path
         self._rng = np.random.default_rng([seed, 1])
@@ -108,14 +113,16 @@ class Bystander(threading.Thread):
         lease = client.pin({0: keys}).lease
         blocks = KEYS_PER_STEP + np.arange(KEYS_PER_STEP)
         self._tensor.array[blocks] = 0
-        loaded = client.wait(client.load(registration, {0: (keys, blocks)}, lease=lease if lease else 0), WAIT_S)
+        job = client.load(registration, {0: (keys, blocks)}, lease=lease, expedited=self._expedited)
+        loaded = client.wait(job, WAIT_S)
         client.release(lease)
         self.experience.loads += 1
         if loaded.outcome not in (Outcome.DONE, Outcome.PARTIAL):
             self._fail(f"a load ended {loaded.outcome}: {loaded.reason}")
         valid = loaded.valid(0)
         found = self._tensor.array[blocks]
-        expected = np.stack([content(key) if good else np.zeros(PAGE_BYTES, np.uint8) for key, good in zip(keys, valid, strict=True)])
+        untouched = np.zeros(PAGE_BYTES, np.uint8)
+        expected = np.stack([content(key) if good else untouched for key, good in zip(keys, valid, strict=True)])
         wrong = int((found != expected).sum())
         self.experience.wrong_bytes += wrong
         self.experience.missed_keys += int((~valid).sum())
@@ -129,6 +136,18 @@ class Bystander(threading.Thread):
 def content(key: U8Array) -> U8Array:
     """What the bystander's page of a key holds."""
     return np.frombuffer(hashlib.shake_128(key.tobytes()).digest(PAGE_BYTES), np.uint8)
+
+
+def excerpts(log: Path, lines: int = 30, most: int = 120) -> list[str]:
+    """What follows on each line of a daemon's log that tells of an error: enough to find its cause."""
+    found: list[str] = []
+    until = -1
+    for at, line in enumerate(log.read_text(encoding="utf-8", errors="replace").splitlines()):
+        if _BAD_LINE.search(line):
+            until = at + lines
+        if at < until and len(found) < most and "session" not in line:
+            found.append(line)
+    return found
 
 
 class Cost(threading.Thread):

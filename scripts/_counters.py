@@ -35,7 +35,8 @@ NAMES = (
     "cancelled",
     "expired",
     "lost",
-    "leases_void",
+    "leases_void",  # ended by a clear
+    "leases_partial",  # did not cover parts that were there before
     "reservations",
     "clears",
     "reregistrations",

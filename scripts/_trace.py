@@ -32,7 +32,7 @@ class TraceError(ValueError):
 
 
 def load_trace(path: Path) -> list[I64Array]:
-    """The requests of a file with one JSON object a line, `hash_ids` being its block ids. Raises TraceError, OSError."""
+    """The requests of a file with one JSON object a line; `hash_ids` are its block ids. Raises TraceError, OSError."""
     with path.open(encoding="utf-8") as lines:
         return [_request(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -170,10 +170,11 @@ def lru_hits(requests: list[I64Array], capacity: int) -> int:
 
 
 def belady_hits(requests: list[I64Array], capacity: int) -> int:
-    """Hits of Belady's rule: the block whose next use is the farthest goes, of one next request's the last in its prompt.
+    """Hits of Belady's rule: the block whose next use is the farthest goes.
 
-    Blocks of the request under way may go too, which is to bypass the cache: after each request it holds those
-    blocks, of all held and all of the request, that are used next. With the prefix rule this is no proven optimum.
+    Of blocks with the same next request, the last in its prompt goes first. Blocks of the request under way may go too,
+    which is to bypass the cache: after each request it holds those blocks, of all held and all of the request, that
+    are used next. With the prefix rule this is no proven optimum.
     """
     uses: dict[int, list[tuple[int, int]]] = {}
     for number in range(len(requests) - 1, -1, -1):

@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING
 
 import msgpack
 import numpy as np
-from _bystander import MEMORY_NAME, Bystander, Cost
+from _bystander import MEMORY_NAME, Bystander, Cost, excerpts
 from _daemon import DaemonError, DaemonProcess, obey_signals, private_folder
 from _leaks import held, leaks
 from _output import Live, format_ms, print_json, print_table
 from _raw_peer import PREFIX, RawPeer, SilenceError
-from _watch import bad_lines
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
@@ -47,7 +46,7 @@ OUTBOX_BYTES = 8 << 20
 RSS_GROWTH_PER_SESSION_MAX = 2 * OUTBOX_BYTES
 """What a session's unread replies, promises and half-read requests may cost; the default limits allow so much."""
 BLOCKS, PAGE_BYTES, KEY_BYTES = 64, 4096, 32
-KEYS_OF_WIDE_JOB = 8192
+KEYS_OF_WIDE_JOB = 4096
 """A load of so many keys, few of which are there: its completion must have room to name all that failed."""
 REPLY_S = 60.0
 READ_S = 120.0
@@ -132,9 +131,9 @@ class Flooder:
         turn = self.asked % 8
         if turn == 0:
             fields: Fields = {"type": "status"}
-        elif turn in (2, 4):
-            fields = {"type": "drain", "deadline_s": 60.0}
-        elif turn == 5:
+        elif turn % 2:
+            fields = {"type": "drain", "deadline_s": 600.0}  # answered late: only so many may wait
+        elif turn == 2:
             fields = {"type": "store", **self._job(self._present, np.arange(BLOCKS // 2))}
         else:
             blocks = np.full(KEYS_OF_WIDE_JOB, 0xFFFFFFFF)
@@ -266,3 +265,179 @@ class Flood:
     def total(self, name: str) -> Counter[str]:
         """Of a counter of all flooders."""
         return sum((getattr(flooder, name) for flooder in self.flooders), Counter())
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How it went; `as_json` has the names that stay."""
+
+    options: Options
+    flood: Flood
+    bystander: Bystander
+    cost: Cost
+    findings: list[str]
+    leaks: list[str]
+    bad_log_lines: list[str]
+    exit_status: int
+
+    @property
+    def good(self) -> bool:
+        """Whether all that must hold held."""
+        seen = self.bystander.experience
+        return (
+            not (self.flood.problems or self.findings or self.leaks or self.bad_log_lines or seen.failures)
+            and seen.wrong_bytes == 0 < seen.verified_loads
+            and self.busy > 0
+            and self.cost.rss_growth <= self.rss_growth_max
+            and self.exit_status == 0
+        )
+
+    @property
+    def busy(self) -> int:
+        """Requests that were told to come again later."""
+        return sum(flooder.busy for flooder in self.flood.flooders)
+
+    @property
+    def rss_growth_max(self) -> int:
+        """What all flooders together may cost."""
+        return self.options.sessions * RSS_GROWTH_PER_SESSION_MAX
+
+    def as_json(self) -> dict[str, object]:
+        """One object."""
+        flood, cost, seen = self.flood, self.cost, self.bystander.experience
+        return {
+            "good": self.good,
+            "seed": self.options.seed,
+            "sessions": self.options.sessions,
+            "flooded_s": round(flood.flooded_s, 3),
+            "read_s": round(flood.read_s, 3),
+            "requests": sum(flooder.asked for flooder in flood.flooders),
+            "replies": dict(sorted(flood.total("replies").items())),
+            "busy": self.busy,
+            "jobs_admitted": sum(len(flooder.admitted) for flooder in flood.flooders),
+            "jobs_completed": sum(len(flooder.ended) for flooder in flood.flooders),
+            "outcomes": dict(sorted(flood.total("outcomes").items())),
+            "problems": flood.problems,
+            "rss_before_bytes": cost.rss_before,
+            "rss_max_bytes": cost.rss_max,
+            "rss_after_bytes": cost.rss_after,
+            "rss_growth_bytes": cost.rss_growth,
+            "rss_growth_per_session_bytes": cost.rss_growth // self.options.sessions,
+            "rss_growth_max_bytes": self.rss_growth_max,
+            "wrong_bytes": seen.wrong_bytes,
+            "stores": seen.stores,
+            "loads": seen.loads,
+            "verified_loads": seen.verified_loads,
+            "missed_keys": seen.missed_keys,
+            "bystander_failures": seen.failures,
+            "pings": len(seen.pings_s),
+            "ping_p50_s": seen.ping_s(50),
+            "ping_p99_s": seen.ping_s(99),
+            "ping_max_s": seen.ping_s(100),
+            "findings": self.findings,
+            "leaks": len(self.leaks),
+            "leaked": self.leaks,
+            "bad_log_lines": self.bad_log_lines,
+            "exit_status": self.exit_status,
+        }
+
+    def print(self) -> None:
+        """A table."""
+        flood, cost, seen = self.flood, self.cost, self.bystander.experience
+        admitted = sum(len(flooder.admitted) for flooder in flood.flooders)
+        completed = sum(len(flooder.ended) for flooder in flood.flooders)
+        per_session = format_bytes(cost.rss_growth // self.options.sessions)
+        told = [*flood.problems, *self.findings, *self.leaks, *self.bad_log_lines, *seen.failures]
+        sections = [
+            [
+                ("sessions", f"{self.options.sessions:,}", ", ".join(KINDS)),
+                ("requests", f"{sum(f.asked for f in flood.flooders):,}", f"in {flood.flooded_s:,.1f} s"),
+                ("busy", f"{self.busy:,}", "told to come again later"),
+                ("jobs admitted", f"{admitted:,}", f"{completed:,} completed, read in {flood.read_s:,.1f} s"),
+            ],
+            [
+                ("private memory", format_bytes(cost.rss_max), f"at most; {format_bytes(cost.rss_before)} before"),
+                ("growth", format_bytes(cost.rss_growth), f"{per_session} a session"),
+            ],
+            [
+                ("bystander's loads", f"{seen.verified_loads:,}", "of which every byte was compared and right"),
+                ("wrong bytes", f"{seen.wrong_bytes:,}", ""),
+                ("ping p50, p99", format_ms(seen.ping_s(50)), format_ms(seen.ping_s(99))),
+                ("ping, slowest", format_ms(seen.ping_s(100)), f"of {len(seen.pings_s):,}"),
+            ],
+            [("verdict", "good" if self.good else "BAD", "; ".join(told)[:400] or f"seed {self.options.seed}")],
+        ]
+        print_table("flood", sections, good=self.good)
+
+
+def run(options: Options, folder: Path) -> Report:
+    """Everything. Raises DaemonError, KvOffloadError, OSError."""
+    faults = [f"delay_s={options.slow_copies_s}"] if options.slow_copies_s else []
+    faults += ["corrupt_every=20"] if options.plant_corruption else []
+    # All are of one user here: its cap must leave the bystander something.
+    settings = {"memory.slab_bytes": "1MiB", "limits.jobs": str(1024 * (options.sessions + 1))}
+    daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, settings, ",".join(faults))
+    daemon.start()
+    rng = np.random.default_rng([options.seed, 0])
+    flooders: list[Flooder] = []
+    try:
+        with Client(daemon.socket, namespace=None, role="observer", deadline_s=REPLY_S) as observer:
+            before = held(observer, daemon.pid, "")
+            with Bystander(daemon.socket, options.seed, expedited=True) as bystander, Cost(daemon.pid) as cost:
+                flooders += [Flooder(daemon.socket, number, rng) for number in range(options.sessions)]
+                flood = Flood(flooders)
+                with Live("flooding", options.seconds) as live:
+                    flood.run(options.seconds, live)
+                with Live("reading", options.sessions) as live:
+                    flood.settle(live)
+            for flooder in flooders:
+                flooder.peer.socket.close()
+            leaked = leaks(observer, daemon.pid, MEMORY_NAME, before) + leaks(observer, daemon.pid, "flood", before)
+            cost.sample()
+            findings = list(observer.verify(payloads=True, deadline_s=REPLY_S).findings)
+    finally:
+        for flooder in flooders:
+            flooder.peer.socket.close()
+        status = daemon.stop()
+    return Report(options, flood, bystander, cost, findings, leaked, excerpts(daemon.log), status)
+
+
+def main() -> int:
+    """Runs it; returns the exit status."""
+    options, as_json = _arguments()
+    obey_signals()
+    print(f"flood: seed {options.seed}", file=sys.stderr)
+    try:
+        with private_folder() as folder:
+            report = run(options, Path(folder))
+    except (DaemonError, KvOffloadError, SilenceError, OSError) as error:
+        print(f"flood: {error}", file=sys.stderr)
+        return EXIT_BAD
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    if as_json:
+        print_json(report.as_json())
+    else:
+        report.print()
+    return 0 if report.good else EXIT_BAD
+
+
+def _arguments() -> tuple[Options, bool]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog=__doc__.split("\n", 1)[1])
+    add = parser.add_argument
+    add("--sessions", type=int, default=64, help="that flood (default: %(default)s)")
+    add("--seconds", type=float, default=10.0, help="before all of them read (default: %(default).0f)")
+    add("--slow-copies", type=float, default=0.002, metavar="SECONDS", help="each copy takes so much longer, "
+        "so that queues grow deep (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
+    add("--plant-corruption", action="store_true", help="let the daemon flip bits in loads: this must be noticed")
+    add("--json", action="store_true", help="one JSON object on standard output in place of the table")
+    given = parser.parse_args()
+    if given.sessions < 1 or given.sessions > 250 or given.seconds <= 0 or given.slow_copies < 0:
+        parser.error("--sessions: from 1 to 250; --seconds: above 0; --slow-copies: not below 0")
+    seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
+    return Options(given.sessions, given.seconds, given.slow_copies, seed, given.plant_corruption), given.json
+
+
+if __name__ == "__main__":
+    sys.exit(main())

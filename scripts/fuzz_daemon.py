@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from _bystander import MEMORY_NAME, Bystander, Cost
+from _bystander import MEMORY_NAME, Bystander, Cost, excerpts
 from _daemon import DaemonError, DaemonProcess, obey_signals, private_folder
 from _fuzz_frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
 from _leaks import held, leaks
 from _output import Live, format_ms, print_json, print_table
 from _raw_peer import RawPeer, SilenceError
-from _watch import bad_lines
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
@@ -364,7 +363,7 @@ def run(options: Options, folder: Path) -> Report:
     finally:
         fuzzer.close()
         status = daemon.stop()
-    return Report(options, tally, bystander, cost, seconds, findings, leaked, bad_lines(daemon.log), status)
+    return Report(options, tally, bystander, cost, seconds, findings, leaked, excerpts(daemon.log), status)
 
 
 def main() -> int:

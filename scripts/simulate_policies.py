@@ -70,7 +70,7 @@ def shift(random: np.random.Generator) -> list[I64Array]:
 
 
 def chat(random: np.random.Generator) -> list[I64Array]:
-    """100 conversations at a time under one shared prefix; each turn adds 4 blocks and is the last one with chance 0.3."""
+    """100 conversations at a time under one shared prefix; a turn adds 4 blocks and is the last with chance 0.3."""
     prefix = list(range(4))
     next_id = 4
     prompts: list[list[int]] = [[] for _ in range(100)]
@@ -110,9 +110,9 @@ def parse_arguments() -> argparse.Namespace:
     source.add_argument("trace", nargs="?", type=Path, help="JSONL with `hash_ids` per line (Mooncake's format)")
     source.add_argument("--workload", choices=WORKLOADS, help="a synthetic one instead of a trace")
     parser.add_argument("--policies", default=",".join(POLICIES), help="names, by commas (default: all)")
-    parser.add_argument("--capacities", default=CAPACITIES, help=f"shares of the distinct blocks (default: {CAPACITIES})")
+    parser.add_argument("--capacities", default=CAPACITIES, help=f"shares of the blocks (default: {CAPACITIES})")
     parser.add_argument("--part", choices=("all", "first", "second"), default="all", help="half of the requests to use")
-    parser.add_argument("--seed", type=int, default=0, help="of the blocks' hashes and the synthetic workload (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of hashes and synthetic workloads (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
     arguments.policies = arguments.policies.split(",")

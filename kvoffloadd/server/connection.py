@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError, StateError
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * m.FDS_PER_FRAME_MAX)
 MESSAGES_PER_TURN = 32
+TURN_S = 0.0005
+"""What one session may serve before others have their turn: so many messages, and none that begins later than this."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
 FLUSH_S = 1.0
@@ -95,8 +98,9 @@ class PeerConnection:
         """Serve what has arrived, a bounded number of messages per turn, while the peer reads its replies."""
         self._pump_scheduled = False
         self._pumping = self._backlog = True
-        for _ in range(MESSAGES_PER_TURN):
-            if self._ending or self._outbox.congested:
+        turn_ends = time.monotonic() + TURN_S
+        for served in range(MESSAGES_PER_TURN):
+            if self._ending or self._outbox.congested or (served and time.monotonic() > turn_ends):
                 break
             try:
                 got = self._protocol.next_message()

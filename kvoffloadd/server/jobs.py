@@ -18,6 +18,7 @@ from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvoffloadd.cache.lease import WriteLease
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
@@ -78,7 +79,8 @@ class Jobs:
                 raise BlockIdError(f"group {share.group.group}: a store needs all block ids of each key")
             if has_duplicates(share.keys):
                 raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
-        leased = [self._leased(share, message.lease) for share in shares] if message.lease else None
+        lease = self.instance.leases.write(message.lease) if message.lease else None
+        leased = [self._leased(share, lease) for share in shares] if lease else None
         reserved = self._charge(message, shares)
         states, chosen, parts, copies = [], [], [], []
         for number, share in enumerate(shares):
@@ -88,9 +90,8 @@ class Jobs:
             chosen.append(at)
             parts.append(mine)
             copies.append(self._copies(Direction.STORE, share, at, mine))
-        if message.lease:
-            lease = self.instance.leases.write(message.lease)
-            taken = np.concatenate(parts)
+        if lease:
+            taken = np.concatenate([np.zeros(0, np.int64), *parts])
             lease.parts = np.setdiff1d(lease.parts, taken, assume_unique=True)
             self.account.refund("leases", len(taken))
         job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
@@ -221,8 +222,7 @@ class Jobs:
             if not np.isin(found.hit_rows, rows).all():
                 raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
-    def _leased(self, share: GroupJob, lease_id: int) -> tuple[U8Array, I64Array]:
-        lease = self.instance.leases.write(lease_id)
+    def _leased(self, share: GroupJob, lease: WriteLease) -> tuple[U8Array, I64Array]:
         rows = self.context.cache.find(share.space, share.keys).rows
         parts = np.zeros(0, np.int64)
         if (rows >= 0).all():
@@ -233,7 +233,7 @@ class Jobs:
             or not np.isin(parts, lease.parts).all()
             or (state != PartState.RESERVED).any()
         ):
-            raise LeaseError(f"lease {lease_id} does not cover all keys of this store")
+            raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
         return np.full(len(share.keys), _RESERVED, np.uint8), parts
 
     # --- plans ---

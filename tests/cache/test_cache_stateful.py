@@ -117,4 +117,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

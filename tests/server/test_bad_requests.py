@@ -226,6 +226,20 @@ def test_leases_of_the_wrong_kind_or_for_other_keys(scene: Scene) -> None:
     peer.refused("bad_lease", "release", lease=pinned)
 
 
+def test_a_job_of_no_groups(scene: Scene) -> None:
+    """Under a lease, too; and the lease must be there."""
+    lease = scene.peer.ok("reserve", **asked(0, keys(5)))["lease"]
+    pinned = scene.peer.ok("pin", **asked(0, keys(1)))["lease"]
+    for tag, named in (("store", 0), ("store", lease), ("load", 0), ("load", pinned)):
+        job = scene.job(groups=[], lease=named)
+        scene.peer.ok(tag, **job)
+        assert scene.peer.completed(job["job"])["outcome"] == "done"
+    for tag, named in (("store", pinned), ("store", 1 << 40), ("load", lease), ("load", 1 << 40)):
+        scene.peer.refused("bad_lease", tag, **scene.job(groups=[], lease=named))
+    scene.peer.ok("release", lease=lease)
+    scene.peer.ok("release", lease=pinned)
+
+
 def test_a_lease_whose_slots_are_filled_has_none_left(scene: Scene) -> None:
     reserved = scene.peer.ok("reserve", **asked(0, keys(5, 6)))["lease"]
     job = scene.job(lease=reserved, groups=[share(0, keys(5), ids(5))])

@@ -35,7 +35,7 @@ class Policy(Protocol):
         """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
 
         Fewer only if fewer evictable rows exist. The rows stay held until `remove`: a caller that changes its mind
-        has changed nothing but hints of order. `evictable` is a vectorised predicate (leased and in-flight keys say no).
+        has changed nothing but hints of order. `evictable` is a vectorised predicate: leased and in-flight keys say no.
         """
 
     def resize(self, capacity_rows: int) -> None:

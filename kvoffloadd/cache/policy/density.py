@@ -28,6 +28,7 @@ POOLED_WEIGHT = 20.0
 
 _EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
 _LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS + 1), np.bool_), 1)
+_MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
 def bucket(age: int) -> int:
@@ -39,16 +40,17 @@ class HitDensity:
     """Watches a sample of keys and estimates, for each class and age, the hits that keeping such a key is worth.
 
     A watched slot holds the class and time of its key's last use. The key's return is a hit at some age; being
-    overwritten by another key, and waiting still, says only that it did not return until now. These give the share of
+    overwritten by another key, and waiting still, say only that it did not return until now. These give the share of
     keys that return at each age (a life table, with the keys lost from sight counted as far as they were seen), and
-    that gives the density: the best ratio, over all times one might keep the key for, of the chance of a hit within that
-    time to the slot time spent until then. Old observations fade: half-life, as many uses as there are slots in the window.
+    that gives the density: the best ratio, over all times one might keep the key for, of the chance of a hit within
+    that time to the slot time spent until then. Old observations fade: after as many uses of watched keys as the
+    window has slots they count half.
     """
 
     def __init__(self, num_classes: int) -> None:
-        self._num_classes = num_classes
-        self._hits = np.zeros((num_classes, NUM_BUCKETS))
-        self._lost = np.zeros((num_classes, NUM_BUCKETS))
+        # By whether the key came back (1) or was lost from sight (0), by class + 1, and by the bucket of its age then.
+        # What is counted for class + 1 = 0, the slots where no key was watched, means nothing.
+        self._ends = np.zeros((2, num_classes + 1, NUM_BUCKETS))
         self._events = 0
         self._events_refreshed = 0
         self.forget_window()
@@ -64,17 +66,13 @@ class HitDensity:
 
         Slots beyond the window are not watched. `known`: the slot is the key's own from an earlier use.
         """
-        watched = slots < WINDOW_SLOTS
-        if not watched.all():
-            slots, known, classes = slots[watched], known[watched], classes[watched]
-            if not len(slots):
+        watched = np.flatnonzero(slots < WINDOW_SLOTS)
+        if len(watched) < len(slots):
+            if not len(watched):
                 return
-        code = self._code[slots]
-        if code.any():
-            cells = (code.astype(np.int64) - 1) * NUM_BUCKETS + _buckets(np.uint32(now) - self._stamp[slots])
-            seen = code > 0
-            np.add.at(self._hits.reshape(-1), cells[seen & known], 1.0)
-            np.add.at(self._lost.reshape(-1), cells[seen & ~known], 1.0)
+            slots, known, classes = slots[watched], known[watched], classes[watched]
+        cells = self._cells(slots, now) + known * (self._ends.size // 2)
+        np.add.at(self._ends.reshape(-1), cells, 1.0)
         self._code[slots] = classes + np.uint8(1)
         self._stamp[slots] = now
         self._events += len(slots)
@@ -90,22 +88,30 @@ class HitDensity:
         """Work the densities out anew; takes about 1 ms, whatever the capacity."""
         fade = 0.5 ** ((self._events - self._events_refreshed) / WINDOW_SLOTS)
         self._events_refreshed = self._events
-        self._hits *= fade
-        self._lost *= fade
-        waiting = np.flatnonzero(self._code)
-        cells = (self._code[waiting].astype(np.int64) - 1) * NUM_BUCKETS
-        cells += _buckets(np.uint32(now) - self._stamp[waiting])
-        shape = (self._num_classes, NUM_BUCKETS)
-        unreturned = self._lost + np.bincount(cells, minlength=self._hits.size).reshape(shape)
-        leaving = self._hits + unreturned
-        older = np.cumsum(leaving[:, ::-1], axis=1)[:, ::-1] - leaving
-        at_risk = older + self._hits + unreturned / 2
-        self._density: list[list[float]] = _densities(self._returns(at_risk)).tolist()
+        self._ends *= fade
+        waiting = self._cells(slice(None), now)
+        counts = np.bincount(waiting, minlength=self._ends.size // 2).reshape(self._ends[0].shape)
+        hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts)[1:]
+        self._density: list[list[float]] = _densities(_returns(hits, unreturned)).tolist()
 
-    def _returns(self, at_risk: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The share of keys which return in each bucket, of those that reach it."""
-        pooled = (self._hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
-        return np.asarray((self._hits + POOLED_WEIGHT * pooled) / (at_risk + POOLED_WEIGHT))
+    def _cells(self, slots: U32Array | slice, now: int) -> npt.NDArray[np.int64]:
+        """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
+        ages = np.maximum(np.uint32(now) - self._stamp[slots], 1).astype(np.float64)
+        ages *= ages
+        # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
+        return (ages.view(np.int64) >> _MANTISSA_BITS) + (self._code[slots] * np.int64(NUM_BUCKETS) - _EXPONENT_BIAS)
+
+
+def _returns(hits: npt.NDArray[np.float64], unreturned: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The share of keys which return in each bucket of age, of those that reach it; by class.
+
+    `unreturned`: keys that were seen up to this age, and had not come back.
+    """
+    ended = hits + unreturned
+    older = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+    at_risk = older + hits + unreturned / 2
+    pooled = (hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
+    return np.asarray((hits + POOLED_WEIGHT * pooled) / (at_risk + POOLED_WEIGHT))
 
 
 def _densities(returns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -117,8 +123,3 @@ def _densities(returns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     cost = spent[:, None, :] - spent[:, :-1, None]
     ratio = np.divide(hits, cost, out=np.zeros_like(hits), where=_LATER & (cost > 0))
     return np.asarray(ratio.max(axis=2))
-
-
-def _buckets(ages: U32Array) -> npt.NDArray[np.int64]:
-    # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
-    return np.frexp(np.maximum(ages, 1).astype(np.float64) ** 2)[1].astype(np.int64) - 1

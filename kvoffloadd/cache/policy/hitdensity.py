@@ -25,7 +25,7 @@ REACH_SLOTS = 4096
 
 
 def _class_table() -> npt.NDArray[np.uint8]:
-    """Class by turns (1..TURNS_MAX, less one) and uses: few classes, since all keys of a conversation share one fate."""
+    """Class by turns (less one) and uses: few, since all keys of a conversation share one fate."""
     table = np.zeros((TURNS_MAX, USES_MAX + 1), np.uint8)
     for turns in range(TURNS_MAX):
         table[turns, :2] = turns
@@ -127,7 +127,7 @@ class HitDensityPolicy:
         # A key was used at least as often as any that follows it. This mends counts that were forgotten: a gap that
         # looks unused would be evicted first, and takes all that follows it out of reach.
         uses = np.maximum.accumulate(uses[::-1])[::-1]
-        classes = CLASSES[self._turns(uses, positions) - 1, uses]
+        classes: npt.NDArray[np.uint8] = CLASSES[self._turns(uses, positions) - 1, uses]
         now = self._now
         self._learned.record(slots, known, classes, now)
         self._counts.record(tags, slots, uses)

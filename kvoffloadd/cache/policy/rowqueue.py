@@ -35,7 +35,7 @@ class RowQueues:
         num_chunks = 4 * (-(-max_rows // chunk_rows) + num_queues + 1)
         self._place = np.zeros(max_rows, np.uint32)  # place + 1, so that fresh zero pages mean "in no queue"
         self._pool = np.zeros(num_chunks << self._shift, np.uint32)
-        # Per chunk, as lists: they are read and written one at a time. Only the last chunk of a queue may have no live rows.
+        # Per chunk; lists, as they are used one item at a time. Only the last chunk of a queue may have no live rows.
         self._live = [0] * num_chunks
         self._start = [0] * num_chunks  # entries before it are stale
         self._end = [0] * num_chunks
@@ -129,7 +129,8 @@ class RowQueues:
             chunk = self._next[chunk]
 
     def _live_mask(self, start: int, stop: int) -> BoolArray:
-        return self._place[self._pool[start:stop]] == np.arange(start + 1, stop + 1, dtype=np.uint32)
+        places: BoolArray = self._place[self._pool[start:stop]] == np.arange(start + 1, stop + 1, dtype=np.uint32)
+        return places
 
     def _write(self, chunk: int, at: int, rows: U32Array) -> None:
         start = (chunk << self._shift) + at

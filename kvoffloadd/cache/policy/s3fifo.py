@@ -129,4 +129,5 @@ class GhostList:
         slots = tags & self._mask
         order = self._order[slots]
         age = np.uint32(self._added & 0xFFFFFFFF) - order
-        return (order > 0) & (age < self._length) & (self._tags[slots] == tags)
+        found: BoolArray = (order > 0) & (age < self._length) & (self._tags[slots] == tags)
+        return found

@@ -28,7 +28,7 @@ class Selection:
         self._in_use: list[tuple[int, U32Array]] = []
 
     def offer(self, rows: U32Array, queue: int = 0) -> int:
-        """Choose from rows, given in the order they should go, until none is missing. Returns how many were looked at."""
+        """Choose from rows, first to go first, until none is missing. Returns how many were looked at."""
         yes = self._evictable(rows)
         able = np.flatnonzero(yes)[: self.missing]
         looked_at = int(able[-1]) + 1 if len(able) == self.missing else len(rows)
