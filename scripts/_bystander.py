@@ -28,6 +28,7 @@ KEPT_STEPS = 16
 MEMORY_NAME = "bystander"
 WAIT_S = 30.0
 SAMPLE_S = 0.02
+PING_EVERY_S = 0.005
 FAILURES_KEPT = 20
 _BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b")
 
@@ -50,11 +51,10 @@ class Experience:
 
 
 class Bystander(threading.Thread):
-    """Pings, stores and loads in a thread of its own until it is stopped; compares every byte. A context manager.
+    """Stores and loads in a thread of its own until it is stopped, and pings in another one; compares every byte. A
+    context manager. `expedited`: its loads go before others'.
 
-    `expedited`: its loads go before others'.
-
-    Ownership: `experience` is its thread's until `stop` has returned.
+    Ownership: `experience` is its threads' until `stop` has returned; `pings_s` the second one's, all else the first's.
     """
 
     def __init__(self, socket_path: Path, seed: int, *, expedited: bool = False) -> None:
@@ -65,9 +65,11 @@ class Bystander(threading.Thread):
         self._rng = np.random.default_rng([seed, 1])
         self._tensor = SharedTensor.allocate(2 * KEYS_PER_STEP, PAGE_BYTES, name=MEMORY_NAME)
         self._ended = threading.Event()
+        self._pinger = threading.Thread(target=self._ping, name="pinger", daemon=True)
 
     def __enter__(self) -> Self:
         self.start()
+        self._pinger.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +79,7 @@ class Bystander(threading.Thread):
         """Ends it after its present step."""
         self._ended.set()
         self.join()
+        self._pinger.join()
 
     def run(self) -> None:
         """The thread."""
@@ -86,16 +89,19 @@ class Bystander(threading.Thread):
                 registration = client.register(KvCache([self._tensor], [group]))
                 kept: list[U8Array] = []
                 while not self._ended.is_set():
-                    self._ping(client)
                     self._step(client, registration, kept)
         except (KvOffloadError, OSError) as error:
             self._fail(f"{type(error).__name__}: {error}")
 
-    def _ping(self, client: Client) -> None:
-        for _ in range(5):
-            begun = time.perf_counter()
-            client.ping()
-            self.experience.pings_s.append(time.perf_counter() - begun)
+    def _ping(self) -> None:
+        try:
+            with Client(self._path, namespace=None, role="observer", deadline_s=WAIT_S) as client:
+                while not self._ended.wait(PING_EVERY_S):
+                    begun = time.perf_counter()
+                    client.ping()
+                    self.experience.pings_s.append(time.perf_counter() - begun)
+        except (KvOffloadError, OSError) as error:
+            self._fail(f"a ping: {type(error).__name__}: {error}")
 
     def _step(self, client: Client, registration: Registration, kept: list[U8Array]) -> None:
         keys = self._rng.integers(0, 256, (KEYS_PER_STEP, 32), dtype=np.uint8)

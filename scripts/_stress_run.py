@@ -28,10 +28,11 @@ MIB = 1 << 20
 TICK_S = 0.05
 UNMAP_LIMIT_S = 2.0
 """A killed worker's memory must be unmapped within 1 s of its last copy's end, which may take some time too."""
+BEGIN_S = 30.0
 WORKER_END_S = 90.0
 VERIFY_S = 120.0
 ERRORS_MAX = 20
-CORRUPT_EVERY = 50
+CORRUPT_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ class Run:
         try:
             if self._daemon is not None:
                 self._daemon.start()
-            with Client(str(self._socket), namespace=None, role="observer", deadline_s=30.0) as observer:
+            with Client(
+                str(self._socket), namespace=None, role="observer", deadline_s=30.0, connect_deadline_s=2.0
+            ) as observer:
                 self._stress(observer)
             if self._daemon is not None:
                 self._end_daemon(self._daemon)
@@ -104,16 +107,17 @@ class Run:
     def _stress(self, observer: Client) -> None:
         before = held(observer, self._pid(observer), self._memory_prefix)
         watch = Watch(observer, self._options.seconds)
-        began = time.monotonic()
         try:
-            self._work(observer, watch, began)
+            self._begin()
+            self._work(observer, watch)
         except KeyboardInterrupt:
             self._report.interrupted = True
-        self._report.seconds = time.monotonic() - began
         self._report.private_bytes = watch.private_bytes()
         self._end_workers()
         watch.look(now_due=True)
         self._report.daemon = watch.counters()
+        if self._options.plant_corruption and not self._report.daemon.faults_planted:
+            self._report.errors.append("no corruption could be planted: too few loads")
         self._audit(observer, before)
         self._report.findings += watch.findings
 
@@ -134,10 +138,18 @@ class Run:
 
     # --- while it runs -------------------------------------------------------------------------------
 
-    def _work(self, observer: Client, watch: Watch, began: float) -> None:
-        options = self._options
-        for row in range(options.workers):
+    def _begin(self) -> None:
+        """Start the workers, and wait until each has done something: how long Python takes to start says nothing."""
+        for row in range(self._options.workers):
             self._spawn(row, 0)
+        until = time.monotonic() + BEGIN_S
+        while not all(self._counters.get(row, "operations") for row in self._slots) and time.monotonic() < until:
+            self._check_children()
+            time.sleep(TICK_S)
+
+    def _work(self, observer: Client, watch: Watch) -> None:
+        options = self._options
+        began = time.monotonic()
         kills = self._instants(min(max(options.seconds / 12, 0.5), 4.0)) if options.kill_workers else []
         daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 15.0)) if options.kill_daemon else []
         with Live("stress", options.seconds) as live:
@@ -151,6 +163,7 @@ class Run:
                     daemon_kills.pop(0)
                     watch.look(now_due=True)
                     self._kill_daemon()
+                self._report.seconds = now
                 live.show(now, self._figures())
                 time.sleep(TICK_S)
 

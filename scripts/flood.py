@@ -83,16 +83,19 @@ class Flooder:
 
     def _prepare(self, number: int) -> int:
         namespace = {"model": f"flood-{number % 8}", "key_bytes": KEY_BYTES}
-        self._told("welcome", {"type": "hello", "version": 1, "role": "worker", "instance": self._rng.bytes(16), "namespace": namespace})
+        hello = {"type": "hello", "version": 1, "role": "worker", "instance": self._rng.bytes(16)}
+        self._told("welcome", {**hello, "namespace": namespace})
         fd = create_memfd("flood", BLOCKS * PAGE_BYTES)
         try:
             attached = self._told("attached", {"type": "attach", "kind": "shm", "fds": 1}, fd)
         finally:
             os.close(fd)
         tensor = {"offset": 0, "num_blocks": BLOCKS, "page_bytes": PAGE_BYTES, "stride_bytes": PAGE_BYTES}
-        group = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": PAGE_BYTES}]}
+        refs = [{"tensor": 0, "offset": 0, "length": PAGE_BYTES}]
+        group = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": refs}
         tensors = [{"allocation": attached["allocations"][0], **tensor}]
-        return int(self._told("registered", {"type": "register", "tensors": tensors, "groups": [group]})["registration"])
+        told = self._told("registered", {"type": "register", "tensors": tensors, "groups": [group]})
+        return int(told["registration"])
 
     def _told(self, wanted: str, fields: Fields, *fds: int) -> Fields:
         self.asked += 1
@@ -131,8 +134,8 @@ class Flooder:
         turn = self.asked % 8
         if turn == 0:
             fields: Fields = {"type": "status"}
-        elif turn % 2:
-            fields = {"type": "drain", "deadline_s": 600.0}  # answered late: only so many may wait
+        elif turn == 1 or (self.kind == "greedy" and turn != 4):
+            fields = {"type": "drain", "deadline_s": 600.0}  # answered late, and only so many may wait
         elif turn == 2:
             fields = {"type": "store", **self._job(self._present, np.arange(BLOCKS // 2))}
         else:
@@ -427,7 +430,7 @@ def _arguments() -> tuple[Options, bool]:
     add = parser.add_argument
     add("--sessions", type=int, default=64, help="that flood (default: %(default)s)")
     add("--seconds", type=float, default=10.0, help="before all of them read (default: %(default).0f)")
-    add("--slow-copies", type=float, default=0.002, metavar="SECONDS", help="each copy takes so much longer, "
+    add("--slow-copies", type=float, default=0.02, metavar="SECONDS", help="each copy takes so much longer, "
         "so that queues grow deep (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
     add("--plant-corruption", action="store_true", help="let the daemon flip bits in loads: this must be noticed")

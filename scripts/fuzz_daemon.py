@@ -313,7 +313,11 @@ class Report:
         told = [*tally.problems, *self.findings, *self.leaks, *self.bad_log_lines, *seen.failures]
         sections = [
             [
-                ("frames", f"{tally.frames:,}", f"and {tally.truncations:,} truncations, in {tally.sessions:,} sessions"),
+                (
+                    "frames",
+                    f"{tally.frames:,}",
+                    f"and {tally.truncations:,} truncations, in {tally.sessions:,} sessions",
+                ),
                 ("answered", f"{tally.answered:,}", codes),
                 ("closed", f"{tally.closed:,}", "sessions ended by the daemon"),
                 ("unanswered", f"{tally.unanswered:,}", "or answered twice"),

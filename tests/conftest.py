@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from contextlib import ExitStack
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest

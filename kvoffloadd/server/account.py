@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 
 from kvoffloadd.errors import LimitError
 
+BUILT_IN_CAPS = {"descriptors": 1 << 23}
+"""Plans of registered groups take 40 bytes of the daemon's own memory per descriptor: one frame can ask for gigabytes.
+Real engines need some thousands a rank.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One uid's use of what the daemon shares out, by name: sessions, jobs, mapped_bytes, fds, leases."""
+    """One uid's use of what the daemon shares out, by name: sessions, jobs, mapped_bytes, fds, leases, descriptors."""
 
     uid: int
     caps: dict[str, int]
@@ -31,7 +36,7 @@ class Accounts:
     """Accounts by uid, all with the same caps."""
 
     def __init__(self, caps: dict[str, int]) -> None:
-        self._caps = caps
+        self._caps = {**BUILT_IN_CAPS, **caps}
         self._by_uid: dict[int, Account] = {}
 
     def of(self, uid: int) -> Account:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.device.plan import GroupPlan, Tensor
-from kvoffloadd.errors import DuplicateError, ExtentError, SchemaError, UnknownNameError
+from kvoffloadd.errors import DuplicateError, ExtentError, LimitError, SchemaError, UnknownNameError
 from kvoffloadd.model import GroupKind, GroupSchema, Ref
 
 if TYPE_CHECKING:
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.transfer import Transfer
     from kvoffloadd.device.base import Allocation
     from kvoffloadd.protocol.messages import GroupSpec, TensorSpec
+
+
+PLAN_BASE = 32
+"""A registration or a group without descriptors costs about as much as so many."""
+GROUPS_PER_NAMESPACE_MAX = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +43,13 @@ class RegisteredGroup:
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Owned by a session. `running`: the jobs that use its memory."""
+    """Owned by a session. `running`: the jobs that use its memory; `descriptors`: what its plans are charged as."""
 
     id: int
     groups: dict[int, RegisteredGroup]
     allocations: frozenset[int]
     running: set[Transfer] = field(default_factory=set)
+    descriptors: int = 0
 
     def group(self, number: int) -> RegisteredGroup:
         """Raises UnknownNameError if the group isn't registered here, or this rank has no part of it."""
@@ -55,6 +61,11 @@ class Registration:
                 f"registration {self.id} has no part of group {number}: it was registered without refs"
             )
         return found
+
+
+def plan_descriptors(groups: Sequence[GroupSpec]) -> int:
+    """What the plans of these groups will cost, in descriptors; even an empty one costs something."""
+    return PLAN_BASE + sum(PLAN_BASE + spec.blocks_per_key * sum(ref.count for ref in spec.refs) for spec in groups)
 
 
 def schema_of(spec: GroupSpec) -> GroupSchema:
@@ -108,6 +119,8 @@ def build(
     checked = []
     if len({spec.group for spec in groups}) != len(groups):
         raise DuplicateError("a group is registered twice in one request")
+    if len(namespace.spaces.keys() | {spec.group for spec in groups}) > GROUPS_PER_NAMESPACE_MAX:
+        raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
     for spec in groups:
         schema = schema_of(spec)
         refs = [Ref(r.tensor, r.offset, r.length, r.count, r.stride) for r in spec.refs]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import LimitError, UnknownNameError
-from kvoffloadd.server.registration import Attached, Registration, build
+from kvoffloadd.server.registration import Attached, Registration, build, plan_descriptors
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace
@@ -77,8 +77,15 @@ class Registry:
         cap = self.context.config.limits.tensors_per_registration
         if len(tensors) > cap:
             raise LimitError(f"{len(tensors)} tensors in one registration; the cap is {cap}")
+        descriptors = plan_descriptors(groups)
+        self.account.charge("descriptors", descriptors)  # before any plan is made
         number = next(self._ids)
-        made = build(number, tensors, groups, self.attached, self.context.cache, namespace)
+        try:
+            made = build(number, tensors, groups, self.attached, self.context.cache, namespace)
+        except Exception:
+            self.account.refund("descriptors", descriptors)
+            raise
+        made.descriptors = descriptors
         for allocation in made.allocations:
             self.attached[allocation].uses += 1
         self.registrations[number] = made
@@ -95,6 +102,7 @@ class Registry:
         """From now on no job can name it; wait for those that do, then unmap what no other registration names."""
         if self.registrations.pop(made.id, None) is None:
             raise UnknownNameError(f"registration {made.id} is being unregistered already")
+        self.account.refund("descriptors", made.descriptors)
         copy = self.context.config.copy
         if not await self.context.transfers.settle(made.running, copy.deadline_max_s + copy.worker_drain_s):
             self.context.fatal(f"copies of registration {made.id} do not end")
@@ -108,6 +116,8 @@ class Registry:
 
     async def close(self) -> None:
         """Unmap everything; the session's copies have ended."""
+        for made in self.registrations.values():
+            self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()
         for number in list(self.attached):
             await self._unmap(number)

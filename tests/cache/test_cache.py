@@ -36,7 +36,8 @@ def store(cache: Cache, space: Space, *numbers: int) -> I64Array:
 
 
 def states(cache: Cache, space: Space, *numbers: int) -> list[int]:
-    return cache.find(space, keys_of(*numbers)).states.tolist()
+    found: list[int] = cache.find(space, keys_of(*numbers)).states.tolist()
+    return found
 
 
 def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""A real daemon in a process of its own, what the kernel says of it, and what must be true when a test is done with it."""
+"""A real daemon in a process of its own, what the kernel says of it, and what must be true when a test is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
@@ -22,6 +22,7 @@ from tests.e2e.waiting import until
 ROOT = Path(__file__).parents[2]
 START_S = 20.0
 STOP_S = 15.0
+Guest = TypeVar("Guest")
 UID = os.getuid()
 
 
@@ -108,7 +109,7 @@ class Daemon:
         """A raw connection without a hello."""
         return self.welcome(RawPeer(self.socket))
 
-    def welcome(self, guest: Any) -> Any:
+    def welcome(self, guest: Guest) -> Guest:
         """Close this at the end, too."""
         self.guests.append(guest)
         return guest

@@ -110,9 +110,7 @@ class Rank:
         for place, _ in self._places(group, np.zeros((len(blocks), 32), np.uint8), blocks):
             place[:] = 0xEE
 
-    def _places(
-        self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]
-    ) -> Iterator[tuple[U8Array, U8Array]]:
+    def _places(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> Iterator[tuple[U8Array, U8Array]]:
         known = self._groups[group]
         for key, ids in zip(keys, np.asarray(blocks).reshape(len(keys), known.blocks_per_key).tolist(), strict=True):
             for block, row in enumerate(ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,7 +45,7 @@ def test_namespaces_that_differ_in_anything_never_meet(daemon: Daemon, keys: Key
 
 
 def test_fields_do_not_run_into_each_other(daemon: Daemon, keys: Keys) -> None:
-    names = [{"model": "ab", "revision": "c"}, {"model": "a", "revision": "bc"}, {"model": "abc"}]
+    names: list[dict[str, Any]] = [{"model": "ab", "revision": "c"}, {"model": "a", "revision": "bc"}, {"model": "abc"}]
     ranks = [daemon.welcome(Rank(daemon.socket, namespace=type(NAMESPACE)(**name))) for name in names]
     ranks[0].store_keys(keys)
     assert [rank.states(keys[:1]) for rank in ranks] == [[HIT], [MISS], [MISS]]

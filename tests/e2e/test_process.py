@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_a_signal_drains_running_jobs(start_daemon: Start, keys: Keys, number: i
         assert caught.value.retryable
     other.client.ping()
     with RawPeer(daemon.socket) as late:
-        hello = {"version": 1, "role": "worker", "instance": bytes(16), "namespace": {"model": "late"}}
+        hello: dict[str, Any] = {"version": 1, "role": "worker", "instance": bytes(16), "namespace": {"model": "late"}}
         assert late.ask("hello", **hello)["code"] == "draining"
     assert daemon.alive
     assert rank.wait(job).outcome is Outcome.DONE

@@ -109,9 +109,7 @@ def test_many_jobs_at_once_and_out_of_order(rank: Rank, seed: int) -> None:
     assert {rank.wait(job).outcome for job in reversed(jobs)} == {Outcome.DONE}
     rank.wipe()
     order = rng.permutation(30)
-    loads = [
-        rank.client.load(rank.registration, {0: (keys[at], blocks[at])}, expedited=bool(at % 2)) for at in order
-    ]
+    loads = [rank.client.load(rank.registration, {0: (keys[at], blocks[at])}, expedited=bool(at % 2)) for at in order]
     assert {rank.wait(job).outcome for job in loads} == {Outcome.DONE}
     assert sum(rank.wrong(0, k, b) for k, b in zip(keys, blocks, strict=True)) == 0
 

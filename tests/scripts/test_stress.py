@@ -7,7 +7,7 @@ from tests.scripts.running import run_script
 
 def test_a_short_run_with_kills_is_clean_and_checks_something() -> None:
     done = run_script(
-        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "1", "--memory", "32MiB", "--kill-workers"
+        "stress.py", "--seconds", "3", "--workers", "2", "--seed", "1", "--memory", "32MiB", "--kill-workers"
     )
     assert (done.status, done.figures["said"], done.figures["errors"], done.figures["findings"]) == (0, [], [], [])
     assert done.figures["wrong_bytes"] == done.figures["broken_promises"] == done.figures["leaks"] == 0
@@ -28,7 +28,7 @@ def test_planted_corruption_is_found() -> None:
 
 def test_workers_outlive_the_daemon() -> None:
     done = run_script(
-        "stress.py", "--seconds", "5", "--workers", "2", "--seed", "2", "--kill-daemon", "--slow-copies", "0.005"
+        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "2", "--kill-daemon", "--slow-copies", "0.005"
     )
     assert (done.status, done.figures["said"], done.figures["errors"], done.figures["findings"]) == (0, [], [], [])
     assert done.figures["daemon_kills"] >= 1

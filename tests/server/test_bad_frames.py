@@ -24,7 +24,8 @@ def prefixed(body: bytes) -> bytes:
 
 def deep(levels: int) -> bytes:
     """A ping with arrays within arrays."""
-    return b"\x83" + msgpack.packb("type") + msgpack.packb("ping") + b"\xa3seq\x01\xa1x" + b"\x91" * levels + b"\xc0"
+    kind: bytes = msgpack.packb("type")
+    return b"\x83" + kind + b"\xa4ping\xa3seq\x01\xa1x" + b"\x91" * levels + b"\xc0"
 
 
 UNUSABLE = {
@@ -141,7 +142,9 @@ def memory() -> Iterator[int]:
     os.close(fd)
 
 
-@pytest.mark.parametrize(("stated", "sent"), [(1, 0), (2, 1), (64, 63), (1, 2), (1, 64), (65, 0), (-1, 1), (1 << 40, 1)])
+@pytest.mark.parametrize(
+    ("stated", "sent"), [(1, 0), (2, 1), (64, 63), (1, 2), (1, 64), (65, 0), (-1, 1), (1 << 40, 1)]
+)
 def test_attach_with_too_few_or_too_many_descriptors(unchanged: Scene, memory: int, stated: int, sent: int) -> None:
     before = unchanged.daemon.open_fds()
     with unchanged.session() as peer:

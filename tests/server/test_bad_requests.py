@@ -60,7 +60,11 @@ REGISTER: dict[str, tuple[str, Callable[[Scene], Fields]]] = {
     "chunked attention without a chunk": ("schema_mismatch", group({**FULL, "group": 7}, kind="chunked")),
     "more descriptors per key than can be planned": (
         "limit",
-        group({**FULL, "group": 7}, blocks_per_key=4096, refs=[{"tensor": 0, "offset": 0, "length": 1, "count": 1024, "stride": 2}]),
+        group(
+            {**FULL, "group": 7},
+            blocks_per_key=4096,
+            refs=[{"tensor": 0, "offset": 0, "length": 1, "count": 1024, "stride": 2}],
+        ),
     ),
 }  # fmt: skip
 

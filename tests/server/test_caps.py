@@ -168,6 +168,39 @@ def test_tensors_of_a_registration(scene: Scene) -> None:
     scene.peer.ok("register", tensors=[scene.tensor] * 2, groups=[])
 
 
+def test_descriptors_of_plans(daemon: Daemon) -> None:
+    """They are the daemon's own memory, and small requests can ask for much: two frames for 80 MiB, a loop for all."""
+    scene = Scene(daemon, "plans")
+    scene.settle()
+    before = daemon.rss_anon_bytes()
+    page = (1 << 16) - 1
+    fine = {"tensor": 0, "offset": 0, "length": 1, "count": page // 2, "stride": 2}
+    tensor = {**scene.tensor, "num_blocks": 1, "page_bytes": page, "stride_bytes": page}
+    groups = [{**FULL, "group": 10 + n, "blocks_per_key": 32, "refs": [fine]} for n in range(200)]
+    state = daemon.state()
+    assert "descriptors" in scene.peer.refused("limit", "register", tensors=[tensor], groups=groups)
+    assert daemon.state() == state
+    made = []
+    while (reply := scene.peer.ask("register", tensors=[tensor], groups=groups[:2]))["type"] == "registered":
+        made.append(reply["registration"])
+        assert len(made) < 20
+    assert (reply["code"], used(daemon)["descriptors"] <= 1 << 23) == ("limit", True)
+    assert daemon.rss_anon_bytes() - before < 512 << 20
+    for number in made:
+        scene.peer.ok("unregister", registration=number)
+    assert used(daemon)["descriptors"] < 1000
+
+
+def test_groups_of_a_namespace(daemon: Daemon) -> None:
+    scene = Scene(daemon, "groups")
+    scene.settle()
+    state = daemon.state()
+    groups = [{"group": 100 + n, "kind": "full", "tokens_per_key": 16} for n in range(254)]
+    assert "256 groups" in scene.peer.refused("limit", "register", tensors=[], groups=groups)
+    assert daemon.state() == state
+    scene.peer.ok("register", tensors=[], groups=groups[:253])
+
+
 def test_requests_that_wait(scene: Scene) -> None:
     """64 may be under way; the next is `busy` and has changed nothing: an unregister leaves its registration."""
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])

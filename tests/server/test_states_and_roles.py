@@ -144,7 +144,7 @@ def test_an_observer_without_a_namespace_has_no_keys(unchanged: Scene, tag: str)
 
 def test_an_observer_may_look_at_its_namespace(unchanged: Scene) -> None:
     observer = unchanged.session("observer", instance=os.urandom(16))
-    wanted = {"groups": [{"group": 0, "keys": keys(1, 2, 3, 4, 5)}]}
+    wanted: dict[str, Any] = {"groups": [{"group": 0, "keys": keys(1, 2, 3, 4, 5)}]}
     assert observer.ok("lookup", **wanted)["states"] == [b"\1\1\1\1\0"]
     assert len(observer.ok("snapshot", group=0)["keys"]) == 4 * 32
     observer.close()

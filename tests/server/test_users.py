@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,9 @@ def test_our_own_unsealed_memory_is_taken(scene: Scene) -> None:
     ("verify", {}),
     ("verify", {"payloads": True}),
 ])  # fmt: skip
-def test_what_reaches_beyond_the_own_namespace(scene: Scene, stranger: RawPeer, tag: str, fields: dict[str, bool]) -> None:
+def test_what_reaches_beyond_the_own_namespace(
+    scene: Scene, stranger: RawPeer, tag: str, fields: dict[str, Any]
+) -> None:
     stranger.hello(namespace=scene.namespace)
     before = scene.daemon.state()
     assert "only root" in stranger.refused("forbidden", tag, **fields)
@@ -88,7 +91,7 @@ def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer)
     tensors, groups = [{**scene.tensor, "allocation": allocation}], [{**FULL, "tokens_per_key": 8}]
     registration = stranger.ok("register", tensors=tensors, groups=groups)["registration"]
     wanted = [{"group": 0, "keys": keys(1, 2), "blocks": ids(0, 1)}]
-    load = {"job": 1, "registration": registration, "groups": wanted}
+    load: dict[str, Any] = {"job": 1, "registration": registration, "groups": wanted}
     assert stranger.ok("lookup", groups=[{"group": 0, "keys": keys(1, 2)}])["states"] == [b"\0\0"]
     assert stranger.ok("load", **load)["states"] == [b"\0\0"]
     assert stranger.completed(1)["outcome"] == "partial"
@@ -100,7 +103,7 @@ def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer)
 
 def test_another_user_s_instance(scene: Scene, stranger: RawPeer) -> None:
     """Knowing the token is not enough."""
-    fields = {"version": 1, "role": "worker", "instance": scene.instance, "namespace": scene.namespace}
+    fields: dict[str, Any] = {"version": 1, "role": "worker", "instance": scene.instance, "namespace": scene.namespace}
     assert "another user" in stranger.refused("forbidden", "hello", **fields)
     stranger.hello(namespace=scene.namespace)
 

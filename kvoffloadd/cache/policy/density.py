@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from kvoffloadd.model import BoolArray, U32Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 NUM_BUCKETS = 64
 """Ages are told apart by half powers of two; these cover 32 bits."""
@@ -94,12 +94,13 @@ class HitDensity:
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts)[1:]
         self._density: list[list[float]] = _densities(_returns(hits, unreturned)).tolist()
 
-    def _cells(self, slots: U32Array | slice, now: int) -> npt.NDArray[np.int64]:
+    def _cells(self, slots: U32Array | slice, now: int) -> I64Array:
         """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
         ages = np.maximum(np.uint32(now) - self._stamp[slots], 1).astype(np.float64)
         ages *= ages
         # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
-        return (ages.view(np.int64) >> _MANTISSA_BITS) + (self._code[slots] * np.int64(NUM_BUCKETS) - _EXPONENT_BIAS)
+        buckets: I64Array = (ages.view(np.int64) >> _MANTISSA_BITS) - _EXPONENT_BIAS
+        return buckets + self._code[slots] * np.int64(NUM_BUCKETS)
 
 
 def _returns(hits: npt.NDArray[np.float64], unreturned: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -1,0 +1,167 @@
+"""The interface's promises, for every policy, against a model that only knows what is held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
+from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+ROWS = 40
+each_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+def rows_of(*rows: int) -> U32Array:
+    return np.array(rows, np.uint32)
+
+
+def hashes_of(rows: U32Array, generation: int = 0) -> U64Array:
+    return (rows.astype(np.uint64) + np.uint64(1000 * generation + 1)) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def every(rows: U32Array) -> BoolArray:
+    return np.ones(len(rows), np.bool_)
+
+
+def none(rows: U32Array) -> BoolArray:
+    return np.zeros(len(rows), np.bool_)
+
+
+def filled(name: str, count: int, max_rows: int = ROWS) -> Policy:
+    policy = create_policy(name, max_rows, max_rows)
+    rows = np.arange(count, dtype=np.uint32)
+    policy.insert(rows, hashes_of(rows), rows)
+    return policy
+
+
+@each_policy
+def test_victims_are_still_held_until_removed(name: str) -> None:
+    policy = filled(name, 10)
+    first = policy.victims(4, every)
+    assert len(policy) == 10
+    policy.remove(first)
+    assert len(policy) == 6
+    rest = policy.victims(99, every)
+    assert sorted([*first.tolist(), *rest.tolist()]) == list(range(10))
+
+
+@each_policy
+def test_nothing_evictable_gives_nothing_and_loses_nothing(name: str) -> None:
+    policy = filled(name, 10)
+    assert not len(policy.victims(3, none))
+    assert sorted(policy.victims(99, every).tolist()) == list(range(10))
+
+
+@each_policy
+def test_evictable_rows_behind_many_in_use_are_found(name: str) -> None:
+    policy = filled(name, 10_000, 10_000)
+    found = policy.victims(5, lambda rows: (rows == 17) | (rows == 9000))
+    assert sorted(found.tolist()) == [17, 9000]
+
+
+@each_policy
+def test_nothing_in_nothing_out(name: str) -> None:
+    policy = create_policy(name, 1, ROWS)
+    policy.insert(rows_of(), hashes_of(rows_of()), rows_of())
+    policy.touch(rows_of(), rows_of())
+    policy.remove(rows_of())
+    assert len(policy) == 0
+    assert not len(policy.victims(1, every))
+    assert not len(filled(name, 3).victims(0, every))
+
+
+@each_policy
+def test_a_prompts_tail_goes_before_its_head(name: str) -> None:
+    policy = filled(name, 8)
+    assert policy.victims(8, every).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@each_policy
+def test_resize_keeps_what_is_held(name: str) -> None:
+    policy = filled(name, 8)
+    for capacity in (1, 5, 1000, 100_000):
+        policy.resize(capacity)
+        policy.touch(rows_of(3, 4), rows_of(3, 4))
+    assert sorted(policy.victims(99, every).tolist()) == list(range(8))
+
+
+def test_unknown_name_says_which_are_known() -> None:
+    with pytest.raises(ConfigError, match="'mru' is not one of hit-density, lru, s3-fifo"):
+        create_policy("mru", 10, 10)
+    assert DEFAULT_POLICY in POLICIES
+
+
+some_rows = st.lists(st.integers(0, ROWS - 1), max_size=12, unique=True)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """The model: the rows held, and those in use."""
+
+    @initialize(name=st.sampled_from(sorted(POLICIES)), capacity=st.integers(1, 2 * ROWS))
+    def begin(self, name: str, capacity: int) -> None:
+        self.policy = create_policy(name, capacity, ROWS)
+        self.held: set[int] = set()
+        self.in_use: set[int] = set()
+        self.chosen = rows_of()
+
+    def evictable(self, rows: U32Array) -> BoolArray:
+        asked = rows.tolist()
+        assert set(asked) <= self.held
+        return np.array([row not in self.in_use for row in asked], np.bool_)
+
+    @rule(rows=some_rows, generation=st.integers(0, 3), first=st.integers(0, 9000))
+    def insert(self, rows: list[int], generation: int, first: int) -> None:
+        new = rows_of(*(row for row in rows if row not in self.held))
+        self.policy.insert(new, hashes_of(new, generation), np.arange(first, first + len(new), dtype=np.uint32))
+        self.held.update(new.tolist())
+
+    @rule(rows=some_rows, first=st.integers(0, 3))
+    def touch(self, rows: list[int], first: int) -> None:
+        known = rows_of(*(row for row in rows if row in self.held))
+        self.policy.touch(known, np.arange(first, first + len(known), dtype=np.uint32))
+
+    @rule(rows=some_rows)
+    def remove(self, rows: list[int]) -> None:
+        gone = rows_of(*(row for row in rows if row in self.held))
+        self.policy.remove(gone)
+        self.held.difference_update(gone.tolist())
+
+    @rule(rows=some_rows)
+    def use(self, rows: list[int]) -> None:
+        self.in_use = set(rows)
+
+    @rule(wanted=st.integers(0, ROWS + 5))
+    def choose(self, wanted: int) -> None:
+        chosen = self.policy.victims(wanted, self.evictable)
+        assert chosen.dtype == np.uint32
+        found = chosen.tolist()
+        assert len(set(found)) == len(found)
+        assert set(found) <= self.held - self.in_use
+        assert len(found) == min(wanted, len(self.held - self.in_use))
+        self.chosen = chosen
+
+    @rule()
+    def evict(self) -> None:
+        gone = rows_of(*(row for row in self.chosen.tolist() if row in self.held))
+        self.policy.remove(gone)
+        self.held.difference_update(gone.tolist())
+        self.chosen = rows_of()
+
+    @rule(capacity=st.integers(1, 4 * ROWS))
+    def resize(self, capacity: int) -> None:
+        self.policy.resize(capacity)
+
+    @invariant()
+    def counts(self) -> None:
+        if hasattr(self, "policy"):
+            assert len(self.policy) == len(self.held)
+
+
+TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

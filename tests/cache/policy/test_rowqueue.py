@@ -1,0 +1,89 @@
+"""Order, bounded memory and bounded work of the queues, with tiny chunks, against plain lists."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
+
+ROWS, QUEUES, CHUNK = 50, 3, 4
+some_rows = st.lists(st.integers(0, ROWS - 1), max_size=20, unique=True)
+which = st.integers(0, QUEUES - 1)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The model: a list per queue."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.queues = RowQueues(QUEUES, ROWS, CHUNK)
+        self.model: list[list[int]] = [[] for _ in range(QUEUES)]
+
+    def take_out(self, rows: list[int]) -> None:
+        self.model = [[row for row in queue if row not in rows] for queue in self.model]
+
+    @rule(queue=which, rows=some_rows)
+    def append(self, queue: int, rows: list[int]) -> None:
+        new = [row for row in rows if not any(row in held for held in self.model)]
+        self.queues.append(queue, np.array(new, np.uint32))
+        self.model[queue] += new
+
+    @rule(queue=which, rows=some_rows)
+    def move(self, queue: int, rows: list[int]) -> None:
+        known = [row for row in rows if any(row in held for held in self.model)]
+        self.queues.move(queue, np.array(known, np.uint32))
+        self.take_out(known)
+        self.model[queue] += known
+
+    @rule(rows=some_rows)
+    def discard(self, rows: list[int]) -> None:
+        known = [row for row in rows if any(row in held for held in self.model)]
+        self.queues.discard(np.array(known, np.uint32))
+        self.take_out(known)
+
+    @rule(block=st.integers(1, 9))
+    def scan(self, block: int) -> None:
+        for queue, expected in enumerate(self.model):
+            blocks = [rows.tolist() for rows in self.queues.scan(queue, block)]
+            assert all(0 < len(rows) <= block for rows in blocks)
+            assert [row for rows in blocks for row in rows] == expected
+
+    @invariant()
+    def heads(self) -> None:
+        if hasattr(self, "queues"):
+            for queue, expected in enumerate(self.model):
+                assert self.queues.size(queue) == len(expected)
+                assert self.queues.head(queue) == (expected[0] if expected else NOWHERE)
+            assert len(self.queues) == sum(map(len, self.model))
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_the_pool_stays_small_however_rows_move() -> None:
+    rows, chunk = 20_000, 64
+    queues = RowQueues(2, rows, chunk)
+    queues.append(0, np.arange(rows, dtype=np.uint32))
+    random = np.random.default_rng(0)
+    for _ in range(2_000):
+        queues.move(int(random.integers(0, 2)), random.choice(rows, 50, replace=False).astype(np.uint32))
+        assert queues.chunks_in_use <= 3 * (rows // chunk)
+    # Work is bounded by what was asked for, not by what is held.
+    assert queues.entries_moved <= 4 * 2_000 * 50
+
+
+def test_one_row_left_in_each_chunk_costs_no_room() -> None:
+    rows, chunk = 4096, 16
+    queues = RowQueues(1, rows, chunk)
+    every = np.arange(rows, dtype=np.uint32)
+    for _ in range(40):
+        queues.append(0, every)
+        queues.discard(every[every % chunk != 3])
+        queues.move(0, every[every % chunk == 3])
+        assert queues.chunks_in_use <= 2 * rows // chunk + 4
+        queues.discard(every[every % chunk == 3])
+        assert len(queues) == 0

@@ -1,0 +1,78 @@
+"""A million rows: no call's work grows with what is held."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.policy import POLICIES, create_policy
+from kvoffloadd.model import BoolArray, U32Array
+
+ROWS, PROMPT = 1_000_000, 500
+CALL_S_MAX = 0.05
+"""CPU time of this thread; calls take tens of microseconds, anything that walks all rows takes longer than this."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_calls_stay_short_with_a_million_rows(name: str) -> None:
+    random = np.random.default_rng(0)
+    positions = np.arange(PROMPT, dtype=np.uint32)
+    slowest: dict[str, float] = {}
+    asked = 0
+
+    @contextmanager
+    def timed(what: str) -> Iterator[None]:
+        before = time.thread_time()
+        yield
+        slowest[what] = max(slowest.get(what, 0.0), time.thread_time() - before)
+
+    def evictable(rows: U32Array) -> BoolArray:
+        nonlocal asked
+        asked += len(rows)
+        return rows % 64 != 0
+
+    with timed("construct"):
+        policy = create_policy(name, ROWS, ROWS)
+    for start in range(0, ROWS, PROMPT):
+        rows = np.arange(start, start + PROMPT, dtype=np.uint32)
+        hashes = random.integers(0, 1 << 64, PROMPT, dtype=np.uint64)
+        with timed("insert"):
+            policy.insert(rows, hashes, positions)
+    evicted = 0
+    for _ in range(300):
+        rows = random.integers(0, ROWS // PROMPT) * PROMPT + positions
+        with timed("touch"):
+            policy.touch(rows.astype(np.uint32), positions)
+        scattered = np.unique(random.integers(0, ROWS, PROMPT)).astype(np.uint32)
+        with timed("touch scattered"):
+            policy.touch(scattered, positions[: len(scattered)])
+        wanted = int(random.integers(1, PROMPT))
+        with timed("victims"):
+            victims = policy.victims(wanted, evictable)
+        assert len(victims) == wanted
+        evicted += wanted
+        with timed("remove"):
+            policy.remove(victims)
+        hashes = random.integers(0, 1 << 64, wanted, dtype=np.uint64)
+        with timed("insert"):
+            policy.insert(victims, hashes, positions[:wanted])
+    assert max(slowest.values()) < CALL_S_MAX, slowest
+    assert asked <= 4 * evicted + 300 * 2 * 64
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_not_used_cost_no_memory(name: str) -> None:
+    before = _resident_bytes()
+    policy = create_policy(name, 1_000, 50_000_000)
+    assert _resident_bytes() - before < 32 << 20
+    assert len(policy) == 0
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
