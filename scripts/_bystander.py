@@ -1,23 +1,29 @@
-"""An honest worker beside dishonest ones: it must not notice them. And a watch over what they cost the daemon."""
+"""An honest worker beside dishonest ones, which must not notice them; and a watch over what they cost the daemon.
+
+As a program (`_bystander.py SOCKET SEED EXPEDITED`) it works until its standard input ends, and then says as JSON what
+it went through: in a process of its own, since its round trips must not wait for those who measure them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from _daemon import open_fds, rss_anon_bytes
+from _daemon import open_fds, rss_anon_bytes, spawn, tail
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import KvOffloadError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvoffloadd.client import Registration
     from kvoffloadd.model import U8Array
 
@@ -43,46 +49,60 @@ class Experience:
     missed_keys: int = 0
     wrong_bytes: int = 0
     failures: list[str] = field(default_factory=list)
-    pings_s: list[float] = field(default_factory=list)
+    pings: int = 0
+    ping_p50_s: float | None = None
+    ping_p99_s: float | None = None
+    ping_max_s: float | None = None
 
-    def ping_s(self, percent: float) -> float | None:
-        """A percentile of its round trips."""
-        return float(np.percentile(self.pings_s, percent)) if self.pings_s else None
 
-
-class Bystander(threading.Thread):
-    """Stores and loads in a thread of its own until it is stopped, and pings in another one; compares every byte. A
-    context manager. `expedited`: its loads go before others'.
-
-    Ownership: `experience` is its threads' until `stop` has returned; `pings_s` the second one's, all else the first's.
+class Bystander:
+    """The program, as long as the context lasts; then `experience` is what it said. `expedited`: its loads go before
+    others'.
     """
 
-    def __init__(self, socket_path: Path, seed: int, *, expedited: bool = False) -> None:
-        super().__init__(name="bystander", daemon=True)
-        self._expedited = expedited
+    def __init__(self, socket_path: Path, seed: int, log: Path, *, expedited: bool = False) -> None:
+        command = [sys.executable, __file__, str(socket_path), str(seed), str(int(expedited))]
+        self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._log = log
         self.experience = Experience()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        said = b""
+        try:
+            said, _nothing = self._child.communicate(timeout=2 * WAIT_S)
+            self.experience = Experience(**json.loads(said))
+        except (subprocess.TimeoutExpired, ValueError, TypeError):
+            self._child.kill()
+            self._child.wait()
+            self.experience.failures.append(f"the bystander said {said[:200]!r}; its log: {tail(self._log)}")
+
+
+class Worker:
+    """Stores and loads until it is stopped, and pings in a thread of its own; compares every byte.
+
+    Ownership: `pings_s` is the pinger's, all else the caller's, until the pinger has ended.
+    """
+
+    def __init__(self, socket_path: Path, seed: int, *, expedited: bool) -> None:
+        self.experience = Experience()
+        self.pings_s: list[float] = []
+        self._expedited = expedited
         self._path = socket_path
         self._rng = np.random.default_rng([seed, 1])
         self._tensor = SharedTensor.allocate(2 * KEYS_PER_STEP, PAGE_BYTES, name=MEMORY_NAME)
         self._ended = threading.Event()
-        self._pinger = threading.Thread(target=self._ping, name="pinger", daemon=True)
-
-    def __enter__(self) -> Self:
-        self.start()
-        self._pinger.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def stop(self) -> None:
-        """Ends it after its present step."""
+        """Ends it after its present step. From any thread."""
         self._ended.set()
-        self.join()
-        self._pinger.join()
 
-    def run(self) -> None:
-        """The thread."""
+    def run(self) -> Experience:
+        """Until it is stopped."""
+        pinger = threading.Thread(target=self._ping, daemon=True)
+        pinger.start()
         try:
             with Client(self._path, namespace=NamespaceSpec(model="bystander"), deadline_s=WAIT_S) as client:
                 group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
@@ -92,6 +112,13 @@ class Bystander(threading.Thread):
                     self._step(client, registration, kept)
         except (KvOffloadError, OSError) as error:
             self._fail(f"{type(error).__name__}: {error}")
+        self._ended.set()
+        pinger.join()
+        seen = self.experience
+        seen.pings = len(self.pings_s)
+        if self.pings_s:
+            seen.ping_p50_s, seen.ping_p99_s, seen.ping_max_s = np.percentile(self.pings_s, (50, 99, 100)).tolist()
+        return seen
 
     def _ping(self) -> None:
         try:
@@ -99,7 +126,7 @@ class Bystander(threading.Thread):
                 while not self._ended.wait(PING_EVERY_S):
                     begun = time.perf_counter()
                     client.ping()
-                    self.experience.pings_s.append(time.perf_counter() - begun)
+                    self.pings_s.append(time.perf_counter() - begun)
         except (KvOffloadError, OSError) as error:
             self._fail(f"a ping: {type(error).__name__}: {error}")
 
@@ -137,6 +164,19 @@ class Bystander(threading.Thread):
     def _fail(self, what: str) -> None:
         if len(self.experience.failures) < FAILURES_KEPT:
             self.experience.failures.append(what)
+
+
+def main() -> None:
+    """The program."""
+    path, seed, expedited = sys.argv[1:]
+    worker = Worker(Path(path), int(seed), expedited=bool(int(expedited)))
+
+    def stop_at_the_end_of_input() -> None:
+        sys.stdin.buffer.read()
+        worker.stop()
+
+    threading.Thread(target=stop_at_the_end_of_input, daemon=True).start()
+    print(json.dumps(asdict(worker.run())), flush=True)
 
 
 def content(key: U8Array) -> U8Array:
@@ -192,3 +232,7 @@ class Cost(threading.Thread):
         except OSError:
             return  # the daemon has ended, which is for others to notice
         self.rss_max = max(self.rss_max, self.rss_after)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from _demo_worker import Answer, Speed, gpt_oss_20b
 from _demo_worker import Options as WorkerOptions
 from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live
-from _watch import DaemonCounters, bad_lines
+from _watch import DaemonCounters, bad_entries
 from _worker_process import WorkerProcess
 
 from kvoffloadd.client import Client
@@ -80,7 +80,7 @@ class Run:
                 self._audit(observer, before)
             if (status := self._daemon.stop()) != 0:
                 self._report.errors.append(f"the daemon ended with status {status}")
-            self._report.errors += bad_lines(self._daemon.log)
+            self._report.errors += bad_entries(self._daemon.log)
             return self._report
         finally:
             for worker in self._workers.values():

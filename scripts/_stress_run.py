@@ -20,7 +20,7 @@ from _output import Live, ratio
 from _stress_report import Report
 from _stress_worker import ROOTS
 from _stress_worker import Options as WorkerOptions
-from _watch import Watch, bad_lines
+from _watch import Watch, bad_entries
 
 from kvoffloadd.client import Client
 
@@ -261,7 +261,7 @@ class Run:
         status = daemon.stop()
         if status != 0:
             self._report.errors.append(f"the daemon ended with status {status}:\n{tail(daemon.log)}")
-        self._report.errors += bad_lines(daemon.log)
+        self._report.errors += bad_entries(daemon.log)
 
 
 def _forgotten(observer: Client, pid: int) -> bool:

@@ -22,7 +22,8 @@ AUDIT_S = 10.0
 WARM_S = 60.0
 """Private memory is compared from here on, or from a fifth of a shorter run."""
 SAMPLES = 10
-_BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback")
+_ENTRY = re.compile(r"^(?=\d\d:\d\d:\d\d\.\d+ )", re.MULTILINE)
+_BAD = re.compile(r"\A\S+ +(ERROR|CRITICAL)\b|^Traceback", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class Watch:
         return int(statistics.median(warm[:SAMPLES])), int(statistics.median(warm[-SAMPLES:]))
 
 
-def bad_lines(log: Path) -> list[str]:
-    """What a daemon's log says of its own errors."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if _BAD_LINE.search(line)]
+def bad_entries(log: Path) -> list[str]:
+    """What a daemon's log says of its own errors, tracebacks and all."""
+    entries = _ENTRY.split(log.read_text(encoding="utf-8", errors="replace"))
+    return [entry.rstrip() for entry in entries if _BAD.search(entry)]

@@ -81,8 +81,15 @@ class Eviction:
                 self._drop(rows)
                 self._tier.unassign(slab)
                 self.slabs_taken_over += 1
+                self._resize()
                 return True
         return False
+
+    def _resize(self) -> None:
+        """Slabs have changed hands: tell the policies how many keys they are to expect now."""
+        for queue in self.queues.values():
+            rows = min(self._tier.num_slots(size) // count for size, count in queue.slots_per_key.items())
+            queue.policy.resize(max(1, rows))
 
     def _drop(self, rows: U32Array) -> None:
         self.keys_evicted += len(rows)

@@ -273,7 +273,8 @@ class PeerConnection:
     def end(self, reason: str) -> asyncio.Task[None]:
         """End the session: drain its copies, free what it holds, close the socket. Once; later calls join."""
         if self._ending is None:
-            log.info("session %d of pid %d ends: %s", self.session.id, self._peer.pid, reason)
+            level = logging.DEBUG if self.session.leaving else logging.INFO  # a goodbye is no event
+            log.log(level, "session %d of pid %d ends: %s", self.session.id, self._peer.pid, reason)
             self._pause_reading()
             self._stop_timer()
             if self._peer.pidfd >= 0:

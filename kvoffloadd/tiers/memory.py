@@ -95,6 +95,11 @@ class MemoryTier:
         short = self._slab_length(last) // size if whole < len(self._unassigned) else 0
         return free + whole * (self.slab_pages // size) + short
 
+    def num_slots(self, size: int) -> int:
+        """Slots of `size` pages, used and free, those of unassigned slabs included."""
+        known = self._sizes.get(size)
+        return self.num_free(size) + (int(self._slab_used[list(known.slabs)].sum()) if known else 0)
+
     def coldest_touch(self, size: int) -> int:
         """The tick at which the coldest slab of this size was last touched; 0 if there is none."""
         known = self._sizes.get(size)

@@ -36,7 +36,7 @@ class UseCounts:
     def look_up(self, tags: U32Array, slots: U32Array) -> tuple[BoolArray, npt.NDArray[np.uint8]]:
         """Which of the keys are remembered, and their uses so far, 0 for the others."""
         difference = self._entries[slots] ^ _marks(tags)
-        known = difference <= _USES_MASK
+        known = (difference > 0) & (difference <= _USES_MASK)  # 0: an empty slot looks like a mark of 0
         return known, (difference * known).astype(np.uint8)
 
     def record(self, tags: U32Array, slots: U32Array, uses: npt.NDArray[np.uint8]) -> None:

@@ -58,7 +58,7 @@ def test_classes_that_come_back_are_worth_more_and_dead_ages_less() -> None:
 def test_use_counts_are_remembered_by_tag_and_fade_by_collision() -> None:
     counts = UseCounts(1000)
     assert counts.num_slots == 1024
-    tags = np.array([5, 6, 7 | 0xABC << 20], np.uint32)
+    tags = np.array([5, 6, 7 | 0xABC << 20], np.uint32)  # two with a mark of 0, as an empty slot has
     slots = counts.slots(tags)
     assert not counts.look_up(tags, slots)[0].any()
     counts.record(tags, slots, np.array([1, 2, USES_MAX], np.uint8))

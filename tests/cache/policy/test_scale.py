@@ -34,7 +34,8 @@ def test_calls_stay_short_with_a_million_rows(name: str) -> None:
     def evictable(rows: U32Array) -> BoolArray:
         nonlocal asked
         asked += len(rows)
-        return rows % 64 != 0
+        free: BoolArray = rows % 64 != 0
+        return free
 
     with timed("construct"):
         policy = create_policy(name, ROWS, ROWS)
@@ -45,9 +46,9 @@ def test_calls_stay_short_with_a_million_rows(name: str) -> None:
             policy.insert(rows, hashes, positions)
     evicted = 0
     for _ in range(300):
-        rows = random.integers(0, ROWS // PROMPT) * PROMPT + positions
+        rows = positions + np.uint32(PROMPT * random.integers(0, ROWS // PROMPT))
         with timed("touch"):
-            policy.touch(rows.astype(np.uint32), positions)
+            policy.touch(rows, positions)
         scattered = np.unique(random.integers(0, ROWS, PROMPT)).astype(np.uint32)
         with timed("touch scattered"):
             policy.touch(scattered, positions[: len(scattered)])

@@ -56,7 +56,7 @@ def test_hits_by_hand() -> None:
     assert num_blocks(requests) == 5
     assert num_references(requests) == 11
     assert ceiling_hits(requests) == 5  # 2 behind the new 5 is no hit
-    assert lru_hits(requests, 3) == 2 + 0 + 2 - 1  # 5 displaced 4, then 3 displaces ... 1 is kept, 2 is kept
+    assert lru_hits(requests, 3) == 2  # [5, 2] pushes 1 out
     assert belady_hits(requests, 3) == 5
     for policy in POLICIES:
         assert simulate(requests, policy, 5) == 5
