@@ -5,6 +5,7 @@ Used from one thread. Every wait is bounded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from kvoffloadd.client import Registration
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+
+Epoch = tuple[str, int]
+"""The daemon's run, and how often the namespace was cleared in it."""
 
 CALL_S = 30.0
 JOB_S = 60.0
@@ -94,8 +98,8 @@ class Rank:
 class OpenJob:
     """A job whose blocks are the daemon's: those `taken`, for a load those of them that its shares name.
 
-    `hurried`: its deadline may pass; `leased`: all its keys must be there. `took_s`: from the call to the end, if
-    somebody waited for it.
+    `hurried`: its deadline may pass; `leased`: all its keys must be there; both unless the namespace was cleared since
+    `epoch`. `took_s`: from the call to the end, if somebody waited for it.
     """
 
     job: Job
@@ -106,6 +110,7 @@ class OpenJob:
     began: float
     hurried: bool
     leased: bool
+    epoch: Epoch
     cancelled: bool = False
     took_s: float = 0.0
 
@@ -146,9 +151,23 @@ class Engine:
         try:
             for number in range(geometry.ranks):
                 self.ranks.append(self._connected(number))
+            self.epoch = self._epoch()
         except BaseException:
             self.abandon()
             raise
+
+    def _epoch(self) -> Epoch:
+        status = self.ranks[0].client.status()
+        epochs = [space["epoch"] for space in status["namespaces"] if space["label"] == self.geometry.name]
+        return status["boot_id"], max(epochs, default=0)
+
+    def cleared_since(self, epoch: Epoch) -> bool:
+        """Whether the namespace was cleared since `self.epoch` was that; yes, if nobody can tell."""
+        if self.closing:
+            return True
+        with contextlib.suppress(ClientError):
+            self.epoch = self._epoch()
+        return self.epoch != epoch
 
     def _connected(self, number: int) -> Rank:
         client = Client(
@@ -243,7 +262,7 @@ class Engine:
             self._refused(rank, shares, taken, forgiven=isinstance(error, ConnectionLostError))
             raise
         leased = direction is Direction.LOAD and lease != 0
-        self.open.append(OpenJob(job, rank, rank.memory, shares, taken, began, deadline_s < JOB_S, leased))
+        self.open.append(OpenJob(job, rank, rank.memory, shares, taken, began, deadline_s < JOB_S, leased, self.epoch))
         self._counters.set("jobs_open", len(self.open))
         if lost is not None:
             raise lost
@@ -349,40 +368,43 @@ class Engine:
     # --- what the daemon's answers must be -------------------------------------------------------------
 
     def _check_result(self, opened: OpenJob, result: JobResult) -> None:
-        outcome, load = result.outcome, opened.is_load
-        if outcome is Outcome.LOST:
+        if result.outcome is Outcome.LOST:
             return
+        load, finished = opened.is_load, result.outcome in (Outcome.DONE, Outcome.PARTIAL)
         chosen = [states == (KeyState.HIT if load else KeyState.RESERVED) for states in result.states]
-        if outcome in (Outcome.DONE, Outcome.PARTIAL):
-            must_fail = [~mine if load else np.zeros(len(mine), bool) for mine in chosen]
+        if finished:
             moved = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, chosen, strict=True))
             if moved != result.bytes:
                 self._findings.broken(f"{opened.job}: {result.bytes} bytes were copied, its keys have {moved}")
-        else:
-            must_fail = [np.ones(len(mine), bool) if load else mine for mine in chosen]
-        for share, states, failed, must in zip(opened.shares, result.states, result.failed, must_fail, strict=True):
+        for states, failed, mine in zip(result.states, result.failed, chosen, strict=True):
             if not np.isin(states, _LOADED if load else _STORED).all():
                 self._findings.broken(f"{opened.job}: states {np.unique(states).tolist()}")
-            if not np.array_equal(np.sort(failed), np.flatnonzero(must)):
+            if load:
+                must_fail = ~mine if finished else np.ones(len(mine), bool)
+            else:
+                must_fail = mine & np.isin(np.arange(len(mine)), failed) if finished else mine
+            if not np.array_equal(np.sort(failed), np.flatnonzero(must_fail)):
                 self._findings.broken(
-                    f"{opened.job}, {outcome}: group {share.group.number} names {failed.tolist()} as failed, "
-                    f"{np.flatnonzero(must).tolist()} did"
+                    f"{opened.job}, {result.outcome}: names {failed.tolist()}, states {states.tolist()}"
                 )
-        if opened.leased and not all(mine.all() for mine in chosen):
-            self._findings.broken(f"{opened.job}: leased keys were not there")
-        self._check_outcome(opened, outcome, any(map(len, result.failed)), result.reason)
+        excused = finished and not load and any(map(len, result.failed))
+        absent = opened.leased and not all(mine.all() for mine in chosen)
+        if (excused or absent) and not self.cleared_since(opened.epoch):
+            what = "leased keys were not there" if absent else "reserved keys were not stored"
+            self._findings.broken(f"{opened.job}, {result.outcome}: {what}")
+        self._check_outcome(opened, result)
 
-    def _check_outcome(self, opened: OpenJob, outcome: Outcome, some_failed: bool, reason: str) -> None:
+    def _check_outcome(self, opened: OpenJob, result: JobResult) -> None:
+        some_failed = any(map(len, result.failed))
         allowed = {
             Outcome.DONE: not some_failed,
-            Outcome.PARTIAL: opened.is_load and some_failed,
+            Outcome.PARTIAL: some_failed,
             Outcome.CANCELLED: opened.cancelled or self.closing,
             Outcome.EXPIRED: opened.hurried,
-            Outcome.FAILED: False,
-            Outcome.LOST: True,
         }
-        if not allowed[outcome]:
-            self._findings.broken(f"{opened.job} ended as {outcome}, some keys failed: {some_failed}; {reason}")
+        if not allowed.get(result.outcome, False):
+            failed = [indices.tolist() for indices in result.failed]
+            self._findings.broken(f"{opened.job} ended as {result.outcome}, failed {failed}; {result.reason}")
 
     # --- the end ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +143,9 @@ class Turn:
         self._mine.recv_bytes()
 
     def give(self) -> None:
-        """Pass it on."""
-        self._following.send_bytes(b"turn")
+        """Pass it on, unless the next worker has no request left and is gone."""
+        with contextlib.suppress(BrokenPipeError):
+            self._following.send_bytes(b"turn")
 
 
 class Worker:
@@ -256,8 +258,9 @@ def work(task: Task, number: int, turn: Turn, report: Connection, done: Any) -> 
     """A worker's process: says that it is ready, replays its requests, sends its `Tally`."""
     worker = Worker(task, number)
     report.send(None)
-    for index in range(number, len(task.requests), task.workers):
-        worker.replay(task.requests[index], turn)
-        done[number] += 1
-    worker.close()
-    report.send(worker.tally)
+    with contextlib.suppress(EOFError):  # the worker before this one has failed, and said so
+        for index in range(number, len(task.requests), task.workers):
+            worker.replay(task.requests[index], turn)
+            done[number] += 1
+        worker.close()
+        report.send(worker.tally)

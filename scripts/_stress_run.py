@@ -53,10 +53,15 @@ class Options:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A worker process. `row`: its place among the workers; `generation` counts the processes that have had it."""
+    """A worker process.
+
+    `row`: its place among the workers; `generation` counts the processes that have had it, and `operations` what these
+    had done before.
+    """
 
     row: int
     generation: int
+    operations: int
     memory_name: str
     child: subprocess.Popen[bytes]
 
@@ -143,9 +148,13 @@ class Run:
         for row in range(self._options.workers):
             self._spawn(row, 0)
         until = time.monotonic() + BEGIN_S
-        while not all(self._counters.get(row, "operations") for row in self._slots) and time.monotonic() < until:
+        while len(self._busy()) < len(self._slots) and time.monotonic() < until:
             self._check_children()
             time.sleep(TICK_S)
+
+    def _busy(self) -> list[Slot]:
+        """Workers that have done something already."""
+        return [slot for slot in self._slots.values() if self._counters.get(slot.row, "operations") > slot.operations]
 
     def _work(self, observer: Client, watch: Watch) -> None:
         options = self._options
@@ -156,9 +165,9 @@ class Run:
             while (now := time.monotonic() - began) < options.seconds:
                 watch.look()
                 self._check_children()
-                if kills and now >= kills[0]:
+                if kills and now >= kills[0] and (busy := self._busy()):
                     kills.pop(0)
-                    self._kill_worker(observer)
+                    self._kill_worker(observer, busy[int(self._rng.integers(0, len(busy)))])
                 if daemon_kills and now >= daemon_kills[0]:
                     daemon_kills.pop(0)
                     watch.look(now_due=True)
@@ -189,7 +198,7 @@ class Run:
         )
         script = str(Path(__file__).with_name("_stress_worker.py"))
         child = spawn([sys.executable, script, json.dumps(asdict(options))], self._log(row))
-        self._slots[row] = Slot(row, generation, memory_name, child)
+        self._slots[row] = Slot(row, generation, self._counters.get(row, "operations"), memory_name, child)
 
     def _log(self, row: int) -> Path:
         return self._folder / f"worker-{row}.log"
@@ -207,9 +216,8 @@ class Run:
         if len(self._report.errors) > ERRORS_MAX:
             raise DaemonError(f"{len(self._report.errors)} errors, the last: {what}:\n{tail(self._log(slot.row))}")
 
-    def _kill_worker(self, observer: Client) -> None:
-        """SIGKILL one, see that the daemon lets go of all it had, and start another in its place."""
-        slot = self._slots[int(self._rng.integers(0, len(self._slots)))]
+    def _kill_worker(self, observer: Client, slot: Slot) -> None:
+        """SIGKILL it, see that the daemon lets go of all it had, and start another in its place."""
         daemon_pid = self._pid(observer)
         had_memory = bool(mapped_memfds(daemon_pid, slot.memory_name))
         slot.child.kill()

@@ -5,7 +5,6 @@ Run by stress.py, with its options as one JSON argument. It ends when it is told
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _counters import Counters
-from _engine import JOB_S, Engine, Findings, OpenJob, Rank, Share
+from _engine import JOB_S, Engine, Epoch, Findings, OpenJob, Rank, Share
 from _geometry import BLOCK_TOKENS, PROMPT_TOKENS, Geometry, GroupShape, random_geometry
 from _oracle import Oracle
 
@@ -75,7 +74,6 @@ class Worker:
         self.engine: Engine
         self.oracle: Oracle
         self.weights: np.ndarray
-        self.epoch: tuple[str, int]
         self.operations: list[tuple[float, Callable[[], None]]] = [
             (40.0, self.turn),
             (10.0, self.reserve_own_part),
@@ -106,35 +104,23 @@ class Worker:
 
     def attempt(self, operation: Callable[[], None]) -> None:
         """One operation; what may go wrong is counted, what may not is a finding."""
+        epoch = self.engine.epoch
         try:
             operation()
         except RemoteError as error:
-            self._refused(error, operation)
+            self._refused(error, operation, epoch)
         except ClientError as error:
             self.counters.add("calls_lost")
             if not self.options.daemon_may_die:
                 self.findings.broken(f"{_name(operation)}: {error!r}")
 
-    def _refused(self, error: RemoteError, operation: Callable[[], None]) -> None:
-        if error.code == "bad_lease" and self._was_cleared():
+    def _refused(self, error: RemoteError, operation: Callable[[], None], epoch: Epoch) -> None:
+        if error.code == "bad_lease" and self.engine.cleared_since(epoch):
             self.counters.add("leases_void")
         elif self.options.daemon_may_die and error.code in NOT_REGISTERED_YET:
             self.counters.add("calls_lost")
         else:
             self.findings.broken(f"{_name(operation)}: {error!r}")
-
-    def _was_cleared(self) -> bool:
-        """Whether leases may have become void since the last time this was asked."""
-        before = self.epoch
-        with contextlib.suppress(ClientError):
-            self.epoch = self._epoch()
-        return self.epoch != before
-
-    def _epoch(self) -> tuple[str, int]:
-        status = self.engine.ranks[0].client.status()
-        name = self.engine.geometry.name
-        epochs = [space["epoch"] for space in status["namespaces"] if space["label"] == name]
-        return status["boot_id"], max(epochs, default=0)
 
     # --- prompts ---------------------------------------------------------------------------------------
 
@@ -147,7 +133,6 @@ class Worker:
             self.oracle = Oracle(self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
             try:
                 self.engine = self._engine(geometry)
-                self.epoch = self._epoch()
                 return True
             except ClientError as error:
                 self.counters.add("calls_lost")

@@ -329,6 +329,8 @@ def main() -> int:
     wanted = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
     if not wanted:
         parser.error(f"--rows: there are cases for {', '.join(map(format_bytes, ROW_BYTES))}")
+    if min(arguments.rounds, arguments.jobs, arguments.threads, arguments.bytes) < 1:
+        parser.error("--bytes, --rounds, --jobs and --threads are at least 1")
     results = []
     with contextlib.ExitStack() as stack:
         live = stack.enter_context(Live("bench_copy", len(wanted)))

@@ -48,6 +48,8 @@ RSS_GROWTH_PER_SESSION_MAX = 2 * OUTBOX_BYTES
 BLOCKS, PAGE_BYTES, KEY_BYTES = 64, 4096, 32
 KEYS_OF_WIDE_JOB = 4096
 """A load of so many keys, few of which are there: its completion must have room to name all that failed."""
+GREEDY_CYCLE = 100
+"""Some jobs, and then more requests that wait for them than may wait."""
 REPLY_S = 60.0
 READ_S = 120.0
 DRIP_S = 0.25
@@ -131,10 +133,10 @@ class Flooder:
 
     def _next(self) -> bytes:
         self.asked += 1
-        turn = self.asked % 8
+        turn = self.asked % (GREEDY_CYCLE if self.kind == "greedy" else 8)
         if turn == 0:
             fields: Fields = {"type": "status"}
-        elif turn == 1 or (self.kind == "greedy" and turn != 4):
+        elif turn == 1 or turn >= 8:
             fields = {"type": "drain", "deadline_s": 600.0}  # answered late, and only so many may wait
         elif turn == 2:
             fields = {"type": "store", **self._job(self._present, np.arange(BLOCKS // 2))}
@@ -376,7 +378,7 @@ class Report:
 def run(options: Options, folder: Path) -> Report:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
     faults = [f"delay_s={options.slow_copies_s}"] if options.slow_copies_s else []
-    faults += ["corrupt_every=20"] if options.plant_corruption else []
+    faults += ["corrupt_every=1"] if options.plant_corruption else []
     # All are of one user here: its cap must leave the bystander something.
     settings = {"memory.slab_bytes": "1MiB", "limits.jobs": str(1024 * (options.sessions + 1))}
     daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, settings, ",".join(faults))

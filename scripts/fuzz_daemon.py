@@ -341,7 +341,7 @@ class Report:
 
 def run(options: Options, folder: Path) -> Report:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
-    faults = "corrupt_every=20" if options.plant_corruption else ""
+    faults = "corrupt_every=1" if options.plant_corruption else ""
     daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, {"memory.slab_bytes": "1MiB"}, faults)
     daemon.start()
     tally = Tally()

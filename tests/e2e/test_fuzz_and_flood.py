@@ -6,18 +6,18 @@ import pytest
 
 from tests.scripts.running import run_script
 
-FUZZ = ("fuzz_daemon.py", "--truncations-every", "3")
-FLOOD = ("flood.py", "--sessions", "6", "--seconds", "1.5", "--slow-copies", "0.008")
+FUZZ = ("fuzz_daemon.py", "--truncations-every", "5")
+FLOOD = ("flood.py", "--sessions", "6", "--seconds", "1", "--slow-copies", "0.03")
 
 
 def test_a_short_fuzz_is_good(seed: int) -> None:
-    done = run_script(*FUZZ, "--frames", "4000", "--seed", str(seed))
+    done = run_script(*FUZZ, "--frames", "3000", "--seed", str(seed))
     found = done.figures
     assert (done.status, found["problems"], found["bad_log_lines"], found["findings"]) == (0, [], [], [])
     assert found["unanswered"] == found["wrong_bytes"] == found["leaks"] == 0
     assert found["bystander_failures"] == []
-    assert found["frames"] >= 4000
-    assert found["truncations"] > 1000
+    assert found["frames"] >= 3000
+    assert found["truncations"] > 700
     assert found["verified_loads"] > 0
     assert found["rss_growth_bytes"] < 64 << 20
     # It gets somewhere: jobs are admitted, and every kind of error is met.

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+from tests.scripts.running import run_script
 
 
 def result_of(script: str, *arguments: str) -> dict[str, Any]:
-    done = run(script, *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    done = run_script(script, *arguments)
+    assert done.status == 0, done.said
+    found = done.figures
     assert {"ratio_to_limit", "bounds", "within_budget"} <= found.keys()
     assert all({"what", "value", "kind", "bound", "kept"} == bound.keys() for bound in found["bounds"])
     assert found["within_budget"] == all(bound["kept"] for bound in found["bounds"])
@@ -60,21 +44,23 @@ def test_bench_copy() -> None:
     assert found["ratio_to_limit"] == least
 
 
-def test_a_missed_bound_is_an_error_only_when_asked() -> None:
-    done = run("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--json", "--check")
-    assert done.returncode == (0 if json.loads(done.stdout)["within_budget"] else 1)
+def test_a_missed_bound_is_an_error_when_asked() -> None:
+    done = run_script("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
+    assert done.status == (0 if done.figures["within_budget"] else 1)
 
 
-@pytest.mark.parametrize("script", ["bench_lookup.py", "bench_copy.py", "replay_trace.py"])
-def test_help_says_what_it_does(script: str) -> None:
-    done = run(script, "--help")
-    assert done.returncode == 0
-    assert "--json" in done.stdout
-    assert "SUPPRESS" not in done.stdout
-
-
-@pytest.mark.parametrize("arguments", [("--rounds", "0"), ("--max-keys", "-3")])
-def test_wrong_usage_is_refused(arguments: tuple[str, str]) -> None:
-    done = run("bench_lookup.py", *arguments)
-    assert done.returncode == 2
-    assert "at least 1" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("bench_lookup.py", ("--rounds", "0")),
+        ("bench_lookup.py", ("--max-keys", "-3")),
+        ("bench_copy.py", ("--jobs", "0")),
+        ("bench_copy.py", ("--rows", "5KiB")),
+        ("bench_copy.py", ("--bytes", "many")),
+    ],
+)
+def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None:
+    done = run_script(script, *arguments)
+    assert done.status == 2
+    assert arguments[0] in done.said
+    assert "Traceback" not in done.said

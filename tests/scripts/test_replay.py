@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts.running import run_script
+
 Requests = list[list[int]]
 
 
-def run(trace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "replay_trace.py"), str(trace), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
 def result_of(trace: Path, *arguments: str) -> dict[str, Any]:
-    done = run(trace, *arguments, "--json")
-    assert done.returncode == 0, done.stderr + done.stdout
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["wrong_bytes"] == 0
-    assert found["verified_loads"] == found["loads"]
-    assert found["findings"] == []
-    return found
+    done = run_script("replay_trace.py", str(trace), *arguments)
+    assert done.status == 0, done.said
+    assert done.figures["wrong_bytes"] == 0
+    assert done.figures["verified_loads"] == done.figures["loads"]
+    assert done.figures["findings"] == []
+    return done.figures
 
 
 def write(path: Path, requests: Requests) -> Path:
@@ -126,17 +112,24 @@ def test_bounded_lru_hits_what_brute_force_does(trace: Path, requests: Requests)
 
 
 def test_a_planted_corruption_is_noticed(trace: Path) -> None:
-    done = run(trace, "--plant-corruption", "--json")
-    assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert found["wrong_bytes"] == found["loads"] - found["verified_loads"] == found["loads"] // 10 > 0
+    done = run_script("replay_trace.py", str(trace), "--plant-corruption")
+    assert done.status == 1
+    assert done.figures["wrong_bytes"] == done.figures["loads"] - done.figures["verified_loads"] > 0
+    assert done.figures["wrong_bytes"] == done.figures["loads"] // 10
+
+
+def test_more_workers_than_requests(tmp_path: Path) -> None:
+    found = result_of(write(tmp_path / "trace.jsonl", [[0, 1, 2], [0, 1, 3]]), "--workers", "3")
+    assert found["block_hits"] + found["pending_misses"] == 2
 
 
 def test_what_can_not_be_replayed_is_told(tmp_path: Path, trace: Path) -> None:
-    absent = run(tmp_path / "absent.jsonl")
-    assert (absent.returncode, "absent.jsonl" in absent.stderr, "Traceback" in absent.stderr) == (2, True, False)
+    absent = run_script("replay_trace.py", str(tmp_path / "absent.jsonl"))
+    assert (absent.status, "absent.jsonl" in absent.said, "Traceback" in absent.said) == (2, True, False)
     (tmp_path / "broken.jsonl").write_text('{"hash_ids": "none"}\n', encoding="utf-8")
-    broken = run(tmp_path / "broken.jsonl")
-    assert (broken.returncode, "Traceback" in broken.stderr) == (2, False)
-    small = run(trace, "--capacity", "100B")
-    assert (small.returncode, "less than a block" in small.stderr) == (2, True)
+    broken = run_script("replay_trace.py", str(tmp_path / "broken.jsonl"))
+    assert (broken.status, "line 1" in broken.said, "Traceback" in broken.said) == (2, True, False)
+    small = run_script("replay_trace.py", str(trace), "--capacity", "100B")
+    assert (small.status, "less than a block" in small.said) == (2, True)
+    large = run_script("replay_trace.py", str(trace), "--capacity", "1PiB")
+    assert (large.status, "are available" in large.said, "Traceback" in large.said) == (1, True, False)
