@@ -1,7 +1,7 @@
 """An honest worker beside dishonest ones, which must not notice them; and a watch over what they cost the daemon.
 
-As a program (`_bystander.py SOCKET SEED EXPEDITED`) it works until its standard input ends, and then says as JSON what
-it went through: in a process of its own, since its round trips must not wait for those who measure them.
+As a program (`_bystander.py SOCKET SEED EXPEDITED`) it says when it works, goes on until its standard input ends, and
+then says as JSON what it went through: in a process of its own, since its round trips must not wait for our threads.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WAIT_S = 30.0
 SAMPLE_S = 0.02
 PING_EVERY_S = 0.005
 FAILURES_KEPT = 20
+READY = b"ready\n"
 _BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b")
 
 
@@ -63,16 +64,19 @@ class Bystander:
     def __init__(self, socket_path: Path, seed: int, log: Path, *, expedited: bool = False) -> None:
         command = [sys.executable, __file__, str(socket_path), str(seed), str(int(expedited))]
         self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._first_line = b""
         self._log = log
         self.experience = Experience()
 
     def __enter__(self) -> Self:
+        if self._child.stdout is not None:
+            self._first_line = self._child.stdout.readline()
         return self
 
     def __exit__(self, *_: object) -> None:
-        said = b""
+        said = b"" if self._first_line == READY else self._first_line  # it may have failed at once
         try:
-            said, _nothing = self._child.communicate(timeout=2 * WAIT_S)
+            said += self._child.communicate(timeout=2 * WAIT_S)[0]
             self.experience = Experience(**json.loads(said))
         except (subprocess.TimeoutExpired, ValueError, TypeError):
             self._child.kill()
@@ -108,6 +112,8 @@ class Worker:
                 group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
                 registration = client.register(KvCache([self._tensor], [group]))
                 kept: list[U8Array] = []
+                self._step(client, registration, kept)
+                print(READY.decode(), end="", flush=True)
                 while not self._ended.is_set():
                     self._step(client, registration, kept)
         except (KvOffloadError, OSError) as error:

@@ -36,7 +36,6 @@ NAMES = (
     "expired",
     "lost",
     "leases_void",  # ended by a clear
-    "leases_partial",  # did not cover parts that were there before
     "reservations",
     "clears",
     "reregistrations",

@@ -29,15 +29,10 @@ class SilenceError(Exception):
 
 
 class RawPeer:
-    """One connection. `pushes`: what came and was no reply. A context manager; not for threads.
+    """One connection. `pushes`: what came and was no reply. A context manager; not for threads."""
 
-    `receive_bytes`: the socket's buffer, for a peer that shall look as if it read slowly.
-    """
-
-    def __init__(self, path: Path, *, receive_bytes: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        if receive_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         self.socket.connect(str(path))
         self.pushes: list[Fields] = []
         self._buffer = bytearray()

@@ -75,7 +75,7 @@ class Report:
             for name in (
                 "wrong_bytes", "stray_bytes", "broken_promises", "stores", "loads", "verified_loads", "stored_bytes",
                 "loaded_bytes", "block_references", "block_hits", "block_pending", "cancelled", "expired", "lost",
-                "leases_void", "leases_partial", "clears", "reregistrations", "reconnects", "calls_lost", "operations",
+                "leases_void", "clears", "reregistrations", "reconnects", "calls_lost", "operations",
             )
         }  # fmt: skip
         latencies = {

@@ -280,12 +280,6 @@ class Worker:
                 if (shares := self.shares(rank, keys, partial(_reserved_for, rank.number, states)))
             ]
             self.engine.wait(begun)
-        except RemoteError as error:
-            # A key of which another engine had stored one part before: the lease has the other one alone, and the
-            # answer to the reservation, which is per key, does not tell.
-            if error.code != "bad_lease" or all(len(group.parts) == 1 for group in self.engine.geometry.groups):
-                raise
-            self.counters.add("leases_partial")
         finally:
             self.engine.ranks[0].client.release(reserved.lease)
 

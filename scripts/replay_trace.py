@@ -134,10 +134,13 @@ class Replay:
             fraction = 0.0
         if 0 < fraction <= 1:
             return Capacity(f"{100 * fraction:g} %", max(1, round(fraction * self.unique)), False)
-        size = parse_bytes(text)
+        try:
+            size = parse_bytes(text)
+        except ValueError as error:
+            raise ValueError(f'--capacity "{text}" {error}; or a fraction, or "unbounded"') from None
         blocks = size // self.geometry.block_bytes
         if blocks < 1:
-            raise ValueError(f"is less than a block, which takes {self.geometry.block_bytes} bytes here")
+            raise ValueError(f'--capacity "{text}" is less than a block, which takes {self.geometry.block_bytes} bytes')
         return Capacity(format_bytes(size), blocks, blocks >= self.unique)
 
     def run(self, capacity: Capacity, live: Live, before: int) -> dict[str, Any]:
@@ -146,9 +149,12 @@ class Replay:
         settings = {"memory.slab_bytes": str(SLAB_SLOTS * self.geometry.slot_bytes)}
         if arguments.policy:
             settings["memory.policy"] = arguments.policy
-        faults = f"corrupt_every={CORRUPT_EVERY}" if arguments.plant_corruption else ""
+        planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
+        planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
         with private_folder() as folder:
-            daemon = DaemonProcess(Path(folder), capacity.blocks * self.geometry.block_bytes, settings, faults)
+            daemon = DaemonProcess(
+                Path(folder), capacity.blocks * self.geometry.block_bytes, settings, ",".join(planted)
+            )
             try:
                 daemon.start()
                 tally, seconds = self._replay(daemon, live, before, capacity.name)
@@ -278,6 +284,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, metavar="N", help="replay the first N requests only")
     parser.add_argument("--seed", type=int, default=1, help="of keys, contents and block ids (default: %(default)s)")
     parser.add_argument("--plant-corruption", action="store_true", help="flip bits in loads: they must be noticed")
+    parser.add_argument(
+        "--slow-copies", type=float, default=0.0, metavar="SECONDS", help="each takes so much longer: more is pending"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args()
     if arguments.workers < 1 or (arguments.limit is not None and arguments.limit < 1):
@@ -292,9 +301,14 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         requests = load_trace(arguments.trace)[: arguments.limit]
+        if not requests:
+            raise ValueError(f"{arguments.trace}: no requests")
         replay = Replay(requests, arguments)
         capacities = [replay.capacity(text.strip()) for text in arguments.capacities.split(",")]
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"replay_trace: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"replay_trace: {error}", file=sys.stderr)
         return 2
     results = []

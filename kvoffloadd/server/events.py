@@ -28,11 +28,12 @@ class EventFeed:
         while True:
             await subscribed.wait()
             await asyncio.sleep(INTERVAL_S)
-            self._deliver()
+            self.deliver()
             if not any(namespace.listeners for namespace in self._context.cache.namespaces.values()):
                 subscribed.clear()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """What has come since the last time."""
         entries, sessions = self._context.cache.entries, self._context.sessions
         if entries.events_lost > self._lost:
             self._lost = entries.events_lost

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.registration import RegisteredGroup, Registration
 
-_RESERVED = int(KeyState.RESERVED)
+_RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 
@@ -93,6 +93,8 @@ class Jobs:
         if lease:
             taken = np.concatenate([np.zeros(0, np.int64), *parts])
             lease.parts = np.setdiff1d(lease.parts, taken, assume_unique=True)
+            if not len(lease.parts):
+                self.instance.leases.pop(lease.id)  # filled
             self.account.refund("leases", len(taken))
         job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
 
@@ -228,13 +230,11 @@ class Jobs:
         if (rows >= 0).all():
             parts = self.context.cache.part_records(rows.astype(np.uint32), share.group.part)
         state = self.context.cache.entries.parts.state[parts]
-        if (
-            len(parts) != len(share.keys)
-            or not np.isin(parts, lease.parts).all()
-            or (state != PartState.RESERVED).any()
-        ):
+        mine = np.isin(parts, lease.parts) & (state == PartState.RESERVED)
+        there = state >= PartState.COMMITTED  # stored before the reservation, which took the key's other parts
+        if len(parts) != len(share.keys) or not (mine | there).all():
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        return np.full(len(share.keys), _RESERVED, np.uint8), parts
+        return np.where(mine, _RESERVED, _HIT).astype(np.uint8), parts[mine]
 
     # --- plans ---
 

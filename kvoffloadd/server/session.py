@@ -154,7 +154,7 @@ class Session:
 
     # --- keys ---
 
-    def _lookup(self, message: m.Lookup) -> m.Reply:
+    def _lookup(self, message: m.Lookup | m.Prefetch) -> m.Reply:
         founds, boundaries = self._find(message.groups)
         return m.Found(
             seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries
@@ -182,13 +182,6 @@ class Session:
         for space, first, found in founds:
             self._context.cache.use(space, found, first)
         return m.Done(seq=message.seq)
-
-    def _prefetch(self, message: m.Prefetch) -> m.Reply:
-        # There is no slower tier yet: what is held is in memory already.
-        founds, boundaries = self._find(message.groups)
-        return m.Found(
-            seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries
-        )
 
     def _find(self, groups: list[m.GroupKeys]) -> tuple[list[tuple[Space, int, Found]], bytes]:
         founds = [(space, first, self._context.cache.find(space, keys)) for space, first, keys in self._keys_of(groups)]
@@ -419,7 +412,7 @@ class Session:
         m.Unregister: _unregister,
         m.Lookup: _lookup,
         m.Pin: _pin,
-        m.Prefetch: _prefetch,
+        m.Prefetch: _lookup,  # there is no slower tier yet: what is held is in memory already
         m.Touch: _touch,
         m.Release: _release,
         m.Reserve: _reserve,

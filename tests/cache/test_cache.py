@@ -201,6 +201,9 @@ def test_keys_are_unpacked_by_width() -> None:
         keys_array(bytes(33), 32)
     assert has_duplicates(keys_of(1, 2, 1))
     assert not has_duplicates(keys_of(1, 2, 3))
+    equal_sums = keys_of(0, 0)
+    equal_sums[0, 0], equal_sums[1, 1] = 0x9E3779B97F4A7C15, 1
+    assert not has_duplicates(equal_sums), "equal sums do not make equal keys"
 
 
 def test_snapshot_lists_complete_keys(cache: Cache) -> None:

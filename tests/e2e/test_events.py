@@ -12,7 +12,7 @@ from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 from tests.e2e.raw import RawPeer
 from tests.e2e.test_parts import groups
-from tests.e2e.waiting import until
+from tests.e2e.waiting import throughout, until
 
 Start = Callable[..., Daemon]
 
@@ -105,7 +105,6 @@ def small_outbox(standing: Start) -> Daemon:
 def silent_subscriber(daemon: Daemon) -> RawPeer:
     """Subscribes, and then reads nothing. Its socket takes a little, its outbox the rest."""
     peer = daemon.peer()
-    peer.socket.setsockopt(1, 8, 4096)  # SO_RCVBUF
     peer.hello(namespace={"model": NAMESPACE.model})
     peer.ok("subscribe")
     return peer
@@ -120,7 +119,8 @@ def test_a_slow_reader_gets_a_gap_and_catches_up_by_snapshot(small_outbox: Daemo
     stored = [new_keys(rng, 1024) for _ in range(12)]  # 32 KiB of events each
     for keys in stored:
         rank.client.wait(rank.client.store(rank.registration, {0: (keys, np.arange(1024))}), 10.0)
-        daemon.ping_s()
+    # All of it is told, or dropped, before anything is read: events are gathered for some milliseconds.
+    throughout(lambda: len(daemon.sessions()) == 2, "nothing happens any more", 0.15)
     pushed = []
     while (push := peer.receive()) is not None and push["type"] != "gap":
         pushed.append(push)

@@ -6,12 +6,13 @@ import pytest
 
 from tests.scripts.running import run_script
 
-FUZZ = ("fuzz_daemon.py", "--truncations-every", "5")
+FUZZ = ("fuzz_daemon.py", "--frames", "3000", "--truncations-every", "5")
+SHORT_FUZZ = ("fuzz_daemon.py", "--frames", "300", "--truncations-every", "100")
 FLOOD = ("flood.py", "--sessions", "6", "--seconds", "1", "--slow-copies", "0.03")
 
 
 def test_a_short_fuzz_is_good(seed: int) -> None:
-    done = run_script(*FUZZ, "--frames", "3000", "--seed", str(seed))
+    done = run_script(*FUZZ, "--seed", str(seed))
     found = done.figures
     assert (done.status, found["problems"], found["bad_log_lines"], found["findings"]) == (0, [], [], [])
     assert found["unanswered"] == found["wrong_bytes"] == found["leaks"] == 0
@@ -39,7 +40,7 @@ def test_a_short_flood_is_good(seed: int) -> None:
     assert found["pings"] > 0
 
 
-@pytest.mark.parametrize("command", [(*FUZZ, "--frames", "300", "--threads", "1"), FLOOD], ids=["fuzz", "flood"])
+@pytest.mark.parametrize("command", [SHORT_FUZZ, FLOOD], ids=["fuzz", "flood"])
 def test_planted_corruption_is_found(command: tuple[str, ...]) -> None:
     done = run_script(*command, "--plant-corruption", "--seed", "1")
     assert done.status == 1

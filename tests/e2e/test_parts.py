@@ -126,3 +126,16 @@ def test_parts_of_a_key_go_together(start_daemon: Callable[..., Daemon], seed: i
     assert status["memory"]["used_bytes"] == 12288 * len(held)
     assert first.loads_right(held)
     assert second.loads_right(held)
+
+
+def test_a_leased_store_of_a_part_that_was_there_before(ranks: tuple[Rank, Rank], keys: Keys) -> None:
+    """A rank died after its store, the other's never came: the reservation takes the parts that lack, and no others."""
+    first, second = ranks
+    first.store_keys(keys[:2])
+    reserved = first.client.reserve({0: keys})
+    assert reserved.states[0].tolist() == [RESERVED] * 6
+    job = first.client.store(first.registration, {0: (keys, first.blocks_of(0, 0, 6))}, lease=reserved.lease)
+    assert first.wait(job).states[0].tolist() == [HIT] * 2 + [RESERVED] * 4
+    job = second.client.store(second.registration, {0: (keys, second.blocks_of(0, 0, 6))}, lease=reserved.lease)
+    assert second.wait(job).outcome is Outcome.DONE
+    assert first.states(keys) == [HIT] * 6

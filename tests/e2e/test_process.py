@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Client, Outcome
+from kvoffloadd.client import Client, Group, GroupKind, Outcome, Ref
 from kvoffloadd.errors import ClientError, RemoteError
 from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
@@ -212,6 +212,41 @@ def test_a_peer_that_does_not_read_is_not_read_from(impatient: Daemon) -> None:
         assert peer.answer(8)["type"] == "report"
     peer.send(status[len(status) - rest :])
     assert peer.answer(8)["type"] == "report"
+
+
+def test_half_a_frame_that_the_daemon_itself_does_not_read_on(standing: Start, seed: int) -> None:
+    """Events fill the peer's outbox while its frame is half there: that the rest is not read is not its fault."""
+    daemon = standing("server.partial_frame_s=2", memory="64MiB")
+    small = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 8),)),)
+    rank = daemon.welcome(Rank(daemon.socket, small, num_blocks=4096))
+    peer = daemon.peer()
+    peer.hello(namespace={"model": NAMESPACE.model})
+    peer.ok("subscribe")
+    ping = frame({"type": "ping", "seq": 6})
+    peer.send(ping[:9])
+    begun = time.monotonic()
+    rng = np.random.default_rng(seed)
+    for _ in range(14):  # 128 KiB of events each; above 1 MiB that is unread nothing is read from the peer
+        job = rank.client.store(rank.registration, {0: (new_keys(rng, 4096), np.arange(4096))})
+        rank.wait(job)
+    if time.monotonic() - begun > 1.9:
+        pytest.skip("too slow just now: the frame's own time has passed")
+    peer.send(ping[9:])
+    throughout(lambda: len(daemon.sessions()) == 2, "it is not ended", 2.5)
+    assert peer.answer(6)["type"] == "done"
+
+
+def test_a_peer_that_goes_with_replies_unread_is_gone_at_once(daemon: Daemon) -> None:
+    """There is nobody to give a moment to read them."""
+    peer = daemon.peer()
+    peer.hello()
+    peer.socket.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        while True:
+            peer.socket.sendall(frame({"type": "status", "seq": 8}) * 100)
+    assert len(daemon.sessions()) == 1
+    peer.close()
+    until(lambda: not daemon.sessions(), "its session is gone", 0.8)
 
 
 def test_requests_that_come_faster_than_they_are_served_wait_in_the_kernel(daemon: Daemon) -> None:

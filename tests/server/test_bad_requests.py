@@ -249,9 +249,14 @@ def test_a_lease_whose_slots_are_filled_has_none_left(scene: Scene) -> None:
     job = scene.job(lease=reserved, groups=[share(0, keys(5), ids(5))])
     scene.peer.ok("store", **job)
     assert scene.peer.completed(job["job"])["outcome"] == "done"
-    scene.peer.refused("bad_lease", "store", **scene.job(lease=reserved, groups=[share(0, keys(5), ids(5))]))
-    scene.peer.ok("release", lease=reserved)
-    assert scene.peer.ok("lookup", **asked(0, keys(5, 6)))["states"] == [b"\1\0"]
+    again = scene.job(lease=reserved, groups=[share(0, keys(5), ids(5))])
+    assert scene.peer.ok("store", **again)["states"] == [b"\1"], "it is there: nothing is copied"
+    assert scene.peer.completed(again["job"])["bytes"] == 0
+    rest = scene.job(lease=reserved, groups=[share(0, keys(6), ids(6))])
+    scene.peer.ok("store", **rest)
+    assert scene.peer.completed(rest["job"])["outcome"] == "done"
+    scene.peer.refused("bad_lease", "release", lease=reserved)  # filled: it has ended
+    assert scene.peer.ok("lookup", **asked(0, keys(5, 6)))["states"] == [b"\1\1"]
 
 
 def _same_again(scene: Scene, before: Fields) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvoffloadd.protocol.messages import REQUESTS
 from kvoffloadd.protocol.state import ROLE_MAY
 from tests.e2e.process import Daemon
-from tests.e2e.raw import NAMESPACE, RawPeer, frame
+from tests.e2e.raw import NAMESPACE, RawPeer, frame, said
 from tests.server.scene import Scene, ids, keys
 
 HELLO: dict[str, Any] = {"version": 1, "role": "worker", "instance": bytes(range(16)), "namespace": NAMESPACE}
@@ -99,8 +100,8 @@ def test_requests_sent_together_with_the_hello(daemon: Daemon) -> None:
 def test_one_instance_has_one_namespace(scene: Scene) -> None:
     with RawPeer(scene.daemon.socket) as peer:
         other = {**scene.namespace, "salt": "another"}
-        said = peer.refused("forbidden", "hello", **{**HELLO, "instance": scene.instance, "namespace": other})
-        assert "same namespace" in said
+        words = peer.refused("forbidden", "hello", **{**HELLO, "instance": scene.instance, "namespace": other})
+        assert "same namespace" in words
         observer = {**HELLO, "instance": scene.instance, "namespace": None, "role": "observer"}
         assert peer.ok("hello", **observer)["namespace"] == b""
 
@@ -167,3 +168,25 @@ def test_what_was_asked_before_bye_is_answered(scene: Scene) -> None:
     scene.peer.send(b"".join(frame({"type": t, "seq": s, **extra.get(t, {})}) for s, t in asked.items()))
     answers = {message["seq"]: message["type"] for message in scene.peer.end()}
     assert answers == {91: "drained", 92: "verified", 93: "cleared", 94: "done", 95: "done"}
+
+
+def test_a_drain_that_waits_is_answered_before_bye(standing: Callable[..., Daemon]) -> None:
+    """It waits for another session's job; bye itself would not."""
+    scene = Scene(standing(faults="delay_s=0.4"), "bye")
+    leaver = scene.session()
+    load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
+    scene.peer.ok("load", **load)
+    leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
+    assert [(message["type"], message["seq"]) for message in leaver.end()] == [("drained", 91), ("done", 92)]
+
+
+def test_a_drain_that_waits_for_too_long_is_told_so(standing: Callable[..., Daemon]) -> None:
+    scene = Scene(standing("copy.threads=1", faults="delay_s=0.8"), "bye")
+    leaver = scene.session()
+    for block in (5, 6, 7):
+        load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(block)}])
+        scene.peer.ok("load", **load)
+    leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
+    drained, done = leaver.end()
+    assert (said(drained, "bad_state"), drained["seq"]) == ("the session said bye before this was done", 91)
+    assert (done["type"], done["seq"]) == ("done", 92)

@@ -65,10 +65,6 @@ class RowQueues:
         """Chunks that hold entries, live or stale."""
         return self._fresh - len(self._free)
 
-    def queue_of(self, row: int) -> int:
-        """The queue that holds this row; the row must be in one."""
-        return self._queue_of[(int(self._place[row]) - 1) >> self._shift]
-
     def append(self, queue: int, rows: U32Array) -> None:
         """Put distinct rows that are in no queue behind all others, `rows[0]` first."""
         self._sizes[queue] += len(rows)
