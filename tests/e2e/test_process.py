@@ -290,6 +290,7 @@ def test_a_half_closed_socket_is_the_end_of_the_session(standing: Start, keys: K
     load = scene.job(groups=[{"group": 0, "keys": packed(1), "blocks": ids(5)}])
     begun = time.monotonic()
     scene.peer.ok("load", **load)
+    until(lambda: daemon.status()["devices"]["host"]["load_running"] == 1, "the copy has begun")
     scene.peer.socket.shutdown(socket.SHUT_WR)
     (last,) = scene.peer.end()
     assert (last["type"], last["job"]) == ("completed", load["job"])
