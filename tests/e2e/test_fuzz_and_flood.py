@@ -8,7 +8,7 @@ from tests.scripts.running import run_script
 
 FUZZ = ("fuzz_daemon.py", "--frames", "5000", "--truncations-every", "4")
 SHORT_FUZZ = ("fuzz_daemon.py", "--frames", "300", "--truncations-every", "100")
-FLOOD = ("flood.py", "--sessions", "6", "--seconds", "1", "--slow-copies", "0.03")
+FLOOD = ("flood.py", "--sessions", "3", "--seconds", "0.7", "--slow-copies", "0.02")
 
 
 def test_a_short_fuzz_is_good(seed: int) -> None:
