@@ -197,7 +197,7 @@ class Spoiler:
                 self._change(fields)
         try:
             body = pack(fields)
-        except OverflowError:  # msgpack has no such integers
+        except (OverflowError, ValueError):  # msgpack has no such integers, and no such depth
             return self._changed_fields()
         return framed(body, fds if self._rng.random() < 0.9 else 0)
 

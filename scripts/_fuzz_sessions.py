@@ -99,6 +99,8 @@ class Fuzzer:
         while any(worker.is_alive() for worker in workers):
             live.show(self.tally.frames, f"{self.tally.sessions:,} sessions")
             time.sleep(0.05)
+        if self.tally.frames < end and not self.tally.problems:
+            self.tally.problems.append(f"a fuzzing thread failed: {end - self.tally.frames} frames were not sent")
 
     def truncate(self, live: Live, every: int) -> None:
         """Every truncation of a right frame of every type (or one of `every`), as they come."""
