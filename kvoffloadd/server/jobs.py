@@ -93,8 +93,7 @@ class Jobs:
         if lease:
             taken = np.concatenate([np.zeros(0, np.int64), *parts])
             lease.parts = np.setdiff1d(lease.parts, taken, assume_unique=True)
-            if not len(lease.parts):
-                self.instance.leases.pop(lease.id)  # filled
+            # A filled lease stays until its release: another rank may yet name it, for parts that were there before.
             self.account.refund("leases", len(taken))
         job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
 
