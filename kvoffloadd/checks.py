@@ -7,7 +7,7 @@ import os
 import pwd
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvoffloadd.units import BYTES_MAX, format_bytes, parse_bytes
 
@@ -97,13 +97,21 @@ def name(value: object) -> str:
     return value
 
 
-def socket_path(value: object) -> Path:
-    """An absolute path that fits a socket address."""
+def absolute_path(value: object) -> Path:
+    """An absolute path, as it was written: what it leads to may be on another machine."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path in quotes")
+    if "\0" in value:
+        raise ValueError("has a NUL in it, which no path may have")
     path = Path(value)
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
+    return path
+
+
+def socket_path(value: object) -> Path:
+    """An absolute path that fits a socket address."""
+    path = absolute_path(value)
     length = len(os.fsencode(path))
     if length > SUN_PATH_BYTES:
         raise ValueError(f"has {length} bytes, a socket's path may have {SUN_PATH_BYTES}")
@@ -136,3 +144,32 @@ def uids(value: object) -> tuple[int, ...]:
         else:
             raise ValueError(f"has {user!r} in it, which is neither a user's id nor a name")
     return tuple(sorted(set(found)))
+
+
+def sized_paths(low: int) -> Check[tuple[tuple[Path, int], ...]]:
+    """Paths, each with the bytes that may lie there: at least `low`. All that is wrong with them is told at once."""
+    keys: dict[str, Check[Any]] = {"path": absolute_path, "capacity": size(low)}
+
+    def check(value: object) -> tuple[tuple[Path, int], ...]:
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise ValueError('must be a list like [{ path = "/nvme0/kvoffloadd", capacity = "1TiB" }]')
+        problems: list[str] = []
+        found = []
+        for number, entry in enumerate(value, 1):
+            read: dict[str, Any] = {}
+            problems += [
+                f'entry {number}: "{key}" is unknown; known are path, capacity' for key in entry if key not in keys
+            ]
+            for key, check_one in keys.items():
+                try:
+                    if key not in entry:
+                        raise ValueError("is missing")
+                    read[key] = check_one(entry[key])
+                except ValueError as error:
+                    problems.append(f"entry {number}: {key} {error}")
+            found.append(read)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return tuple((read["path"], read["capacity"]) for read in found)
+
+    return check

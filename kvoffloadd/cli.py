@@ -1,7 +1,7 @@
 """The command line: `kvoffloadd serve`, and an operator's questions and orders to a running daemon.
 
 Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
-3 no daemon can be reached, 4 the daemon refused or did not answer in time.
+3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3,
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
 
 DEFAULT_SOCKET = config.ServerConfig().socket
-VERIFY_DEADLINE_S = 3600.0
-"""For an audit with payloads: a terabyte at a few GB/s takes minutes. Whoever waits at a terminal may interrupt it."""
+VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
+"""For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours.
+Whoever waits at a terminal may interrupt it."""
+
+DROPPED = ", dropped"
+"""How the daemon ends a finding that its repair has put right (cache/inspection.py)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,6 +104,10 @@ def _load(arguments: argparse.Namespace) -> config.Config:
         overrides["memory.capacity_bytes"] = json.dumps(arguments.memory)
     if arguments.policy is not None:
         overrides["memory.policy"] = json.dumps(arguments.policy)
+    if arguments.disk:
+        roots = (f"{{ path = {json.dumps(path, ensure_ascii=False)}, capacity = {json.dumps(size)} }}"
+                 for path, size in arguments.disk)  # fmt: skip
+        overrides["disk.roots"] = f"[{', '.join(roots)}]"
     return config.load(arguments.config, overrides)
 
 
@@ -119,20 +127,70 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with _client(arguments) as client:
+    if arguments.repair and not (arguments.disk or arguments.root):
+        return _complain(
+            "--repair needs --disk or --root: only records on disk can be dropped for being bad", EXIT_USAGE
+        )
+    if arguments.root and arguments.payloads:
+        return _complain("--payloads asks a daemon about its memory, --root asks none", EXIT_USAGE)
+    return _verify_roots(arguments) if arguments.root else _verify_daemon(arguments)
+
+
+def _verify_daemon(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.report import ProgressLine, printable
+
+    deadline_s = VERIFY_DEADLINE_S if arguments.payloads else None
+    if arguments.disk:
+        deadline_s = VERIFY_DISK_DEADLINE_S
+    with _client(arguments) as client, ProgressLine("the daemon audits itself"):
         verified = client.verify(
-            payloads=arguments.payloads, deadline_s=VERIFY_DEADLINE_S if arguments.payloads else None
+            payloads=arguments.payloads, disk=arguments.disk, repair=arguments.repair, deadline_s=deadline_s
         )
     findings = list(verified.findings)
+    repaired = sum(finding.endswith(DROPPED) for finding in findings) if arguments.repair else 0
     if arguments.json:
-        _print_json({"findings": findings, "slots": verified.slots, "payloads": verified.payloads})
+        counts = {"slots": verified.slots, "payloads": verified.payloads, "records": verified.records}
+        _print_json({"findings": findings, "repaired": repaired, **counts})
     else:
-        from kvoffloadd.report import printable
-
         sys.stdout.writelines(f"finding: {printable(finding)}\n" for finding in findings)
         hashed = f", {verified.payloads:,} payloads hashed again" if arguments.payloads else ""
-        sys.stdout.write(f"{len(findings)} findings in {verified.slots:,} slots{hashed}\n")
-    return EXIT_BAD_NEWS if findings else EXIT_OK
+        read = f", {verified.records:,} records on disk read" if arguments.disk else ""
+        dropped = f", {repaired} repaired," if arguments.repair else ""
+        sys.stdout.write(f"{len(findings)} findings{dropped} in {verified.slots:,} slots{hashed}{read}\n")
+    return EXIT_BAD_NEWS if len(findings) > repaired else EXIT_OK
+
+
+def _verify_roots(arguments: argparse.Namespace) -> int:
+    """Without a daemon. A root that can't be checked is no reason to leave out the others."""
+    from kvoffloadd.report import ProgressLine, printable
+    from kvoffloadd.tiers.disk.repair import check_root
+
+    code = EXIT_OK
+    checked: list[dict[str, object]] = []
+    for root in arguments.root:
+        try:
+            with ProgressLine(f"{root}") as line:
+                report = check_root(root, repair=arguments.repair, progress=line.update)
+        except (errors.KvOffloadError, OSError) as error:
+            code = _complain(f"{root} can't be checked: {error}", EXIT_REFUSED)
+            checked.append({"root": root, "error": str(error)})
+            continue
+        if len(report.findings) > report.repaired:
+            code = code or EXIT_BAD_NEWS
+        checked.append({
+            "root": root, "segments": report.segments, "records": report.records, "bytes": report.bytes,
+            "findings": report.findings, "repaired": report.repaired,
+        })  # fmt: skip
+        if not arguments.json:
+            sys.stdout.writelines(f"finding: {root}: {printable(finding)}\n" for finding in report.findings)
+            repaired = f", {report.repaired:,} repaired," if arguments.repair else ""
+            sys.stdout.write(
+                f"{root}: {len(report.findings):,} findings{repaired} in {report.records:,} records, "
+                f"{report.segments:,} segments, {format_bytes(report.bytes)}\n"
+            )
+    if arguments.json:
+        _print_json({"roots": checked})
+    return code
 
 
 def _clear(arguments: argparse.Namespace) -> int:
@@ -212,6 +270,12 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = add("verify", _verify, "Let the daemon audit itself; exit 1 if it finds anything wrong.")
     verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
+    verify.add_argument("--disk", action="store_true", help="read and check every record on disk, too")
+    verify.add_argument("--repair", action="store_true", help="drop the records on disk that are bad")
+    verify.add_argument(
+        "--root", type=_absolute, action="append", default=[], metavar="PATH",
+        help="check the files of this disk root instead, without a daemon; repeatable",
+    )  # fmt: skip
     verify.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
     clear = add("clear", _clear, "Drop every key of every namespace (root or the daemon's user only).")
@@ -222,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for client_command in (status, verify, clear, drain):
         client_command.add_argument(
-            "--socket", type=_socket, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
+            "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
         )
 
     config_commands = commands.add_parser("config", help="Check or show config files.").add_subparsers(
@@ -237,9 +301,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it every key has its default")
-    parser.add_argument("--socket", type=_socket, metavar="PATH", help="instead of server.socket")
+    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="instead of server.socket")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help='instead of memory.capacity_bytes, like "8GiB"')
     parser.add_argument("--policy", metavar="NAME", help="instead of memory.policy")
+    parser.add_argument(
+        "--disk", type=_disk_root, action="append", default=[], metavar="PATH=SIZE",
+        help='instead of disk.roots, like "/nvme0/kvoffloadd=1TiB"; repeatable',
+    )  # fmt: skip
     parser.add_argument(
         "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="instead of the file's value; repeatable",
@@ -253,7 +321,7 @@ def _assignment(text: str) -> tuple[str, str]:
     return dotted.strip(), value.strip()
 
 
-def _socket(text: str) -> Path:
+def _absolute(text: str) -> Path:
     # A relative path means the caller's directory, also after a daemon has changed its own.
     return Path(text).absolute()
 
@@ -264,6 +332,14 @@ def _size(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
     return text
+
+
+def _disk_root(text: str) -> tuple[str, str]:
+    # The last equals sign: a path may have some, a size has none.
+    path, equals, size = text.rpartition("=")
+    if not (equals and path):
+        raise argparse.ArgumentTypeError(f'"{text}" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"')
+    return str(_absolute(path)), _size(size.strip())
 
 
 def _deadline(text: str) -> float:

@@ -6,7 +6,9 @@ config/kvoffloadd.toml explains every key and repeats every default; a test keep
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field, fields
@@ -26,6 +28,21 @@ D = TypeVar("D")
 T = TypeVar("T")
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+ROOT_BYTES_MIN = 4 * MIB
+"""Least capacity of a disk root."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoot:
+    """A directory of the disk tier, and how many bytes it may hold."""
+
+    path: Path
+    capacity_bytes: int
+
+
+def _disk_roots(value: object) -> tuple[DiskRoot, ...]:
+    return tuple(DiskRoot(path, capacity) for path, capacity in checks.sized_paths(ROOT_BYTES_MIN)(value))
 
 
 def _key(default: D, check: checks.Check[T]) -> D | T:
@@ -58,6 +75,26 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slab_bytes", min(self.slab_bytes, self.capacity_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """The disk tier; without roots there is none. `segment_bytes` is cut by the tier to what its roots can hold."""
+
+    roots: tuple[DiskRoot, ...] = _key((), _disk_roots)
+    segment_bytes: int = _key(256 * MIB, checks.size(MIB, 16 * GIB, multiple=PAGE_BYTES))
+    demote: str = _key("seal", checks.choice("seal", "evict"))
+    admit: str = _key("always", checks.choice("always", "second-use"))
+    write_bytes_per_s: int = _key(0, checks.size(0))
+    write_ops_per_s: int = _key(0, checks.count(0, 1 << 30))
+    backlog_bytes: int = _key(GIB, checks.size(PAGE_BYTES))
+    read_threads: int = _key(8, checks.count(1, 256))
+    write_threads: int = _key(4, checks.count(1, 256))
+    direct: bool | str = _key("auto", checks.flag_or_auto)
+    min_free_bytes: int = _key(GIB, checks.size(0))
+    rewrite_hot: bool = _key(True, checks.flag)
+    retry_s: float = _key(5.0, checks.seconds(0.05, 3600))
+    flush_s: float = _key(10.0, checks.seconds(0, 3600))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +137,21 @@ class Config:
 
     server: ServerConfig = field(default_factory=ServerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
 SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
-    {"server": ServerConfig, "memory": MemoryConfig, "copy": CopyConfig, "limits": LimitsConfig, "log": LogConfig}
+    {
+        "server": ServerConfig,
+        "memory": MemoryConfig,
+        "disk": DiskConfig,
+        "copy": CopyConfig,
+        "limits": LimitsConfig,
+        "log": LogConfig,
+    }
 )
 
 
@@ -219,6 +264,14 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
             "which holds for all sessions of a uid together"
         )
+    # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
+    roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]
+    for one, other in itertools.combinations(roots, 2):
+        if one == other:
+            yield f"disk.roots: {one} is named twice"
+        elif one in other.parents or other in one.parents:
+            inner, outer = (other, one) if one in other.parents else (one, other)
+            yield f"disk.roots: {inner} lies inside {outer}; each root needs a directory of its own"
 
 
 def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:

@@ -8,11 +8,14 @@ import os
 import resource
 import secrets
 import signal
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.disk import Disk, DiskSettings
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.config import check_memory_fits
@@ -23,7 +26,12 @@ from kvoffloadd.lanes import Lane
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
+from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.tiers.disk.faults import FaultyFiles
+from kvoffloadd.tiers.disk.files import Files
+from kvoffloadd.tiers.disk.root import Root, RootSettings
+from kvoffloadd.tiers.disk.segment import Numbers
 from kvoffloadd.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
@@ -36,6 +44,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FORCED, EXIT_FATAL = 0, 1, 70
+SWITCH_S = 0.0005
+"""How long a lane's thread may run Python before the loop has its turn: a tenth of the default. Lanes spend their time
+in system calls and hashing, which let others run; what is left is short, but there are many of them.
+"""
+
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
 
@@ -45,15 +58,24 @@ def run(config: Config, faults: str = "") -> int:
     policy = config.memory.policy or DEFAULT_POLICY
     if policy not in POLICIES:
         raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
-    planted = parse_faults(faults) if faults else Faults()
+    switch, text = _disk_switch(faults)
+    planted = parse_faults(text)
     check_memory_fits(config.memory.capacity_bytes)
     _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_S)
     listener, lock = bind(config.server.socket, config.server.socket_mode)
     runner = _runner(config.server.use_uvloop)
     try:
-        return runner(Daemon(config, listener, planted).serve())
+        return runner(Daemon(config, listener, planted, switch).serve())
     finally:
         os.close(lock)
+
+
+def _disk_switch(faults: str) -> tuple[Path | None, str]:
+    """The switch file of the disk tier's faults ("disk=PATH"), and what is planted elsewhere."""
+    entries = [entry.strip() for entry in faults.split(",")]
+    paths = [Path(entry.removeprefix("disk=")) for entry in entries if entry.startswith("disk=")]
+    return (paths[0] if paths else None), ",".join(e for e in entries if not e.startswith("disk="))
 
 
 def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]:
@@ -80,10 +102,13 @@ def _raise_descriptor_limit() -> None:
 class Daemon:
     """One run. Owns the listening socket, the arena, the device, the lanes."""
 
-    def __init__(self, config: Config, listener: socket.socket, faults: Faults) -> None:
+    def __init__(
+        self, config: Config, listener: socket.socket, faults: Faults, disk_switch: Path | None = None
+    ) -> None:
         self._config = config
         self._listener = listener
         self._faults = faults
+        self._disk_switch = disk_switch
         self._stop = asyncio.Event()
         self._signals = 0
 
@@ -91,8 +116,11 @@ class Daemon:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
         context = self._start(loop)
+        if context.cache.disk is not None:
+            await context.cache.disk.start(context.spawn)
         listener = Listener(context, self._listener, self._config.server.socket)
         listener.start()
+        context.lag.start()
         feed = context.spawn(EventFeed(context).run())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -103,6 +131,7 @@ class Daemon:
         await context.transfers.settle(set(context.transfers.running), self._config.server.drain_s)
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
         feed.cancel()
+        context.lag.stop()
         return await self._close(context)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
@@ -120,6 +149,8 @@ class Daemon:
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
+        if config.disk.roots:
+            self._add_disk(cache, loop)
         limits = config.limits
         caps = {
             "sessions": limits.sessions,
@@ -138,7 +169,32 @@ class Daemon:
             hash_lane=hash_lane,
             fatal=self._fatal,
             accounts=Accounts(caps),
+            lag=Lag(loop),
         )
+
+    def _add_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
+        chosen = self._config.disk
+        numbers = Numbers()
+        files = FaultyFiles(self._disk_switch) if self._disk_switch else Files()
+        each = RootSettings(
+            segment_bytes=chosen.segment_bytes,
+            read_threads=chosen.read_threads,
+            write_threads=chosen.write_threads,
+            direct=None if chosen.direct == "auto" else bool(chosen.direct),
+            min_free_bytes=chosen.min_free_bytes,
+            retry_s=chosen.retry_s,
+        )
+        roots = [Root(root.path, root.capacity_bytes, each, files, loop, numbers) for root in chosen.roots]
+        settings = DiskSettings(
+            on_evict=chosen.demote == "evict",
+            second_use=chosen.admit == "second-use",
+            write_bytes_per_s=chosen.write_bytes_per_s,
+            write_ops_per_s=chosen.write_ops_per_s,
+            backlog_bytes=chosen.backlog_bytes,
+            rewrite_hot=chosen.rewrite_hot,
+            retry_s=chosen.retry_s,
+        )
+        Disk(cache, roots, numbers, settings, loop, secrets.randbits(63))
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -160,6 +216,11 @@ class Daemon:
         for device in context.devices.values():
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
+        if context.cache.disk is not None:
+            # Before the hash lane: what was stored last is sealed first, then written.
+            await context.transfers.settle(set(), CLOSE_S, sealed=True)
+            if not await context.cache.disk.close(self._config.disk.flush_s, CLOSE_S):
+                self._fatal("disk I/O does not end")
         if not await context.hash_lane.close(CLOSE_S):
             self._fatal("the hash lane does not end")
         if context.tasks:

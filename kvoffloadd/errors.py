@@ -160,6 +160,12 @@ class DrainingError(ResourceError):
     code = "draining"
 
 
+class NotDurableError(ResourceError):
+    """A clear took effect, but could not be noted on disk: after a restart, cleared keys might be back. Clear again."""
+
+    code = "not_durable"
+
+
 class DeviceError(KvOffloadError):
     """A device failed; the job that met it fails, its blocks hold no valid data."""
 

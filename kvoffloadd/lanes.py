@@ -104,6 +104,35 @@ class Lane:
             self._work_or_close.notify()
         return ticket
 
+    def hasten(self, ticket: Ticket, urgent: int) -> None:
+        """Queues it among the more urgent, if it still waits."""
+        with self._lock:
+            queue = self._queues.get(ticket.urgent)
+            if queue is not None and ticket in queue and urgent < ticket.urgent:
+                del queue[ticket]
+                ticket.urgent = urgent
+                self._queues.setdefault(urgent, OrderedDict())[ticket] = None
+
+    async def perform(self, work: Callable[[], T], *, urgent: int = 0) -> T:
+        """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
+        gives up waiting leaves the work running.
+
+        Raises:
+            UsageError: the lane is closed.
+        """
+        ended: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(value: T | BaseException) -> None:
+            if ended.done():
+                return  # whoever asked is gone
+            if isinstance(value, BaseException):
+                ended.set_exception(value)
+            else:
+                ended.set_result(value)
+
+        self.submit(work, settle, urgent=urgent)
+        return await ended
+
     @property
     def queued(self) -> int:
         """Tickets that wait for a thread."""

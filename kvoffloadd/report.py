@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvoffloadd.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvoffloadd.config import Config
+    from kvoffloadd.config import Config, DiskRoot
 
 PIPE_COLUMNS = 200
 """Width of tables that go into a file or a pipe, where there is no terminal to ask."""
@@ -31,7 +34,9 @@ def print_status(status: Mapping[str, Any]) -> None:
     plain = {name: value for name, value in status.items() if not _is_table(value)}
     _print_map(console, "daemon", plain)
     for name, value in status.items():
-        if isinstance(value, Mapping):
+        if name == "disk" and isinstance(value, Mapping):
+            _print_disk(console, value)
+        elif isinstance(value, Mapping):
             _print_nested(console, name, value)
         elif _is_table(value):
             _print_rows(console, name, value)
@@ -43,6 +48,49 @@ def _print_nested(console: Console, title: str, values: Mapping[str, Any]) -> No
         _print_rows(console, title, [{"": name, **value} for name, value in values.items()])
     else:
         _print_map(console, title, values)
+
+
+def _print_disk(console: Console, disk: Mapping[str, Any]) -> None:
+    """A row for each root, then what holds for all of them; counts by reason become plain names."""
+    roots = disk.get("roots")
+    if roots and _is_table(roots):
+        _print_roots(console, roots)
+    plain: dict[str, Any] = {}
+    for name, value in disk.items():
+        if isinstance(value, Mapping):
+            plain |= {f"{name}_{inner}": item for inner, item in value.items()}
+        elif name != "roots":
+            plain[name] = value
+    _print_map(console, "disk", plain)
+
+
+def _print_roots(console: Console, roots: Sequence[Mapping[str, Any]]) -> None:
+    """Narrow enough for a terminal: short headings, how full each is; what is wrong with one has a line of its own."""
+    from rich.table import Table
+
+    names = [name for name in dict.fromkeys(name for root in roots for name in root) if name != "reason"]
+    table = Table(title="disk roots", title_justify="left", title_style="bold", box=None)
+    for name in names:
+        words = name in ("path", "state")
+        table.add_column(
+            printable(name.removesuffix("_bytes")), justify="left" if words else "right",
+            overflow="fold", no_wrap=name != "path",
+        )  # fmt: skip
+    table.add_column("full", justify="right", no_wrap=True)
+    for root in roots:
+        table.add_row(*(format_value(name, root[name]) if name in root else "-" for name in names), _fullness(root))
+    console.print(table)
+    for root in roots:
+        if root.get("reason"):
+            what = (format_value(name, root.get(name)) for name in ("path", "state", "reason"))
+            console.print(" " + ": ".join(what), soft_wrap=True)
+
+
+def _fullness(root: Mapping[str, Any]) -> str:
+    used, capacity = root.get("used_bytes"), root.get("capacity_bytes")
+    if not (isinstance(used, int) and isinstance(capacity, int) and capacity > 0):
+        return "-"
+    return f"{100 * used / capacity:.1f} %"
 
 
 def _print_map(console: Console, title: str, values: Mapping[str, Any]) -> None:
@@ -105,6 +153,56 @@ def printable(text: str) -> str:
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
+class ProgressLine:
+    """What a long piece of work has done, in one line on standard error that goes away at its end.
+
+    Only at a terminal, and only if the work lasts. `update` may be called from any thread, as often as it suits.
+    """
+
+    FIRST_S, NEXT_S = 1.0, 0.5
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._done = (0, 0)
+        self._started_s = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write_lines, name="kvo-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def update(self, bytes_done: int, bytes_total: int) -> None:
+        """So much of it is done."""
+        self._done = (bytes_done, bytes_total)
+
+    def _write_lines(self) -> None:
+        wait_s = self.FIRST_S
+        while not self._ended.wait(wait_s):
+            # One column less than there are: a line that fills the last one would scroll some terminals.
+            sys.stderr.write(f"\r\x1b[K{printable(self.text())[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+            wait_s = self.NEXT_S
+        if wait_s == self.NEXT_S:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def text(self) -> str:
+        """The line: how long, how much, how fast."""
+        lasted_s = time.monotonic() - self._started_s
+        done, total = self._done
+        if total <= 0:
+            return f"{self._label}: {format_seconds(lasted_s)}"
+        speed = format_bytes(int(done / max(lasted_s, 1e-3)))
+        return f"{self._label}: {done / total:.0%} of {format_bytes(total)}, {speed}/s, {format_seconds(lasted_s)}"
+
+
 def config_text(config: Config) -> str:
     """The config as TOML that `config.load` reads back to an equal one; sizes are explained beside their numbers."""
     sections = []
@@ -119,7 +217,15 @@ def config_text(config: Config) -> str:
 def _config_line(name: str, value: object) -> str:
     if name == "socket_mode":
         return f"{name} = 0o{value:o}"
+    if name == "roots" and isinstance(value, tuple) and value:
+        return "\n".join([f"{name} = [", *(_root_line(root) for root in value), "]"])
     if isinstance(value, Path):
         value = str(value)
-    remark = f"  # {format_bytes(value)}" if name.endswith("_bytes") and isinstance(value, int) else ""
+    sized = name.endswith(("_bytes", "_bytes_per_s"))
+    remark = f"  # {format_bytes(value)}" if sized and isinstance(value, int) else ""
     return f"{name} = {json.dumps(value, ensure_ascii=False)}{remark}"
+
+
+def _root_line(root: DiskRoot) -> str:
+    path = json.dumps(str(root.path), ensure_ascii=False)
+    return f"    {{ path = {path}, capacity = {root.capacity_bytes} }},  # {format_bytes(root.capacity_bytes)}"

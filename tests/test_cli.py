@@ -7,10 +7,11 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -100,6 +101,13 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--memory", "64GB"], '"64GB" has the unknown unit "GB"'),
         (["serve", "--memory", "lots"], '"lots" is no size'),
         (["serve", "--memory", "5"], "memory.capacity_bytes"),
+        (["serve", "--disk", "/nvme0"], '"/nvme0" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"'),
+        (["serve", "--disk", "=1TiB"], '"=1TiB" is not PATH=SIZE'),
+        (["serve", "--disk", "/nvme0=1TB"], '"1TB" has the unknown unit "TB"'),
+        (["serve", "--disk", "/nvme0=1MiB"], "entry 1: capacity must be from 4 MiB"),
+        (["serve", "--disk", "/a=1GiB", "--disk", "/a/b=1GiB"], "disk.roots: /a/b lies inside /a"),
+        (["verify", "--repair"], "--repair needs --disk or --root"),
+        (["verify", "--root", "/a", "--payloads"], "--payloads asks a daemon about its memory, --root asks none"),
         (["serve", "--socket", "/" + 110 * "x"], "a socket's path may have 107"),
         (["serve", "--conf", "x"], "unrecognized arguments: --conf"),
         (["serve", "--config", "/no/such.toml"], "/no/such.toml: can't be read: No such file or directory"),
@@ -130,6 +138,22 @@ def test_config_show_reads_back_to_the_same_config(run: Run, tmp_path: Path) -> 
     assert shown.memory == config.MemoryConfig(capacity_bytes=8 << 30, policy="2")
     assert shown.server == config.ServerConfig(socket=Path.cwd() / "x.sock", socket_mode=0o600, allowed_uids=(0, 12))
     assert "8589934592  # 8 GiB" in out
+
+
+def test_config_show_takes_disk_roots_instead_of_the_files(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "kvoffloadd.toml"
+    path.write_text('[disk]\nroots = [{ path = "/other", capacity = "1GiB" }]\ndemote = "evict"\n')
+    code, out, _ = run(
+        *("config", "show", "--config", str(path)),
+        *("--disk", "/nvme0/a=b=1TiB", "--disk", 'quo"te\\=16 MiB'),
+    )
+    assert code == 0
+    path.write_text(out)
+    roots = (
+        config.DiskRoot(Path("/nvme0/a=b"), 1 << 40),
+        config.DiskRoot(Path.cwd() / 'quo"te\\', 16 << 20),
+    )
+    assert config.load(path).disk == config.DiskConfig(roots=roots, demote="evict")
 
 
 def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) -> None:
@@ -187,6 +211,7 @@ class FakeClient:
     failure: Exception | None = None
     findings: tuple[str, ...] = ()
     left = 0
+    asked: ClassVar[list[tuple[bool, bool, bool]]]
 
     def __init__(self, socket_path: Path, namespace: object, role: str, connect_deadline_s: float) -> None:
         if self.failure is not None:
@@ -203,9 +228,12 @@ class FakeClient:
     def status(self) -> dict[str, Any]:
         return STATUS
 
-    def verify(self, payloads: bool, deadline_s: float | None) -> SimpleNamespace:
-        assert payloads == (deadline_s is not None)
-        return SimpleNamespace(findings=self.findings, slots=1000, payloads=900 if payloads else 0)
+    def verify(self, *, payloads: bool, disk: bool, repair: bool, deadline_s: float | None) -> SimpleNamespace:
+        assert (payloads or disk) == (deadline_s is not None)
+        self.asked.append((payloads, disk, repair))
+        return SimpleNamespace(
+            findings=self.findings, slots=1000, payloads=900 if payloads else 0, records=5000 if disk else 0
+        )
 
     def clear(self, everything: bool) -> SimpleNamespace:
         return SimpleNamespace(keys=1200 if everything else 3, bytes=1 << 30)
@@ -218,7 +246,7 @@ class FakeClient:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeClient]:
     class Fake(FakeClient):
-        pass
+        asked: ClassVar[list[tuple[bool, bool, bool]]] = []
 
     monkeypatch.setattr("kvoffloadd.client.Client", Fake)
     return Fake
@@ -242,13 +270,184 @@ def test_status_as_json(run: Run) -> None:
     assert json.loads(out) == {**STATUS, "boot_id": "0102"}
 
 
+DISK = {
+    "roots": [
+        {
+            "path": "/nvme0/kvo", "state": "ok", "reason": "", "capacity_bytes": 1 << 40, "used_bytes": 1 << 39,
+            "live_bytes": 1 << 38, "segments": 2048, "records": 70000, "queued_bytes": 0, "errors": 0,
+        },
+        {"path": "/nvme1/[b]", "state": "off", "reason": "Input/output error\x1b", "capacity_bytes": 1 << 40},
+        {},
+    ],
+    "keys": 60000,
+    "index_bytes": 3 << 20,
+    "demoted": {"keys": 61000, "bytes": 1 << 30},
+    "promoted": {"keys": 5, "seconds": 0.25},
+    "not_demoted": {"backlog": 12, "second-use": 0},
+    "corrupt": 1,
+}  # fmt: skip
+
+
+def test_status_shows_the_disk_tier(run: Run, fake: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "status", lambda _: {**STATUS, "disk": DISK})
+    code, out, err = run("status")
+    assert (code, err) == (0, "")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for row in ("disk roots", "path state capacity used live segments records queued errors full",
+                "/nvme0/kvo ok 1 TiB 512 GiB 256 GiB 2,048 70,000 0 B 0 50.0 %", "/nvme1/[b] off 1 TiB - - - - - - -",
+                "/nvme1/[b]: off: Input/output error\\x1b", "disk", "keys 60,000", "index_bytes 3 MiB",
+                "demoted_keys 61,000", "demoted_bytes 1 GiB", "promoted_seconds 250.0 ms",
+                "not_demoted_backlog 12", "not_demoted_second-use 0", "corrupt 1"):  # fmt: skip
+        assert row in rows
+
+
+@pytest.mark.parametrize("disk", [None, {}, {"roots": []}, {"roots": None, "keys": 1}, {"demoted": {}}])
+def test_status_takes_any_disk_part(
+    run: Run, fake: type[FakeClient], monkeypatch: pytest.MonkeyPatch, disk: object
+) -> None:
+    monkeypatch.setattr(fake, "status", lambda _: {"boot_id": b"", "disk": disk})
+    assert run("status")[::2] == (0, "")
+
+
 def test_verify_exits_1_on_findings(run: Run, fake: type[FakeClient]) -> None:
     assert run("verify") == (0, "0 findings in 1,000 slots\n", "")
     assert run("verify", "--payloads") == (0, "0 findings in 1,000 slots, 900 payloads hashed again\n", "")
     fake.findings = ("slot 3 belongs to two parts",)
     assert run("verify") == (1, "finding: slot 3 belongs to two parts\n1 findings in 1,000 slots\n", "")
     code, out, _ = run("verify", "--json", "--payloads")
-    assert (code, json.loads(out)) == (1, {"findings": [*fake.findings], "slots": 1000, "payloads": 900})
+    assert (code, json.loads(out)) == (1, {
+        "findings": [*fake.findings], "slots": 1000, "payloads": 900, "records": 0, "repaired": 0,
+    })  # fmt: skip
+
+
+def test_verify_asks_for_the_disk(run: Run, fake: type[FakeClient]) -> None:
+    assert run("verify", "--disk") == (0, "0 findings in 1,000 slots, 5,000 records on disk read\n", "")
+    fake.findings = ("disk: the record at /nvme0/segments/1, page 8 is damaged",)
+    code, out, _ = run("verify", "--disk", "--json")
+    assert (code, json.loads(out)["records"]) == (1, 5000)
+    assert fake.asked == [(False, True, False), (False, True, False)]
+
+
+def test_verify_repairs_the_disk(run: Run, fake: type[FakeClient]) -> None:
+    bad = "disk: the record at /nvme0/segments/1, page 8 is damaged, dropped"
+    fake.findings = (bad,)
+    code, out, _ = run("verify", "--disk", "--repair", "--payloads")
+    assert (code, fake.asked) == (0, [(True, True, True)])
+    assert out.splitlines() == [
+        f"finding: {bad}",
+        "1 findings, 1 repaired, in 1,000 slots, 900 payloads hashed again, 5,000 records on disk read",
+    ]
+    fake.findings = (bad, "slot 3 belongs to two parts")
+    code, out, _ = run("verify", "--disk", "--repair", "--json")
+    assert (code, json.loads(out)["repaired"]) == (1, 1)
+
+
+# --- disk roots without a daemon ------------------------------------------------------------------------
+
+
+class Roots:
+    """Stands in for the check of a root's files: what is wrong with which, and which can't be checked."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, list[str]] = {}
+        self.failures: dict[str, Exception] = {}
+        self.repaired: int | None = None
+
+    def check_root(self, path: Path, *, repair: bool, progress: Callable[[int, int], None]) -> SimpleNamespace:
+        if path.name in self.failures:
+            raise self.failures[path.name]
+        progress(1 << 20, 3 << 20)
+        findings = self.findings.get(path.name, [])
+        repaired = len(findings) if self.repaired is None else self.repaired
+        return SimpleNamespace(
+            segments=3, records=4000, bytes=3 << 20, findings=findings, repaired=repaired if repair else 0
+        )
+
+
+@pytest.fixture
+def roots(monkeypatch: pytest.MonkeyPatch) -> Roots:
+    fake = Roots()
+    monkeypatch.setitem(sys.modules, "kvoffloadd.tiers.disk.repair", SimpleNamespace(check_root=fake.check_root))
+    return fake
+
+
+def test_verify_root_needs_no_daemon(run: Run, roots: Roots) -> None:
+    assert run("verify", "--root", "/a") == (0, "/a: 0 findings in 4,000 records, 3 segments, 3 MiB\n", "")
+    roots.findings["b"] = ["segment 7: \x1b bad"]
+    code, out, err = run("verify", "--disk", "--root", "/a", "--root", "b")
+    assert (code, err) == (1, "")
+    b = Path.cwd() / "b"
+    assert out.splitlines()[1:] == [
+        f"finding: {b}: segment 7: \\x1b bad",
+        f"{b}: 1 findings in 4,000 records, 3 segments, 3 MiB",
+    ]
+
+
+def test_verify_root_repairs(run: Run, roots: Roots) -> None:
+    roots.findings["b"] = ["one", "two"]
+    code, out, _ = run("verify", "--root", "/a", "--root", "/b", "--repair")
+    assert (code, out.splitlines()[-1]) == (0, "/b: 2 findings, 2 repaired, in 4,000 records, 3 segments, 3 MiB")
+    roots.repaired = 1
+    code, out, _ = run("verify", "--root", "/b", "--repair", "--json")
+    assert code == 1
+    assert json.loads(out) == {
+        "roots": [
+            {"root": "/b", "segments": 3, "records": 4000, "bytes": 3 << 20, "findings": ["one", "two"], "repaired": 1}
+        ]
+    }
+
+
+def test_a_root_that_cant_be_checked_does_not_hide_the_others(run: Run, roots: Roots) -> None:
+    roots.failures["a"] = errors.ConfigError("another daemon holds its lock")
+    roots.failures["c"] = OSError(5, "Input/output error")
+    roots.findings["b"] = ["bad"]
+    code, out, err = run("verify", "--root", "/a", "--root", "/b", "--root", "/c")
+    assert code == 4
+    assert out.splitlines()[0] == "finding: /b: bad"
+    assert err.splitlines() == [
+        "kvoffloadd: /a can't be checked: another daemon holds its lock",
+        "kvoffloadd: /c can't be checked: [Errno 5] Input/output error",
+    ]
+    code, out, _ = run("verify", "--json", "--root", "/a", "--root", "/b")
+    assert code == 4
+    first, second = json.loads(out)["roots"]
+    assert first == {"root": "/a", "error": "another daemon holds its lock"}
+    assert second["findings"] == ["bad"]
+
+
+class Terminal(io.StringIO):
+    """Keyboard or screen, where a person sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_while_work_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.ProgressLine, "FIRST_S", 0.01)
+    monkeypatch.setattr(report.ProgressLine, "NEXT_S", 0.02)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    until = time.monotonic() + 20
+    with report.ProgressLine("/nvme0\x07") as line:
+        while ": 25% of 4 MiB, " not in screen.getvalue() and time.monotonic() < until:
+            line.update(1 << 20, 4 << 20)
+            time.sleep(0.01)
+    said = screen.getvalue()
+    assert "\r\x1b[K/nvme0\\x07: 25% of 4 MiB, " in said
+    assert said.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("screen", [Terminal(), io.StringIO()])
+def test_short_work_and_pipes_show_no_progress(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO) -> None:
+    monkeypatch.setattr(report.ProgressLine, "FIRST_S", 30 if screen.isatty() else 0)
+    monkeypatch.setattr("sys.stderr", screen)
+    with report.ProgressLine("work") as line:
+        time.sleep(0.05)
+        assert line.text().startswith("work: ")
+    assert screen.getvalue() == ""
+
+
+# --- orders to a running daemon -------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake")
@@ -263,10 +462,6 @@ def test_clear_asks_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 2), ("no\n", 2), ("", 2)])
 def test_clear_takes_a_yes_from_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     got, _, err = run("clear", "--socket", "/tmp/x.sock")
     assert got == code

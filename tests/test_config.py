@@ -144,6 +144,72 @@ def test_a_slab_is_no_larger_than_the_tier() -> None:
     assert config.load(None, {"memory.capacity_bytes": "1MiB"}).memory.slab_bytes == MIB
 
 
+ROOTS = (config.DiskRoot(Path("/nvme0/kvo"), 1 << 40), config.DiskRoot(Path('/nvme1/a "b"'), 5_000_000))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """
+        [disk]
+        roots = [{ path = "/nvme0/kvo", capacity = "1TiB" }, { path = '/nvme1/a "b"', capacity = 5000000 }]
+        demote = "evict"
+        """,
+        """
+        [disk]
+        demote = "evict"
+        [[disk.roots]]
+        path = "/nvme0/kvo"
+        capacity = "1TiB"
+        [[disk.roots]]
+        path = '/nvme1/a "b"'
+        capacity = 5000000
+        """,
+    ],
+)
+def test_disk_roots_are_read_and_shown(tmp_path: Path, text: str) -> None:
+    loaded = config.load(write(tmp_path, text))
+    assert loaded.disk == config.DiskConfig(roots=ROOTS, demote="evict")
+    shown = config_text(loaded)
+    assert '{ path = "/nvme0/kvo", capacity = 1099511627776 },  # 1 TiB' in shown
+    assert config.load(write(tmp_path, shown)) == loaded
+
+
+def test_disk_values_are_read_and_typed() -> None:
+    settings = {
+        "segment_bytes": "1MiB", "admit": "second-use", "write_bytes_per_s": "200MiB", "write_ops_per_s": "500",
+        "backlog_bytes": "4096", "read_threads": "1", "write_threads": "256", "direct": "false",
+        "min_free_bytes": "0", "rewrite_hot": "false", "retry_s": "1", "flush_s": "0",
+    }  # fmt: skip
+    loaded = config.load(None, {f"disk.{key}": text for key, text in settings.items()})
+    assert loaded.disk == config.DiskConfig(
+        segment_bytes=MIB, admit="second-use", write_bytes_per_s=200 * MIB, write_ops_per_s=500,
+        backlog_bytes=4096, read_threads=1, write_threads=256, direct=False,
+        min_free_bytes=0, rewrite_hot=False, retry_s=1.0, flush_s=0.0,
+    )  # fmt: skip
+    assert "write_bytes_per_s = 209715200  # 200 MiB" in config_text(loaded)
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["/a", "/b", "/ab", "/a-b/c"], []),
+        (["/a", "/b", "/a/"], ["disk.roots: /a is named twice"]),
+        (["/a/b", "/a/x/../b"], ["disk.roots: /a/b is named twice"]),
+        (["/a", "/a/b/c"], ["disk.roots: /a/b/c lies inside /a; each root needs a directory of its own"]),
+        (["/a/b/", "/"], ["disk.roots: /a/b lies inside /; each root needs a directory of its own"]),
+    ],
+)
+def test_disk_roots_are_apart_from_each_other(paths: list[str], found: list[str]) -> None:
+    roots = ", ".join(f'{{ path = "{path}", capacity = "1GiB" }}' for path in paths)
+    if not found:
+        assert len(config.load(None, {"disk.roots": f"[{roots}]"}).disk.roots) == len(paths)
+        return
+    got = problems(None, disk__roots=f"[{roots}]", log__level="loud")
+    assert got[0] == "options: 2 problems:"
+    assert [line.strip() for line in got[2:]] == found
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.Config().memory.policy = "lru"  # type: ignore[misc]
@@ -181,6 +247,30 @@ def test_config_is_frozen() -> None:
         ("copy.threads", "0", "must be from 1 to 256"),
         ("copy.threads", "true", "must be an integer"),
         ("copy.threads", "2.0", "must be an integer"),
+        ("disk.roots", '"/nvme0"', "must be a list like [{ path ="),
+        ("disk.roots", '["/nvme0"]', "must be a list like [{ path ="),
+        ("disk.roots", '[{ path = "nvme0", capacity = "1TiB" }]', "entry 1: path must be an absolute path"),
+        ("disk.roots", '[{ path = "/a\\u0000", capacity = "1TiB" }]', "entry 1: path has a NUL in it"),
+        ("disk.roots", '[{ path = "/a", capacity = "1TB" }]', 'entry 1: capacity has the unknown unit "TB"'),
+        ("disk.roots", '[{ path = "/a", capacity = 4194303 }]', "entry 1: capacity must be from 4 MiB"),
+        ("disk.roots", '[{ path = "/a", capacity = 8388608, mode = 1 }]', 'entry 1: "mode" is unknown; known are path'),
+        (
+            "disk.roots",
+            '[{ path = "/a", capacity = "1TiB" }, { capacity = true }]',
+            "entry 2: path is missing; entry 2: capacity must be a number of bytes",
+        ),
+        ("disk.segment_bytes", '"512KiB"', "must be from 1 MiB to 16 GiB"),
+        ("disk.segment_bytes", "1048577", "must be a multiple of 4096 bytes"),
+        ("disk.demote", '"never"', 'must be one of "seal", "evict"'),
+        ("disk.admit", '"third-use"', 'must be one of "always", "second-use"'),
+        ("disk.write_bytes_per_s", "-1", "must be from 0 B to"),
+        ("disk.write_ops_per_s", '"1MiB"', "must be an integer"),
+        ("disk.backlog_bytes", "0", "must be from 4 KiB"),
+        ("disk.read_threads", "0", "must be from 1 to 256"),
+        ("disk.direct", '"maybe"', 'must be true, false or "auto"'),
+        ("disk.rewrite_hot", '"auto"', "must be true or false"),
+        ("disk.retry_s", "0", "must be from 0.05 to 3600 seconds"),
+        ("disk.flush_s", "-1", "must be from 0 to 3600 seconds"),
         ("log.level", '"loud"', 'must be one of "debug", "info", "warning", "error"'),
         ("log.format", "1979-05-27", "must be one of"),
     ],

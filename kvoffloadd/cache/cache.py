@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
+from kvoffloadd.cache.epochs import Epochs
 from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.errors import KeyWidthError, LimitError, SchemaError
+from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
-    KEY_BYTES_MAX,
     BoolArray,
     GroupSchema,
     I64Array,
@@ -32,11 +32,12 @@ from kvoffloadd.model import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
 SPACES_MAX = 1 << 16
-_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+_ON_DISK = 1 << 46  # a snapshot's cursor from here on names rows of the catalog
 
 
 @dataclass(slots=True)
@@ -84,30 +85,6 @@ class Reservation:
     parts: I64Array
 
 
-def keys_array(packed: bytes, key_bytes: int) -> U64Array:
-    """(n, WORDS) u64 of packed keys. Raises KeyWidthError unless they are a whole number of keys."""
-    if len(packed) % key_bytes:
-        raise KeyWidthError(f"{len(packed)} bytes of keys are no multiple of this namespace's key width of {key_bytes}")
-    raw = np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
-    if key_bytes == KEY_BYTES_MAX:
-        return raw.view(np.uint64)
-    padded = np.zeros((len(raw), KEY_BYTES_MAX), np.uint8)
-    padded[:, :key_bytes] = raw
-    return padded.view(np.uint64)
-
-
-def has_duplicates(keys: U64Array) -> bool:
-    """Whether a key occurs twice."""
-    if len(keys) < 2:
-        return False
-    # Equal keys have equal sums: in the common case one sort of numbers tells that there are none.
-    sums = np.sort(keys[:, 0] + keys[:, 1] * _ODD[0] + keys[:, 2] * _ODD[1] + keys[:, 3] * _ODD[2])
-    if (sums[1:] != sums[:-1]).all():
-        return False
-    ordered = keys[np.lexsort(keys.T)]
-    return bool((ordered[1:] == ordered[:-1]).all(axis=1).any())
-
-
 class Cache:
     """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction
     policy.
@@ -118,9 +95,16 @@ class Cache:
         self.entries = Entries(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
         self.counters = CacheCounters()
+        self.epochs = Epochs()
+        self.disk: Disk | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._next_space = 0
         self._tick = 0
+
+    def attach(self, disk: Disk) -> None:
+        """There is a disk tier."""
+        self.disk = disk
+        self.entries.disk = disk
 
     # --- namespaces and groups ---
 
@@ -129,7 +113,9 @@ class Cache:
         self._reap_namespaces()
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
-            namespace = self.namespaces[fingerprint] = Namespace(fingerprint, uid, label, key_bytes)
+            namespace = self.namespaces[fingerprint] = Namespace(
+                fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint)
+            )
         namespace.sessions += 1
         return namespace
 
@@ -144,6 +130,8 @@ class Cache:
                 for space in namespace.spaces.values():
                     del self.entries.spaces[space.id]
                 del self.namespaces[namespace.fingerprint]
+                if self.disk is None:  # nothing of it is left anywhere
+                    self.epochs.forget({namespace.fingerprint})
 
     def declare(self, namespace: Namespace, schema: GroupSchema) -> Space:
         """The space of a group, made if the group is new. Raises SchemaError if it is known with other properties."""
@@ -158,6 +146,8 @@ class Cache:
         space.check_part(part, payload_bytes)
         space.part_bytes[part] = payload_bytes
         self.eviction.admit(space)
+        if self.disk:
+            self.disk.shelve(space)
 
     def _new_space(self, namespace: Namespace, schema: GroupSchema, old: Space | None = None) -> Space:
         spaces = self.entries.spaces
@@ -168,13 +158,19 @@ class Cache:
         space = Space(self._next_space, namespace, schema, list(old.part_bytes) if old else [0] * schema.parts)
         if old and old.queue:
             self.eviction.admit(space)
+        if self.disk:
+            self.disk.shelve(space)
         spaces[space.id] = space
         return space
 
     # --- reading ---
 
     def find(self, space: Space, keys: U64Array) -> Found:
-        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing."""
+        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a space that was
+        cleared and emptied since the caller got hold of it, all is a miss: its number may be another's by now.
+        """
+        if self.entries.spaces.get(space.id) is not space:
+            return Found(np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.uint8), np.zeros(len(keys), bool))
         rows = self.entries.index.find(space.id, keys)
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
@@ -203,6 +199,8 @@ class Cache:
         if len(once) < len(rows):  # a policy is told of each key once, where the prompt has it first
             at, rows = at[np.sort(once)], rows[np.sort(once)]
         space.queue.policy.touch(rows, (at + first).astype(np.uint32))
+        if self.disk:
+            self.disk.demotion.used(rows)
         self._touch_slots(self.entries.first[rows].astype(np.int64))
 
     def _touch_slots(self, parts: I64Array) -> None:
@@ -229,16 +227,23 @@ class Cache:
 
     # --- writing: reserve, begin, then commit or abort ---
 
-    def reserve(self, space: Space, keys: U64Array, wanted: U16Array, first: int) -> Reservation:
+    def reserve(
+        self, space: Space, keys: U64Array, wanted: U16Array, first: int, positions: U32Array | None = None
+    ) -> Reservation:
         """Slots for the `wanted` parts of each key, in key order, evicting exactly what is needed.
 
         States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
         keys behind the last one that could be served. `keys` are distinct; `first` is the position of the first one in
-        its prompt. Raises SchemaError for a part whose payload size no rank has told yet.
+        its prompt, or `positions` has each one's.
+
+        Raises:
+            SchemaError: no rank has told the payload size of a wanted part yet.
         """
         unknown = [p for p in wanted.tolist() if not space.part_bytes[p]]
         if unknown:
             raise SchemaError(f"no rank has registered part {unknown[0]} of group {space.schema.group} yet")
+        if positions is None:
+            positions = np.arange(first, first + len(keys), dtype=np.uint32)
         rows = self.entries.index.find(space.id, keys)
         states = np.full(len(keys), _RESERVED, np.uint8)
         empty = np.ones((len(keys), len(wanted)), bool)
@@ -251,7 +256,7 @@ class Cache:
             states[held[writing]] = _PENDING
         at = np.flatnonzero(states == _RESERVED)
         self.hold(rows[held].astype(np.uint32))  # what this request names is no victim of it
-        served = self._reserve_slots(space, keys, rows, empty, at, wanted, first)
+        served = self._reserve_slots(space, keys, rows, empty, at, wanted, positions)
         self.unhold(rows[held].astype(np.uint32))
         states[at[served:]] = _NO_SPACE
         self.counters.keys_without_space += len(at) - served
@@ -266,7 +271,7 @@ class Cache:
         empty: BoolArray,
         at: I64Array,
         wanted: U16Array,
-        first: int,
+        positions: U32Array,
     ) -> int:
         """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
         many of the keys got all of theirs; the others got none.
@@ -283,7 +288,7 @@ class Cache:
             fits = int(np.searchsorted(need, room, side="right"))
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
-                rows[new] = self.entries.insert(space, keys[new], (new + first).astype(np.uint32))
+                rows[new] = self.entries.insert(space, keys[new], positions[new])
                 inserted = True
             else:
                 self._undo(self.entries.records(rows[at[fits:served]], wanted)[empty[at[fits:served]]])
@@ -347,13 +352,13 @@ class Cache:
         self.entries.retire(live)
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
-        """Start a new epoch: from the first step on nothing of the old one hits. Each step frees some: (keys,
-        bytes).
+        """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees
+        some: (keys, bytes).
         """
+        namespace.epoch = self.epochs.of(namespace.fingerprint)
         old = list(namespace.spaces.values())
         for space in old:
             namespace.spaces[space.schema.group] = self._new_space(namespace, space.schema, space)
-        namespace.epoch += 1
         yield 0, 0
         for space in old:
             for rows in self.entries.scan(space):
@@ -365,11 +370,15 @@ class Cache:
                 self.entries.spaces.pop(space.id, None)  # otherwise its last row takes it along
 
     def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
-        """Packed complete keys from row `cursor` on, and the next cursor (0: the end)."""
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); keys on disk alone come last."""
+        if cursor >= _ON_DISK and self.disk:
+            packed, after = self.disk.snapshot(space, cursor - _ON_DISK, SCAN_ROWS)
+            return packed, after + _ON_DISK if after else 0
         rows = self.entries.live(self.entries.scan_step(space, cursor))
         after = cursor + SCAN_ROWS
         packed = self.entries.packed(rows[self.entries.complete(rows)], space)
-        return packed, after if after < self.entries.index.rows_end else 0
+        end = _ON_DISK if self.disk else 0
+        return packed, after if after < self.entries.index.rows_end else end
 
     def figures(self) -> dict[str, int]:
         """Counters and gauges of this room."""

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvoffloadd.cache.index import WORDS, Index
+from kvoffloadd.cache.index import Index
+from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
     from kvoffloadd.tiers.memory import MemoryTier
@@ -59,6 +61,9 @@ class Entries:
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)
         self.leases: U32Array = reserve_array((max_rows,), np.uint32)
         self.state: U8Array = reserve_array((max_rows,), np.uint8)
+        self.reading: U32Array = reserve_array((max_rows,), np.uint32)  # which promotion fills it; 0: none
+        self.demoting: U8Array = reserve_array((max_rows,), np.uint8)  # it waits to be written to disk
+        self.disk: Disk | None = None
         self.spaces: dict[int, Space] = {}
         self.events: deque[Event] = deque()
         self.events_lost = 0
@@ -73,6 +78,9 @@ class Entries:
         self.first[rows] = self.parts.allocate(space.schema.parts, rows)
         self.missing[rows] = space.schema.parts
         self.leases[rows] = 0
+        if self.disk:
+            self.reading[rows] = 0
+            self.demoting[rows] = 0
         self.state[rows] = RowState.LIVE
         space.rows += len(rows)
         if space.queue:
@@ -177,18 +185,25 @@ class Entries:
         for space, at in self.by_space(rows):
             space.keys += len(at) if added else -len(at)
             if space.namespace.listeners:
-                packed = self.packed(rows[at], space)
-                self.events.append(
-                    Event(space.namespace, space.schema.group, packed if added else b"", b"" if added else packed)
-                )
-                if len(self.events) > EVENTS_MAX:
-                    self.events.popleft()
-                    self.events_lost += 1
+                keys = self.index.keys[rows[at]]
+                if self.disk:  # what another tier has did not come, and does not go
+                    keys = keys[~self.disk.holds_keys(space, keys)]
+                self.note(space, keys, added=added)
+
+    def note(self, space: Space, keys: U64Array, *, added: bool) -> None:
+        """An event for those who listen: these keys can be served from now on, or no more."""
+        if not len(keys):
+            return
+        packed = pack(keys, space.namespace.key_bytes)
+        came, went = (packed, b"") if added else (b"", packed)
+        self.events.append(Event(space.namespace, space.schema.group, came, went))
+        if len(self.events) > EVENTS_MAX:
+            self.events.popleft()
+            self.events_lost += 1
 
     def packed(self, rows: U32Array, space: Space) -> bytes:
         """The rows' keys, `key_bytes` each."""
-        raw = np.ascontiguousarray(self.index.keys[rows]).view(np.uint8).reshape(len(rows), 8 * WORDS)
-        return raw[:, : space.namespace.key_bytes].tobytes()
+        return pack(self.index.keys[rows], space.namespace.key_bytes)
 
     def memory_bytes(self) -> int:
         """Bytes of index, part records and row columns in use."""

@@ -26,6 +26,7 @@ WORDS = 4
 _BUCKETS, _SLOTS = 64, 16
 _SEGMENT = _BUCKETS * _SLOTS
 _FULL = int(_SEGMENT * 0.8)
+_EXPECTED_FILL = 0.65
 _EMPTY, _DEAD, _FIRST_TAG = 0, 1, 2
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -102,6 +103,16 @@ class Index:
             on = on[(tags[on] != _EMPTY).all(axis=1)]
             asked, bucket, tag = asked[on], _next(bucket[on]), tag[on]
         return found
+
+    def expect(self, count: int) -> None:
+        """Make room at once for so many keys in a table that is empty still: growing one by one takes twice as long."""
+        if self._num_segments > 1 or len(self):
+            return
+        while count > _EXPECTED_FILL * _SEGMENT * self._num_segments and self._directory_depth < 24:
+            self._directory_depth += 1
+            self._num_segments *= 2
+        self._directory = np.arange(self._num_segments, dtype=np.uint32)
+        self._depth[: self._num_segments] = self._directory_depth
 
     def insert(self, space: int, keys: U64Array) -> U32Array:
         """New rows for keys that are distinct and not in the table; the caller guarantees both and that they fit."""

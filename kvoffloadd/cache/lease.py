@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from kvoffloadd.model import I64Array, U32Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ReadLease:
-    """Rows that may not be evicted. A row counts once for each time it is named."""
+    """Rows that may not be evicted. A row counts once for each time it is named. While `growing`,
+    keys that come from disk are about to join it.
+    """
 
     id: int
     rows: U32Array
+    growing: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,10 @@ class Leases:
         if not isinstance(lease, ReadLease):
             raise LeaseError(f"this instance holds no read lease {lease_id}")
         return lease
+
+    def holds(self, lease: ReadLease) -> bool:
+        """Whether this lease has not ended."""
+        return self._held.get(lease.id) is lease
 
     def write(self, lease_id: int) -> WriteLease:
         """Raises LeaseError if this instance holds no such write lease."""

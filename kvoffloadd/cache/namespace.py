@@ -9,6 +9,7 @@ from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import GroupSchema, slot_pages
 
 if TYPE_CHECKING:
+    from kvoffloadd.cache.catalog import Shelf
     from kvoffloadd.cache.policy.base import Policy
 
 
@@ -28,8 +29,8 @@ class Space:
     carry it.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed
-    payload.
+    first size that is told, `shelf` (its place on disk, if there is a disk) once all are. `rows` counts rows in any
+    state, `keys` complete ones that can hit, `bytes` committed payload.
     """
 
     id: int
@@ -37,6 +38,7 @@ class Space:
     schema: GroupSchema
     part_bytes: list[int]
     queue: Queue | None = None
+    shelf: Shelf | None = None
     rows: int = 0
     keys: int = 0
     bytes: int = 0
@@ -60,13 +62,13 @@ class Space:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """Keys of two namespaces never meet. `epoch` counts clears, `listeners` subscribed sessions."""
+    """Keys of two namespaces never meet. `epoch`: see `Epochs`; `listeners` counts subscribed sessions."""
 
     fingerprint: bytes
     uid: int
     label: str
     key_bytes: int
-    epoch: int = 0
+    epoch: int
     spaces: dict[int, Space] = field(default_factory=dict)
     sessions: int = 0
     listeners: int = 0

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.runs import Runs
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
-    from kvoffloadd.model import I64Array, U8Array, U16Array, U32Array, U64Array
+    from kvoffloadd.model import U8Array, U16Array, U32Array, U64Array
 
 
 class PartState:
@@ -36,52 +37,32 @@ class Parts:
     """
 
     def __init__(self, max_parts: int) -> None:
-        self.max_parts = max_parts
+        self.runs = Runs(max_parts)
         self.row: U32Array = reserve_array((max_parts,), np.uint32)
         self.page: U32Array = reserve_array((max_parts,), np.uint32)
         self.state: U8Array = reserve_array((max_parts,), np.uint8)
         self.generation: U16Array = reserve_array((max_parts,), np.uint16)
         self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
-        self._used = 0
-        self._free: dict[int, list[U32Array]] = {}
 
     def room(self, width: int) -> int:
         """Runs of `width` that can still be allocated."""
-        return sum(map(len, self._free.get(width, ()))) + (self.max_parts - self._used) // width
+        return self.runs.room(width)
 
     def allocate(self, width: int, rows: U32Array) -> U32Array:
         """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure of
         `room`.
         """
-        runs: list[U32Array] = []
-        missing = len(rows)
-        pool = self._free.get(width, [])
-        while missing and pool:
-            last = pool.pop()
-            if len(last) > missing:
-                pool.append(last[missing:])
-                last = last[:missing]
-            runs.append(last)
-            missing -= len(last)
-        if missing:
-            end = self._used + missing * width
-            runs.append(np.arange(self._used, end, width, dtype=np.uint32))
-            self._used = end
-        first = np.concatenate(runs) if runs else np.zeros(0, np.uint32)
+        first = self.runs.allocate(width, len(rows))
         self.row[self.run(first, width)] = rows[:, None]
         return first
 
     def free(self, width: int, first: U32Array) -> None:
         """Give runs back; all their records are EMPTY."""
-        if len(first):
-            self._free.setdefault(width, []).append(first.copy())
+        self.runs.free(width, first)
 
-    @staticmethod
-    def run(first: U32Array, width: int) -> I64Array:
-        """(n, width) record numbers of the runs that begin at `first`."""
-        return first.astype(np.int64)[:, None] + np.arange(width, dtype=np.int64)
+    run = staticmethod(Runs.of)
 
     def memory_bytes(self) -> int:
         """Bytes of the columns up to the highest record in use."""
         per_part = sum(c.itemsize for c in (self.row, self.page, self.state, self.generation)) + 16
-        return self._used * per_part + 4 * sum(sum(map(len, pool)) for pool in self._free.values())
+        return self.runs.used * per_part + self.runs.memory_bytes()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.model import BoolArray, Direction, Outcome
 from kvoffloadd.tiers.hashing import hash_payloads
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.promotion import Away
     from kvoffloadd.device.base import Copy, Device
     from kvoffloadd.device.plan import Copies
     from kvoffloadd.lanes import Lane
@@ -67,14 +69,29 @@ class Transfer:
     done: Callable[[TransferResult], None]
     bad: BoolArray
     copy: Copy | None = None
+    give_up: Callable[[Outcome], None] | None = None
+    timer: asyncio.TimerHandle | None = None
     cancelled: bool = False
     finished: bool = False
 
     def cancel(self) -> None:
         """Drop what has not begun. `done` is still called, after the last access."""
         self.cancelled = True
-        if self.copy is not None:
+        if self.give_up is not None:
+            self.give_up(Outcome.CANCELLED)
+        elif self.copy is not None:
             self.copy.cancel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a load copies as things stand: one part of each of these rows. `build(good)` makes the copies of the keys
+    that are good.
+    """
+
+    rows: U32Array
+    parts: I64Array
+    build: Callable[[BoolArray], Copies]
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +159,8 @@ class Transfers:
         self.unsealed -= len(parts)
         if not isinstance(digests, BaseException):
             self.cache.seal(parts, generations, digests)
+            if self.cache.disk:
+                self.cache.disk.demotion.sealed(parts)
         self._wake()
 
     # --- load ---
@@ -149,31 +168,63 @@ class Transfers:
     def load(
         self,
         device: Device,
-        rows: U32Array,
-        parts: I64Array,
-        build: Callable[[BoolArray], Copies],
+        plan: Callable[[], LoadPlan],
+        away: list[Away],
         deadline: float,
         urgent: bool,
         done: Callable[[TransferResult], None],
     ) -> Transfer:
-        """Copy one part of each of these complete keys out; the keys are held until the end.
+        """Copy one part of each of the plan's keys out, which are complete; they are held until the end.
 
-        `build(good)` makes the copies of the keys that are good; with `verify_loads` a key whose sealed payload does
-        not match its checksum is dropped first.
+        Keys that are `away` are brought into memory first; then `plan` is asked again. With `verify_loads` a key whose
+        sealed payload does not match its checksum is dropped before the copy.
         """
-        self.cache.hold(rows)
-        transfer = Transfer(Direction.LOAD, parts, rows, done, np.zeros(len(rows), bool))
+        transfer = Transfer(Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.uint32), done, np.zeros(0, bool))
         self.running.add(transfer)
-        begin = partial(self._begin_load, transfer, device, build, deadline, urgent)
-        sealed = np.flatnonzero(self.cache.entries.parts.state[parts] == PartState.SEALED)
+        first = plan()
+        self._take(transfer, first)
+        run = partial(self._load, transfer, device, deadline, urgent)
+        if self.cache.disk is None or not away:
+            run(first)
+        else:
+            promotion = self.cache.disk.promotion
+
+            def fetched() -> None:
+                transfer.give_up = None
+                timer.cancel()
+                again = plan()
+                self._take(transfer, again)
+                run(again)
+
+            fetch = promotion.fetch(away, Urgency.LOAD, fetched)
+            transfer.give_up = partial(self._give_up, transfer, partial(promotion.cancel, fetch))
+            timer = self.cache.disk.loop.call_at(deadline, transfer.give_up, Outcome.EXPIRED)
+            transfer.timer = timer
+        return transfer
+
+    def _take(self, transfer: Transfer, plan: LoadPlan) -> None:
+        """Hold the plan's keys in place of those held so far."""
+        self.cache.hold(plan.rows)
+        self.cache.unhold(transfer.rows)
+        transfer.rows, transfer.parts = plan.rows, plan.parts
+        transfer.bad = np.zeros(len(plan.rows), bool)
+
+    def _give_up(self, transfer: Transfer, cancel: Callable[[], None], outcome: Outcome) -> None:
+        """End a load that still waits for the disk: nothing has been copied."""
+        transfer.give_up = None
+        cancel()
+        self._loaded(transfer, CopyResult(outcome, 0, 0, 0, 0.0))
+
+    def _load(self, transfer: Transfer, device: Device, deadline: float, urgent: bool, plan: LoadPlan) -> None:
+        begin = partial(self._begin_load, transfer, device, plan.build, deadline, urgent)
+        sealed = np.flatnonzero(self.cache.entries.parts.state[plan.parts] == PartState.SEALED)
         if self.verify_loads and len(sealed):
-            wanted = parts[sealed]
+            wanted = plan.parts[sealed]
             work = partial(hash_payloads, self.cache.payload_addresses(wanted), self.cache.payload_bytes(wanted))
             verified = partial(self._verified, transfer, sealed, begin)
             self.hash_lane.submit(work, verified, urgent=VERIFY_URGENT)
         else:
             begin()
-        return transfer
 
     def _verified(
         self, transfer: Transfer, at: I64Array, begin: Callable[[], None], digests: U64Array | BaseException
@@ -211,6 +262,8 @@ class Transfers:
     def _finish(self, transfer: Transfer, result: CopyResult) -> None:
         self.running.remove(transfer)
         transfer.finished = True
+        if transfer.timer is not None:
+            transfer.timer.cancel()
         counters = self.counters[transfer.direction]
         counters.jobs += 1
         counters.bytes += result.bytes

@@ -169,6 +169,10 @@ class AsyncClient:
         """As `Client.prefetch`."""
         return await self._call(ops.prefetch(groups, first, self._exchange.key_bytes))
 
+    async def wait_ready(self, found: Found, deadline_s: float) -> Found:
+        """As `Client.wait_ready`."""
+        return await self._run(self._exchange.wait_ready(found, self._until(deadline_s)))
+
     async def touch(self, groups: Groups, first: First = 0) -> None:
         """As `Client.touch`."""
         await self._call(ops.touch(groups, first, self._exchange.key_bytes))
@@ -249,9 +253,12 @@ class AsyncClient:
         """As `Client.status`."""
         return await self._call(ops.status())
 
-    async def verify(self, *, payloads: bool = False, deadline_s: float | None = None) -> Audit:
+    async def verify(
+        self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
+    ) -> Audit:
         """As `Client.verify`."""
-        return await self._run(self._exchange.call(ops.verify(payloads), self._until(deadline_s)))
+        op = ops.verify(payloads, disk, repair)
+        return await self._run(self._exchange.call(op, self._until(deadline_s)))
 
     async def subscribe(self) -> None:
         """As `Client.subscribe`."""

@@ -191,12 +191,25 @@ class Client:
         return self._call(ops.lookup(groups, first, self._exchange.key_bytes))
 
     def pin(self, groups: Groups, first: First = 0) -> Found:
-        """Lookup, and a read lease on every key that hits; end it with `release`."""
+        """Lookup, and a read lease on every key that hits; end it with `release`.
+
+        Keys on disk are brought into memory, and join the lease: `promoting` of the answer says how many are on their
+        way, `wait_ready` when they are there. Until then a load should not name the lease.
+        """
         return self._call(ops.pin(groups, first, self._exchange.key_bytes))
 
     def prefetch(self, groups: Groups, first: First = 0) -> Found:
-        """Lookup that also has the daemon bring keys from slower tiers into memory."""
+        """Lookup that also has the daemon bring keys on disk into memory, after what others pin or load. No lease."""
         return self._call(ops.prefetch(groups, first, self._exchange.key_bytes))
+
+    def wait_ready(self, found: Found, deadline_s: float) -> Found:
+        """The answer to a `pin` or `prefetch` anew, once the keys it was promoting have come from disk, or could not.
+
+        With `promoting` 0, and for a pin with the same lease (0 if it was released before the keys had come). At once
+        the same `found` if that promotes nothing. Raises DeadlineError: not yet, it can be waited for again; or
+        ConnectionLostError: it will not be told, and the lease may have ended; pin again.
+        """
+        return self._run(deadline_s, lambda until: self._exchange.wait_ready(found, until))
 
     def touch(self, groups: Groups, first: First = 0) -> None:
         """Say that keys were used without being loaded."""
@@ -259,6 +272,7 @@ class Client:
         """Start copying keys into blocks, which are the daemon's to write until the job is done.
 
         As `store`; `lease`: a pin that covers the keys; 0: held for the job's time. `expedited`: before other loads.
+        Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`.
         """
         key_bytes = self._exchange.key_bytes
         return self._submit(
@@ -300,9 +314,15 @@ class Client:
         """Counters and gauges by their stable names."""
         return self._call(ops.status())
 
-    def verify(self, *, payloads: bool = False, deadline_s: float | None = None) -> Audit:
-        """The daemon's self-audit; `payloads`: it hashes every sealed slot again, so give it time."""
-        return self._run(self._or_default(deadline_s), lambda until: self._exchange.call(ops.verify(payloads), until))
+    def verify(
+        self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
+    ) -> Audit:
+        """The daemon's self-audit; `payloads`: it hashes every sealed slot again, so give it time.
+
+        `disk`: it reads and checks every record on disk, which takes longer still. `repair`: drops those found bad.
+        """
+        op = ops.verify(payloads, disk, repair)
+        return self._run(self._or_default(deadline_s), lambda until: self._exchange.call(op, until))
 
     def subscribe(self) -> None:
         """From now on keys that become complete or go are told, see `events`; repeated after every reconnect."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client.kvcache import KvCache
     from kvoffloadd.client.link import Link
     from kvoffloadd.client.ops import Op, Transfer
-    from kvoffloadd.client.results import Event
+    from kvoffloadd.client.results import Event, Found
     from kvoffloadd.model import U8Array
 
 R = TypeVar("R")
@@ -97,6 +97,18 @@ class Exchange:
                 if job.blocks_free:
                     raise
                 raise JobConnectionLostError(f"{error}; the blocks of {job} may be the daemon's", job) from error
+
+    def wait_ready(self, found: Found, until: float) -> Steps[Found]:
+        """The answer anew. Raises DeadlineError, ConnectionLostError, or UsageError for another client's `found`."""
+        promotion = found.promotion
+        if promotion is None:
+            return found
+        if not promotion.done:
+            link = self.session.link
+            if link is None or not link.promotes(promotion):
+                raise UsageError("this answer came from another client")
+            yield Wait((promotion,), until)
+        return promotion.outcome()
 
     def release(self, lease: int, until: float) -> Steps[None]:
         """End a lease; nothing where it has ended already."""

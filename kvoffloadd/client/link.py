@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
 if TYPE_CHECKING:
     from kvoffloadd.client.job import Job
     from kvoffloadd.client.ops import Op
+    from kvoffloadd.client.promotion import Promotion
 
 
 class Pending(Waitable):
@@ -64,6 +66,8 @@ class Link:
         self.dead = Waitable()
         self._seq = 0
         self._pendings: dict[int, Pending] = {}
+        # Whose `ready` is due, by the seq of their requests; weakly, so that a forgotten one costs a dead reference.
+        self._promotions: dict[int, weakref.ref[Promotion]] = {}
 
     def ask(self, op: Op[Any], job: Job | None = None) -> Pending:
         """Put the request into the outbox. From now on the job's blocks are the daemon's.
@@ -71,7 +75,7 @@ class Link:
         On a link that has ended nothing is asked: the pending is done, with its error. Raises StateError or
         FramingError; nothing is asked then either.
         """
-        seq = self._seq % 0xFFFFFFFF + 1  # never 0, which the daemon uses for "can't tell which"
+        seq = self._next_seq()
         request = op.build(seq)
         frame = self.connection.send(request)
         self._seq = seq
@@ -84,6 +88,13 @@ class Link:
             self.jobs[job.id] = job
         self.outbox.append(pending)
         return pending
+
+    def _next_seq(self) -> int:
+        """One that names nothing: never 0, which the daemon uses for "can't tell which", nor what awaits an answer."""
+        seq = self._seq % 0xFFFFFFFF + 1
+        while seq in self._pendings or seq in self._promotions:
+            seq = seq % 0xFFFFFFFF + 1
+        return seq
 
     def receive(self, data: bytes | memoryview, fds: list[int]) -> None:
         """Take what the socket gave. Raises PeerError: the daemon broke the protocol, the link must be broken off."""
@@ -128,17 +139,39 @@ class Link:
             if pending.abandoned and pending.op.undo is not None:
                 undo = pending.op.undo(pending.value)
                 self.unclaimed += [] if undo is None else [undo]
+            promotion = None if pending.op.promotion is None else pending.op.promotion(pending.value)
+            if promotion is not None:
+                self._promotions[promotion.seq] = weakref.ref(promotion)
         del self._pendings[reply.seq]
         pending.settle()
 
+    def promotes(self, promotion: Promotion) -> bool:
+        """Whether this one's `ready` is due on this connection."""
+        reference = self._promotions.get(promotion.seq)
+        return reference is not None and reference() is promotion
+
+    def take_ready(self, ready: messages.Ready) -> None:
+        """Settle what it tells of, unless that is forgotten. Raises MessageError if none is due."""
+        reference = self._promotions.get(ready.seq)
+        if reference is None:
+            raise MessageError(f"`ready` for request {ready.seq}, for which none is due")
+        promotion = reference()
+        if promotion is not None:
+            promotion.fulfil(ready)
+        del self._promotions[ready.seq]
+
     def end(self, reason: str) -> None:
-        """Nothing more will come: fail what awaits a reply. Jobs stay, but for those that were never sent."""
+        """Nothing more will come: fail what awaits a reply or a `ready`. Jobs stay, but for those never sent."""
         if self.ended.done:
             return
         self.usable = False
         pendings, self._pendings = self._pendings, {}
         for pending in pendings.values():
             self._fail(pending, reason)
+        promotions, self._promotions = self._promotions, {}
+        for reference in promotions.values():
+            if (promotion := reference()) is not None:
+                promotion.lose(reason)
         self.outbox.clear()
         self.ended.settle()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
+from kvoffloadd.client.promotion import Promotion
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
 from kvoffloadd.errors import MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
@@ -29,7 +30,7 @@ class Op(Generic[R]):
     `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
     formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
     `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)`: what takes the value back, for
-    one that comes after its caller has given up.
+    one that comes after its caller has given up. `promotion(value)`: what a later `ready` will settle, if one is due.
     """
 
     build: Callable[[int], Request]
@@ -38,6 +39,7 @@ class Op(Generic[R]):
     fds: tuple[int, ...] = ()
     owner: object = None
     undo: Callable[[R], Op[None] | None] | None = None
+    promotion: Callable[[R], Promotion | None] | None = None
 
 
 Groups = Mapping[int, Keys]
@@ -140,11 +142,11 @@ def unregister(registration: Registration) -> Op[None]:
 
 def lookup(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
     """Which keys hit, which prefixes can be restored."""
-    return _find(messages.Lookup, groups, first, key_bytes, repeatable=True)
+    return _find(messages.Lookup, groups, first, key_bytes, promotes=False)
 
 
 def pin(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
-    """Lookup, and a read lease."""
+    """Lookup, and a read lease on what hits and on what comes from disk."""
     return _find(messages.Pin, groups, first, key_bytes)
 
 
@@ -154,15 +156,24 @@ def prefetch(groups: Groups, first: First, key_bytes: int) -> Op[Found]:
 
 
 def _find(
-    kind: Callable[..., Request], groups: Groups, first: First, key_bytes: int, repeatable: bool = False
+    kind: Callable[..., Request], groups: Groups, first: First, key_bytes: int, promotes: bool = True
 ) -> Op[Found]:
     lists, counts = _group_keys(groups, first, key_bytes)
 
     def parse(reply: messages.Found, boot_id: bytes) -> Found:
-        states = unpack_states(reply.states, counts)
-        return Found(states, unpack_u32(reply.boundaries, "boundaries"), Lease(reply.lease, boot_id))
+        if reply.promoting and not promotes:
+            raise MessageError(f"{reply.promoting} keys on their way from disk after a lookup, which brings none")
+        states, lease = unpack_states(reply.states, counts), Lease(reply.lease, boot_id)
+        promotion = Promotion(reply.seq, counts, lease) if reply.promoting else None
+        return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, promotion)
 
-    return Op(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=repeatable, undo=_release_leased)
+    return Op(
+        lambda seq: kind(seq=seq, groups=lists),
+        parse,
+        repeatable=not promotes,
+        undo=_release_leased,
+        promotion=lambda found: found.promotion,
+    )
 
 
 def touch(groups: Groups, first: First, key_bytes: int) -> Op[None]:
@@ -269,11 +280,13 @@ def drain(everything: bool, deadline_s: float) -> Op[Drained]:
     )
 
 
-def verify(payloads: bool) -> Op[Audit]:
-    """Self-audit."""
+def verify(payloads: bool, disk: bool, repair: bool) -> Op[Audit]:
+    """Self-audit. Raises UsageError for a repair of what is not looked at."""
+    if repair and not disk:
+        raise UsageError("`repair` drops bad records on disk: it needs `disk`")
     return Op(
-        lambda seq: messages.Verify(seq=seq, payloads=payloads),
-        lambda reply, _boot_id: Audit(tuple(reply.findings), reply.slots, reply.payloads),
+        lambda seq: messages.Verify(seq=seq, payloads=payloads, disk=disk, repair=repair),
+        lambda reply, _boot_id: Audit(tuple(reply.findings), reply.slots, reply.payloads, reply.records),
     )
 
 

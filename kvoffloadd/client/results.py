@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvoffloadd.client.promotion import Promotion
     from kvoffloadd.model import U8Array, U32Array
 
 
@@ -30,12 +31,21 @@ class Found:
     """Answer to `lookup`, `pin` and `prefetch`.
 
     `states[g]`: u8 (keys,), `model.KeyState` per key of the g-th group asked for. `boundaries`: u32, prefix lengths
-    in tokens that every group can serve, longest first. `lease`: 0 where none is held.
+    in tokens that every group can serve, longest first. `lease`: 0 where none is held. `promoting`: how many of the
+    PENDING keys are on their way from disk; above 0, the client's `wait_ready` gives the answer anew once they are
+    there. `promotion` is the handle for that; without this object the answer is dropped when it comes.
     """
 
     states: list[U8Array]
     boundaries: U32Array
     lease: Lease
+    promoting: int = 0
+    promotion: Promotion | None = field(default=None, repr=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait_ready` would return or raise at once. A `Client` learns it while any call runs."""
+        return self.promotion is None or self.promotion.done
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +74,14 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the daemon's self-audit found wrong (nothing: empty) and how many slots and payloads it looked at."""
+    """What the daemon's self-audit found wrong (nothing: empty) and how many slots, payloads and records on disk it
+    looked at.
+    """
 
     findings: tuple[str, ...]
     slots: int
     payloads: int
+    records: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -126,6 +126,8 @@ class Session:
                 raise MessageError(f"completion of job {push.job}, which does not run")
             job.complete(push)
             del link.jobs[push.job]
+        elif isinstance(push, messages.Ready):
+            link.take_ready(push)
         elif isinstance(push, messages.Events):
             width = self.key_bytes or 0
             if not self.subscribed or not width:

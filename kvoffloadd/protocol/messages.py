@@ -176,14 +176,14 @@ class Lookup(Request, frozen=True, tag="lookup"):
 
 
 class Pin(Request, frozen=True, tag="pin"):
-    """Lookup, and a read lease on every key that hits."""
+    """Lookup, and a read lease on every key that hits. Keys on disk are brought into memory, and join the lease."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
 class Prefetch(Request, frozen=True, tag="prefetch"):
-    """Lookup that also brings what lies in a slower tier into memory."""
+    """Lookup that also brings keys on disk into memory, behind those that are pinned or loaded."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
@@ -221,7 +221,7 @@ class Store(Request, frozen=True, tag="store"):
 
 
 class Load(Request, frozen=True, tag="load"):
-    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time."""
+    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time. Keys on disk are read first."""
 
     reply: ClassVar[str] = "accepted"
     job: Id
@@ -260,10 +260,14 @@ class Status(Request, frozen=True, tag="status"):
 
 
 class Verify(Request, frozen=True, tag="verify"):
-    """Self-audit; with `payloads` every sealed slot is hashed again. Root or the daemon's uid only."""
+    """Self-audit; with `payloads` every sealed slot is hashed again, with `disk` every record on disk is read and
+    checked, with `repair` those found bad are dropped. Root or the daemon's uid only.
+    """
 
     reply: ClassVar[str] = "verified"
     payloads: bool = False
+    disk: bool = False
+    repair: bool = False
 
 
 class Subscribe(Request, frozen=True, tag="subscribe"):
@@ -326,12 +330,13 @@ class Registered(Reply, frozen=True, tag="registered"):
 
 class Found(Reply, frozen=True, tag="found"):
     """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease`
-    0: none held.
+    0: none held. `promoting`: how many of the pending keys are on their way from disk; above 0, one `ready` follows.
     """
 
     states: list[bytes]
     boundaries: bytes
     lease: Id = 0
+    promoting: Count = 0
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
@@ -343,7 +348,7 @@ class Reserved(Reply, frozen=True, tag="reserved"):
 
 class Accepted(Reply, frozen=True, tag="accepted"):
     """The job is admitted and will end in one `completed`. Store: keys in state reserved are copied; load: those in
-    state hit.
+    state hit, which may have to be read from disk first.
     """
 
     job: Id
@@ -376,6 +381,7 @@ class Verified(Reply, frozen=True, tag="verified"):
     findings: list[str]
     slots: Count
     payloads: Count
+    records: Count = 0
 
 
 class Listing(Reply, frozen=True, tag="listing"):
@@ -401,6 +407,19 @@ class Completed(Push, frozen=True, tag="completed"):
     seconds: float
     failed: list[Packed]
     reason: str = ""
+
+
+class Ready(Push, frozen=True, tag="ready"):
+    """The promotions that the `pin` or `prefetch` with this `seq` waited for have ended: its answer anew.
+
+    What was brought hits now, and is in the pin's `lease` (0: a prefetch, or released meanwhile); what was not is a
+    miss, or pending where somebody else is storing it.
+    """
+
+    seq: Seq
+    states: list[Packed]
+    boundaries: Packed
+    lease: Id = 0
 
 
 class Events(Push, frozen=True, tag="events"):

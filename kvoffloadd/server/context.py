@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvoffloadd.device.base import Device
     from kvoffloadd.lanes import Lane
     from kvoffloadd.server.account import Accounts
+    from kvoffloadd.server.lag import Lag
     from kvoffloadd.server.session import Session
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Context:
     hash_lane: Lane
     fatal: Callable[[str], None]
     accounts: Accounts
+    lag: Lag
     instances: Instances = field(default_factory=Instances)
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
@@ -94,7 +96,13 @@ class Context:
         held = [lease for instance in self.instances.all() for lease in instance.leases.all()]
         holds = sum(len(lease.rows) for lease in held if isinstance(lease, ReadLease)) + self.transfers.holds
         reserved = sum(len(lease.parts) for lease in held if isinstance(lease, WriteLease)) + self.transfers.reserved
+        disk = self.cache.disk
+        if disk is not None:
+            holds += disk.promotion.holds + disk.demotion.holds
+            reserved += disk.promotion.reserved
         findings = audit.check(self.cache, holds, reserved)
+        if disk is not None:
+            findings += disk.check()
         if not self.sessions:
             findings += self.accounts.leaks()
             if len(self.instances):
@@ -112,6 +120,7 @@ class Context:
             "draining": self.draining,
             "memory": self.cache.tier.gauges(),
             "cache": {**self.cache.figures(), "unsealed": self.transfers.unsealed},
+            **({"disk": self.cache.disk.figures()} if self.cache.disk and uid is None else {}),
             "transfers": {
                 str(direction): {name: getattr(counters, name) for name in counters.__slots__}
                 for direction, counters in self.transfers.counters.items()
@@ -119,6 +128,7 @@ class Context:
             "running": {"jobs": len(self.transfers.running), "holds": self.transfers.holds},
             "server": {name: getattr(self.counters, name) for name in self.counters.__slots__},
             "devices": {kind: device.gauges() for kind, device in self.devices.items()},
+            "loop": {"worst_lag_s": round(self.lag.worst_s, 6), "recent_lag_s": round(self.lag.recent_s, 6)},
             "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
             "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},
             "instances": len(self.instances),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.cache import Found, has_duplicates, keys_array
+from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.cache.transfer import Transfer, TransferResult
+from kvoffloadd.cache.transfer import LoadPlan, Transfer, TransferResult
 from kvoffloadd.device.plan import DESCRIPTORS_MAX, Copies, check_destinations, concatenate, make_copies
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U8Array, U32Array, U64Array
@@ -18,6 +20,7 @@ from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvoffloadd.cache.cache import Found
     from kvoffloadd.cache.lease import WriteLease
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.server.account import Account
@@ -110,43 +113,79 @@ class Jobs:
         """Copy out what hits; what does not is named in the completion."""
         shares = self._check(message.groups, registration)
         self._admit(message)
-        founds = [self.context.cache.find(share.space, share.keys) for share in shares]
+        founds, away = self._find(shares)
         if message.lease:
             self._check_lease(message.lease, founds)
-        parts = [self._part_of(share, found) for share, found in zip(shares, founds, strict=True)]
-        copies = concatenate([self._copies_of(s, f, p, f.hits) for s, f, p in zip(shares, founds, parts, strict=True)])
-        check_destinations(copies.dst, copies.size)
-        reserved = self._charge(message, shares)
+        nothing = [np.zeros(0, np.int64)] * len(shares)
+        job = Job(message.job, registration, 0, nothing, nothing)
+        plan: Callable[[], LoadPlan] = partial(self._plan_load, job, shares)
+        fetched = [
+            away_keys(share.space, share.keys, share.first, gone)
+            for share, gone in zip(shares, away, strict=True)
+            if gone.any()
+        ]
+        wanted = [found.hits | gone for found, gone in zip(founds, away, strict=True)]
+        if fetched:
+            self._check_destinations(shares, wanted)
+        elif any(mask.any() for mask in wanted):
+            plan = self._check_plan(self._plan_load(job, shares, founds))
+        else:
+            job.lost = [np.arange(len(share.keys)) for share in shares]
+        job.outbox_bytes = self._charge(message, shares)
         if not message.lease:
             for share, found in zip(shares, founds, strict=True):
                 self.context.cache.use(share.space, found, share.first)
-        chosen = [np.flatnonzero(found.hits) for found in founds]
-        job = Job(message.job, registration, reserved, chosen, [np.flatnonzero(~found.hits) for found in founds])
-
-        def build(good: BoolArray) -> Copies:
-            if good.all():
-                return copies
-            masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
-            some = []
-            for share, found, part, mask in zip(shares, founds, parts, masks, strict=True):
-                hits = found.hits.copy()
-                hits[np.flatnonzero(hits)[~mask]] = False
-                some.append(self._copies_of(share, found, part, hits))
-            return concatenate(some)
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
-            return self.context.transfers.load(
-                self.context.devices["host"],
-                np.concatenate([found.hit_rows for found in founds]),
-                np.concatenate([part[found.hits] for part, found in zip(parts, founds, strict=True)]),
-                build,
-                self._deadline(message),
-                message.expedited,
-                done,
-            )
+            device = self.context.devices["host"]
+            deadline = self._deadline(message)
+            return self.context.transfers.load(device, plan, fetched, deadline, message.expedited, done)
 
-        self._start(job, start if any(map(len, chosen)) else None)
-        return Accepted(seq=message.seq, job=message.job, states=[found.states.tobytes() for found in founds])
+        self._start(job, start if any(mask.any() for mask in wanted) else None)
+        states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
+        return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
+
+    def _find(self, shares: list[GroupJob]) -> tuple[list[Found], list[BoolArray]]:
+        """What is in memory, and which keys are on disk."""
+        cache = self.context.cache
+        founds = [cache.find(share.space, share.keys) for share in shares]
+        if cache.disk is None:
+            return founds, [np.zeros(len(share.keys), bool) for share in shares]
+        return founds, [cache.disk.away(s.space, s.keys, f) for s, f in zip(shares, founds, strict=True)]
+
+    def _check_destinations(self, shares: list[GroupJob], wanted: list[BoolArray]) -> None:
+        """As far as is known before the keys have slots: where they would be copied to."""
+        memory = []
+        for share, mask in zip(shares, wanted, strict=True):
+            at = np.flatnonzero(mask)
+            memory.append(share.group.plan.expand(share.blocks[at], np.zeros(len(at), np.uint64)))
+        check_destinations(np.concatenate([m for m, _, _ in memory]), np.concatenate([s for _, _, s in memory]))
+
+    def _plan_load(self, job: Job, shares: list[GroupJob], founds: list[Found] | None = None) -> LoadPlan:
+        """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not."""
+        if founds is None:
+            founds = [self.context.cache.find(share.space, share.keys) for share in shares]
+        job.chosen = chosen = [np.flatnonzero(found.hits) for found in founds]
+        job.lost = [np.flatnonzero(~found.hits) for found in founds]
+        parts = [
+            self.context.cache.part_records(found.hit_rows, share.group.part)
+            for share, found in zip(shares, founds, strict=True)
+        ]
+
+        def build(good: BoolArray) -> Copies:
+            masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
+            mine = zip(shares, chosen, parts, masks, strict=True)
+            return concatenate([self._copies(Direction.LOAD, s, at[mask], part[mask]) for s, at, part, mask in mine])
+
+        return LoadPlan(np.concatenate([found.hit_rows for found in founds]), np.concatenate(parts), build)
+
+    @staticmethod
+    def _check_plan(plan: LoadPlan) -> Callable[[], LoadPlan]:
+        """The plan with its copies made once. Raises DuplicateError if two of them write the same bytes."""
+        copies = plan.build(np.ones(len(plan.rows), bool))
+        check_destinations(copies.dst, copies.size)
+        checked = LoadPlan(plan.rows, plan.parts, lambda good: copies if good.all() else plan.build(good))
+        return lambda: checked
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""
@@ -217,10 +256,10 @@ class Jobs:
         return size
 
     def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
-        rows = self.instance.leases.read(lease_id).rows
+        lease = self.instance.leases.read(lease_id)
         for found in founds:
             # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
-            if not np.isin(found.hit_rows, rows).all():
+            if not lease.growing and not np.isin(found.hit_rows, lease.rows).all():
                 raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
     def _leased(self, share: GroupJob, lease: WriteLease) -> tuple[U8Array, I64Array]:
@@ -241,16 +280,6 @@ class Jobs:
         wanted = np.array([share.group.part], np.uint16)
         reservation = self.context.cache.reserve(share.space, share.keys, wanted, share.first)
         return reservation.states, reservation.parts
-
-    def _part_of(self, share: GroupJob, found: Found) -> I64Array:
-        """Record number of this rank's part, per key (of those that hit; others are 0)."""
-        parts = np.zeros(len(found.rows), np.int64)
-        parts[found.hits] = self.context.cache.part_records(found.hit_rows, share.group.part)
-        return parts
-
-    def _copies_of(self, share: GroupJob, found: Found, parts: I64Array, hits: BoolArray) -> Copies:
-        at = np.flatnonzero(hits)
-        return self._copies(Direction.LOAD, share, at, parts[at])
 
     def _copies(self, direction: Direction, share: GroupJob, at: I64Array, parts: I64Array) -> Copies:
         addresses = self.context.cache.payload_addresses(parts)

@@ -9,13 +9,13 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgpack
 import numpy as np
 
-from kvoffloadd.cache.cache import Found, has_duplicates, keys_array
-from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.errors import (
     DrainingError,
     DuplicateError,
@@ -26,11 +26,11 @@ from kvoffloadd.errors import (
     UnknownNameError,
     VersionError,
 )
-from kvoffloadd.model import KeyState
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
 from kvoffloadd.server.jobs import Jobs
+from kvoffloadd.server.pins import Answered, Pins, find_all
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.verification import verify
 
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from kvoffloadd.server.registration import Registration
 
 Answer = m.Reply | Coroutine[Any, Any, m.Reply]
-
-_PENDING, _MISS = int(KeyState.PENDING), int(KeyState.MISS)
-FEATURES = ["host", "memory"]
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -73,6 +70,7 @@ class Session:
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: Jobs | None = None
+        self._pins: Pins | None = None
         self._registry = Registry(context, self._account)
         self._closing: asyncio.Task[None] | None = None
         self._listening = False
@@ -118,6 +116,7 @@ class Session:
             namespace = context.cache.open_namespace(name, self.peer.uid, spec.model, spec.key_bytes)
             self._namespace = namespace
             self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push)
+            self._pins = Pins(context, instance, self._account, self._outbox, self._push)
         limits = context.config.limits
         return m.Welcome(
             seq=message.seq,
@@ -133,7 +132,7 @@ class Session:
                 jobs=limits.jobs_per_session,
                 deadline_s=context.config.copy.deadline_max_s,
             ),
-            features=FEATURES,
+            features=["host", "memory", *(["disk"] if context.cache.disk else [])],
         )
 
     def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
@@ -154,39 +153,23 @@ class Session:
 
     # --- keys ---
 
-    def _lookup(self, message: m.Lookup | m.Prefetch) -> m.Reply:
-        founds, boundaries = self._find(message.groups)
-        return m.Found(
-            seq=message.seq, states=[found.states.tobytes() for _, _, found in founds], boundaries=boundaries
-        )
+    def _lookup(self, message: m.Lookup) -> m.Reply:
+        answer = self._find(message.groups)
+        return m.Found(seq=message.seq, states=answer.states, boundaries=answer.boundaries)
 
     def _pin(self, message: m.Pin) -> m.Reply:
-        founds, boundaries = self._find(message.groups)
-        rows = np.concatenate([np.zeros(0, np.uint32), *(found.hit_rows for _, _, found in founds)])
-        counters = self._context.cache.counters
-        lease = 0
-        if len(rows):
-            self._account.charge("leases", len(rows))
-            self._context.cache.hold(rows)
-            lease = self._own_instance().leases.add_read(rows).id
-        for space, first, found in founds:
-            self._context.cache.use(space, found, first)
-            counters.keys_hit += int(found.hits.sum())
-            counters.keys_pending += int((found.states == _PENDING).sum())
-            counters.keys_missed += int((found.states == _MISS).sum())
-        states = [found.states.tobytes() for _, _, found in founds]
-        return m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease)
+        return self._own_pins().pin(message.seq, self._find(message.groups))
+
+    def _prefetch(self, message: m.Prefetch) -> m.Reply:
+        return self._own_pins().prefetch(message.seq, self._find(message.groups))
 
     def _touch(self, message: m.Touch) -> m.Reply:
-        founds, _ = self._find(message.groups)
-        for space, first, found in founds:
-            self._context.cache.use(space, found, first)
+        for share in self._find(message.groups).shares:
+            self._context.cache.use(share.space, share.found, share.first)
         return m.Done(seq=message.seq)
 
-    def _find(self, groups: list[m.GroupKeys]) -> tuple[list[tuple[Space, int, Found]], bytes]:
-        founds = [(space, first, self._context.cache.find(space, keys)) for space, first, keys in self._keys_of(groups)]
-        hits = [GroupHits(space.schema, first, found.hits) for space, first, found in founds]
-        return founds, restorable_boundaries(hits).astype("<u4").tobytes()
+    def _find(self, groups: list[m.GroupKeys]) -> Answered:
+        return find_all(self._context.cache, self._keys_of(groups))
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Space, int, U64Array]]:
         namespace = self._own_namespace()
@@ -240,11 +223,17 @@ class Session:
     # --- the namespace, the daemon ---
 
     def _clear(self, message: m.Clear) -> Answer:
-        return self._finish_clear(message.seq, self._scope(message.everything))
+        return self._finish_clear(message.seq, self._scope(message.everything), message.everything)
 
-    async def _finish_clear(self, seq: int, namespaces: list[Namespace]) -> m.Reply:
+    async def _finish_clear(self, seq: int, namespaces: list[Namespace], everything: bool) -> m.Reply:
+        cache = self._context.cache
+        if everything:
+            cache.epochs.advance_all()
+        else:
+            cache.epochs.advance(namespaces[0].fingerprint)
+        shelves = cache.disk.begin_clear(None if everything else namespaces) if cache.disk else []
         keys = held_bytes = 0
-        walks = [self._context.cache.clear(namespace) for namespace in namespaces]
+        walks = [cache.clear(namespace) for namespace in namespaces]
         for walk in walks:
             next(walk)  # from here on nothing old hits, in any of them
         for walk in walks:
@@ -252,6 +241,8 @@ class Session:
                 keys += some_keys
                 held_bytes += some_bytes
                 await asyncio.sleep(0)
+        if cache.disk:
+            await cache.disk.finish_clear(shelves)
         return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
 
     def _drain(self, message: m.Drain) -> Answer:
@@ -285,8 +276,8 @@ class Session:
         return self._finish_verify(message)
 
     async def _finish_verify(self, message: m.Verify) -> m.Reply:
-        findings, slots, payloads = await verify(self._context, payloads=message.payloads)
-        return m.Verified(seq=message.seq, findings=findings, slots=slots, payloads=payloads)
+        audit = await verify(self._context, payloads=message.payloads, disk=message.disk, repair=message.repair)
+        return m.Verified(seq=message.seq, **asdict(audit))
 
     def _ping(self, message: m.Ping) -> m.Reply:
         return m.Done(seq=message.seq)
@@ -352,6 +343,8 @@ class Session:
         context, instance = self._context, self._instance
         if instance is None:
             return  # it never said hello
+        if self._pins is not None:
+            self._pins.close()
         running = self._jobs.cancel_all() if self._jobs else set()
         if not await context.transfers.settle(running, context.config.copy.worker_drain_s):
             context.counters.drains_late += 1
@@ -400,6 +393,11 @@ class Session:
             raise StateError("this session named no namespace in its hello")
         return self._jobs
 
+    def _own_pins(self) -> Pins:
+        if self._pins is None:
+            raise StateError("this session named no namespace in its hello")
+        return self._pins
+
     def _space(self, group: int) -> Space:
         space = self._own_namespace().spaces.get(group)
         if space is None:
@@ -412,7 +410,7 @@ class Session:
         m.Unregister: _unregister,
         m.Lookup: _lookup,
         m.Pin: _pin,
-        m.Prefetch: _lookup,  # there is no slower tier yet: what is held is in memory already
+        m.Prefetch: _prefetch,
         m.Touch: _touch,
         m.Release: _release,
         m.Reserve: _reserve,

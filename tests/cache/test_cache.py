@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache, has_duplicates, keys_array
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState

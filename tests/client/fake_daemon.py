@@ -85,6 +85,8 @@ class FakeDaemon:
         self.peers: list[Peer] = []
         self.held: set[bytes] = set()
         self.leases: set[int] = set()
+        self.on_disk: set[bytes] = set()
+        self.promotions: dict[int, tuple[Peer, m.Pin | m.Prefetch, int]] = {}
         self.manual_completion = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -135,6 +137,17 @@ class FakeDaemon:
     def complete(self, peer: Peer, job: int, outcome: Any = "done", failed: Any = (), reason: str = "") -> None:
         """Push a completion, from the fake's thread."""
         peer.say(m.Completed(job=job, outcome=outcome, bytes=1, seconds=0.001, failed=list(failed), reason=reason))
+
+    def bring(self, seq: int, *, found: bool = True) -> None:
+        """Say that the promotion asked for with this seq has ended, from the fake's thread. `found`: it succeeded."""
+        peer, message, lease = self.promotions.pop(seq)
+        for one in message.groups:
+            keys = self._keys(one) & self.on_disk
+            self.on_disk -= keys
+            self.held |= keys if found else set()
+        lease = lease if lease in self.leases else 0
+        states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
+        peer.say(m.Ready(seq=seq, states=states, boundaries=self._boundaries(states), lease=lease))
 
     # --- the thread --------------------------------------------------------------------------------
 
@@ -230,26 +243,38 @@ class FakeDaemon:
 
     _on_unregister = _done
 
+    @staticmethod
+    def _keys(one: Any) -> set[bytes]:
+        return {one.keys[i : i + KEY_BYTES] for i in range(0, len(one.keys), KEY_BYTES)}
+
+    def _state(self, key: bytes, absent: KeyState, present: KeyState) -> KeyState:
+        return present if key in self.held else KeyState.PENDING if key in self.on_disk else absent
+
     def _states(self, groups: Iterable[Any], absent: KeyState, present: KeyState) -> list[bytes]:
         return [
-            bytes(
-                present if one.keys[i : i + KEY_BYTES] in self.held else absent
-                for i in range(0, len(one.keys), KEY_BYTES)
-            )
+            bytes(self._state(one.keys[i : i + KEY_BYTES], absent, present) for i in range(0, len(one.keys), KEY_BYTES))
             for one in groups
         ]
 
-    def _on_lookup(self, peer: Peer, message: Any, lease: int = 0) -> None:
-        states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
-        boundaries = np.array([16], "<u4").tobytes() if any(KeyState.HIT in one for one in states) else b""
-        peer.say(m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease))
+    @staticmethod
+    def _boundaries(states: list[bytes]) -> bytes:
+        return np.array([16], "<u4").tobytes() if any(KeyState.HIT in one for one in states) else b""
 
-    _on_prefetch = _on_lookup
+    def _on_lookup(self, peer: Peer, message: Any, lease: int = 0, promoting: int = 0) -> None:
+        states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
+        boundaries = self._boundaries(states)
+        peer.say(m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease, promoting=promoting))
+
+    def _on_prefetch(self, peer: Peer, message: m.Pin | m.Prefetch, lease: int = 0) -> None:
+        promoting = sum(len(self._keys(one) & self.on_disk) for one in message.groups)
+        if promoting:
+            self.promotions[message.seq] = (peer, message, lease)
+        self._on_lookup(peer, message, lease, promoting)
 
     def _on_pin(self, peer: Peer, message: m.Pin) -> None:
         lease = next(self._ids)
         self.leases.add(lease)
-        self._on_lookup(peer, message, lease)
+        self._on_prefetch(peer, message, lease)
 
     def _on_release(self, peer: Peer, message: m.Release) -> None:
         if message.lease in self.leases:
@@ -267,11 +292,13 @@ class FakeDaemon:
     def _on_store(self, peer: Peer, message: m.Store) -> None:
         states = self._states(message.groups, KeyState.RESERVED, KeyState.HIT)
         for one in message.groups:
-            self.held |= {one.keys[i : i + KEY_BYTES] for i in range(0, len(one.keys), KEY_BYTES)}
+            self.held |= self._keys(one)
         self._accept(peer, message, states)
 
     def _on_load(self, peer: Peer, message: m.Load) -> None:
-        self._accept(peer, message, self._states(message.groups, KeyState.MISS, KeyState.HIT))
+        """Keys on disk are taken as hits."""
+        states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
+        self._accept(peer, message, [one.replace(bytes([KeyState.PENDING]), bytes([KeyState.HIT])) for one in states])
 
     def _accept(self, peer: Peer, message: Any, states: list[bytes]) -> None:
         peer.say(m.Accepted(seq=message.seq, job=message.job, states=states))
@@ -289,7 +316,7 @@ class FakeDaemon:
         peer.say(m.Report(seq=message.seq, status={"keys": len(self.held)}))
 
     def _on_verify(self, peer: Peer, message: m.Verify) -> None:
-        peer.say(m.Verified(seq=message.seq, findings=[], slots=0, payloads=0))
+        peer.say(m.Verified(seq=message.seq, findings=[], slots=0, payloads=0, records=len(self.on_disk)))
 
     def _on_snapshot(self, peer: Peer, message: m.Snapshot) -> None:
         """One key a page."""

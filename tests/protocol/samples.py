@@ -109,6 +109,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "verified": {"findings": ["x"], "slots": 1, "payloads": 1},
     "listing": {"keys": b"k" * 32, "cursor": 0},
     "completed": {"job": 1, "outcome": "done", "bytes": 1, "seconds": 0.5, "failed": [b""]},
+    "ready": {"seq": 7, "states": [b"\1"], "boundaries": b"\1\0\0\0", "lease": 1},
     "events": {"group": 0, "added": b"k" * 32, "removed": b""},
 }  # fmt: skip
 """Fields, but for `seq`, of a message of each type that needs any."""

@@ -12,7 +12,7 @@ from kvoffloadd.protocol import codec
 from kvoffloadd.protocol.messages import Events
 from kvoffloadd.server.events import EventFeed
 
-NAMESPACE = Namespace(b"n" * 16, 0, "feed", 32)
+NAMESPACE = Namespace(b"n" * 16, 0, "feed", 32, epoch=0)
 
 
 class FakeSession:

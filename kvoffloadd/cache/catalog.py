@@ -1,0 +1,270 @@
+"""The catalog of the disk tier: which key's records lie where. Event loop only; no I/O.
+
+A **shelf** holds the keys of one group in one epoch of a namespace, with one schema and one set of part sizes: records
+of two shelves are never taken for each other. A row is a key; it has one place (segment, page) for each part. A key
+is complete when every part has its place, and only then found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.index import Index
+from kvoffloadd.cache.keys import has_duplicates, pack
+from kvoffloadd.cache.runs import Runs
+from kvoffloadd.sharedmem import reserve_array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+    from kvoffloadd.tiers.disk.format import SpaceId
+
+SHELVES_MAX = 1 << 16
+STEP_RECORDS = 4096
+"""Records that one step of a walk takes out, so that none holds the loop for more than a few milliseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """`rows` counts its rows, complete or not; `keys` the complete ones. A closed shelf takes no more records."""
+
+    id: int
+    name: SpaceId
+    rows: int = 0
+    keys: int = 0
+    open: bool = True
+
+
+class Catalog:
+    """Rows and record numbers are dense small numbers, as in memory; page 0 of a segment is no record's place."""
+
+    def __init__(self, max_records: int, seed: int) -> None:
+        self.index = Index(max_records, seed)
+        self.runs = Runs(max_records)
+        self.first: U32Array = reserve_array((max_records,), np.uint32)
+        self.missing: U16Array = reserve_array((max_records,), np.uint16)
+        self.used: U8Array = reserve_array((max_records,), np.uint8)
+        self.row: U32Array = reserve_array((max_records,), np.uint32)
+        self.segment: U32Array = reserve_array((max_records,), np.uint32)
+        self.page: U32Array = reserve_array((max_records,), np.uint32)
+        self.records = 0
+        self.shelves: dict[int, Shelf] = {}
+        self._by_name: dict[SpaceId, Shelf] = {}
+        self._members: dict[int, list[U32Array]] = {}
+        self._next_shelf = 0
+
+    # --- shelves ---
+
+    def shelf(self, name: SpaceId) -> Shelf | None:
+        """The shelf of this name, made if it is new; None if there are too many."""
+        shelf = self._by_name.get(name)
+        if shelf is None and len(self.shelves) < SHELVES_MAX - 1:
+            while self._next_shelf in self.shelves:
+                self._next_shelf = (self._next_shelf + 1) % SHELVES_MAX
+            shelf = self._by_name[name] = self.shelves[self._next_shelf] = Shelf(self._next_shelf, name)
+        return shelf
+
+    def close(self, shelf: Shelf) -> None:
+        """Nothing of it is found from now on. `empty` frees what it takes."""
+        shelf.open = False
+        self._by_name.pop(shelf.name, None)
+
+    def empty(self, shelf: Shelf) -> Iterator[U64Array]:
+        """Forget a closed shelf, some keys a step; each step tells those of them that were complete."""
+        for start in range(0, self.index.rows_end, STEP_RECORDS * 16):
+            span = slice(start, min(start + STEP_RECORDS * 16, self.index.rows_end))
+            mine = (self.index.space[span] == shelf.id) & (self.missing[span] < shelf.name.parts)
+            rows = (np.flatnonzero(mine) + start).astype(np.uint32)
+            for at in range(0, len(rows), STEP_RECORDS):
+                some = rows[at : at + STEP_RECORDS]
+                some = some[self.index.space[some] == shelf.id]
+                keys = self.index.keys[some[self.missing[some] == 0]]
+                self._remove(shelf, some)
+                yield keys
+        self.shelves.pop(shelf.id, None)
+
+    # --- keys ---
+
+    def find(self, shelf: Shelf, keys: U64Array) -> I64Array:
+        """The row of each key that is complete on disk; -1 for the others. Changes nothing."""
+        rows = self.index.find(shelf.id, keys) if shelf.open else np.full(len(keys), -1, np.int64)
+        rows[self.missing[rows] != 0] = -1  # row -1 reads some other row, and is -1 either way
+        return rows
+
+    def places(self, shelf: Shelf, rows: U32Array) -> I64Array:
+        """(n, parts) record numbers."""
+        return Runs.of(self.first[rows], shelf.name.parts)
+
+    def put(self, shelf: Shelf, keys: U64Array, parts: U16Array, segment: int, pages: U32Array) -> None:
+        """Records have been written: `keys[i]`'s part `parts[i]` lies at `pages[i]`, in place of where it was before.
+
+        What does not fit into the catalog any more is left out: such records are garbage.
+        """
+        if not shelf.open or not len(keys):
+            return
+        width = shelf.name.parts
+        keys, parts, pages, row_of, names = self._distinct(keys, parts, pages, width)
+        rows = self.index.find(shelf.id, names)
+        new = np.flatnonzero(rows < 0)
+        fits = min(self.runs.room(width), self.index.max_keys - len(self.index))
+        if fits < len(new):
+            rows[new[fits:]] = -1
+            new = new[:fits]
+        if len(new):
+            rows[new] = self._insert(shelf, names[new])
+        mine = rows[row_of]
+        held = np.flatnonzero(mine >= 0)
+        mine, parts, pages = mine[held], parts[held], pages[held]
+        records = self.first[mine].astype(np.int64) + parts
+        self._place(shelf, mine, records, segment, pages)
+
+    def mark_used(self, rows: I64Array) -> None:
+        """These keys were read since they were written: they move on when their segment goes."""
+        self.used[rows] = 1
+
+    def forget(self, records: I64Array) -> U32Array:
+        """These records are gone or bad. Returns the rows of the keys that were complete and are not any more."""
+        records = records[self.page[records] != 0]
+        rows = self.row[records]
+        lost: U32Array = np.unique(rows[self.missing[rows] == 0])
+        self.page[records] = 0
+        self.records -= len(records)
+        np.add.at(self.missing, rows, 1)
+        for shelf, at in self._by_shelf(lost):
+            shelf.keys -= int(at.sum())
+        affected = np.unique(rows)
+        for shelf, at in self._by_shelf(affected):
+            mine = affected[at]
+            self._drop_rows(shelf, mine[self.missing[mine] == shelf.name.parts])
+        return lost
+
+    # --- segments ---
+
+    def in_segment(self, segment: int) -> I64Array:
+        """Records that lie in this segment, by page."""
+        members = np.concatenate([np.zeros(0, np.uint32), *self._members.get(segment, ())])
+        members = np.unique(members).astype(np.int64)
+        members = members[(self.segment[members] == segment) & (self.page[members] != 0)]
+        found: I64Array = members[np.argsort(self.page[members], kind="stable")]
+        return found
+
+    def close_segment(self, segment: int) -> None:
+        """All records of it are forgotten."""
+        self._members.pop(segment, None)
+
+    def shelf_of(self, record: int) -> Shelf:
+        """The shelf of a record that has a place."""
+        return self.shelves[int(self.index.space[self.row[record]])]
+
+    # --- questions ---
+
+    @property
+    def keys(self) -> int:
+        """Complete keys."""
+        return sum(shelf.keys for shelf in self.shelves.values())
+
+    def packed(self, rows: U32Array, key_bytes: int) -> bytes:
+        """The rows' keys, `key_bytes` each."""
+        return pack(self.index.keys[rows], key_bytes)
+
+    def listing(self, shelf: Shelf, start: int, count: int) -> U32Array:
+        """Rows of complete keys of a shelf among the `count` rows from `start` on."""
+        end = min(start + count, self.index.rows_end)
+        mine = (self.index.space[start:end] == shelf.id) & (self.missing[start:end] == 0)
+        rows = (np.flatnonzero(mine) + start).astype(np.uint32)
+        live: U32Array = rows[self.page[self.first[rows]] != 0]
+        return live
+
+    def memory_bytes(self) -> int:
+        """Bytes of the index and the columns in use."""
+        rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize
+        records = self.row.itemsize + self.segment.itemsize + self.page.itemsize
+        members = 4 * sum(len(some) for group in self._members.values() for some in group)
+        used = self.runs.used * records + self.runs.memory_bytes()
+        return self.index.memory_bytes() + self.index.rows_end * rows + used + members
+
+    def check(self, segments: set[int]) -> list[str]:
+        """What is wrong; nothing: an empty list. `segments`: those that the tier has. Walks everything."""
+        findings = [f"catalog: {finding}" for finding in self.index.check()]
+        placed = np.flatnonzero(self.page[: self.runs.used] != 0)
+        if len(placed) != self.records:
+            findings.append(f"catalog: {len(placed)} records have a place, counted {self.records}")
+        strange = set(np.unique(self.segment[placed]).tolist()) - segments
+        if strange:
+            findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
+        where = self.segment[placed].astype(np.uint64) << np.uint64(32) | self.page[placed]
+        if len(np.unique(where)) != len(where):
+            findings.append("catalog: two records share a place")
+        rows = np.unique(self.row[placed])
+        spaces = self.index.space[rows]
+        for shelf in self.shelves.values():
+            mine = rows[spaces == shelf.id]
+            missing = (self.page[Runs.of(self.first[mine], shelf.name.parts)] == 0).sum(axis=1)
+            if (missing != self.missing[mine]).any():
+                findings.append(f"catalog: missing parts of shelf {shelf.id} are miscounted")
+            counted = (len(mine), int((missing == 0).sum()))
+            if shelf.open and counted != (shelf.rows, shelf.keys):
+                findings.append(f"catalog: shelf {shelf.id} has {counted}, counted {(shelf.rows, shelf.keys)}")
+            if shelf.open and (self.index.find(shelf.id, self.index.keys[mine]) != mine).any():
+                findings.append(f"catalog: a key of shelf {shelf.id} is not found")
+        return findings
+
+    # --- inside ---
+
+    def _distinct(
+        self, keys: U64Array, parts: U16Array, pages: U32Array, width: int
+    ) -> tuple[U64Array, U16Array, U32Array, I64Array, U64Array]:
+        """The last place of each (key, part), the index of its key for each, and the distinct keys."""
+        if width == 1 and not has_duplicates(keys):
+            return keys, parts, pages, np.arange(len(keys)), keys
+        names, row_of = np.unique(keys, axis=0, return_inverse=True)
+        row_of = row_of.reshape(-1).astype(np.int64)
+        # Last of equals: the later record of a segment lies at the higher page.
+        place = row_of * width + parts
+        order = np.lexsort((pages, place))
+        last = order[np.append(place[order][1:] != place[order][:-1], True)]
+        return keys[last], parts[last], pages[last], row_of[last], names
+
+    def _insert(self, shelf: Shelf, keys: U64Array) -> U32Array:
+        rows = self.index.insert(shelf.id, keys)
+        first = self.runs.allocate(shelf.name.parts, len(rows))
+        self.first[rows] = first
+        self.missing[rows] = shelf.name.parts
+        self.used[rows] = 0
+        records = Runs.of(first, shelf.name.parts)
+        self.row[records] = rows[:, None]
+        self.page[records] = 0
+        shelf.rows += len(rows)
+        return rows
+
+    def _place(self, shelf: Shelf, rows: I64Array, records: I64Array, segment: int, pages: U32Array) -> None:
+        empty = self.page[records] == 0
+        self.segment[records] = segment
+        self.page[records] = pages
+        self.records += int(empty.sum())
+        touched = np.unique(rows)
+        before = self.missing[touched] == 0
+        np.subtract.at(self.missing, rows[empty], 1)
+        shelf.keys += int((self.missing[touched] == 0).sum() - before.sum())
+        self._members.setdefault(segment, []).append(records.astype(np.uint32))
+
+    def _remove(self, shelf: Shelf, rows: U32Array) -> None:
+        records = Runs.of(self.first[rows], shelf.name.parts).ravel()
+        self.forget(records[self.page[records] != 0])
+
+    def _drop_rows(self, shelf: Shelf, rows: U32Array) -> None:
+        if not len(rows):
+            return
+        self.index.remove(rows)
+        self.runs.free(shelf.name.parts, self.first[rows])
+        self.index.free(rows)
+        shelf.rows -= len(rows)
+
+    def _by_shelf(self, rows: U32Array) -> Iterator[tuple[Shelf, BoolArray]]:
+        spaces = self.index.space[rows]
+        for number in np.unique(spaces).tolist():
+            yield self.shelves[number], spaces == number

@@ -1,0 +1,335 @@
+"""Demotion: complete, sealed keys are written to disk behind what the engines do, within a budget.
+
+Event loop only. The write lanes read slots of rows that are held here until the write has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.entries import RowState
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.policy.ghost import UseCounts
+from kvoffloadd.tiers.disk.format import ENTRY
+from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.segment import Batch
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.catalog import Shelf
+    from kvoffloadd.cache.disk import Disk, DiskSettings
+    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array
+    from kvoffloadd.tiers.disk.root import Root
+    from kvoffloadd.tiers.disk.segment import Records, Segment
+
+BATCH_BYTES = 8 << 20
+BATCH_KEYS = 256
+BATCH_SHARE = 64
+"""What one write takes at most: bytes, keys, and a fraction (1/n) of memory, since what is written can't be evicted."""
+
+LOOK_AHEAD_S = 0.05
+"""How often the next victims of the memory tier are looked at."""
+
+LOOK_AHEAD_KEYS = 4096
+ROOM_S = 5.0
+"""How long a batch waits for a segment before it is dropped."""
+
+ADMISSION_SLOTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Keys to be written: memory rows, and what tells that a row still is the same key. `tries` so far."""
+
+    space: Space
+    rows: U32Array
+    generations: U16Array
+    tries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One batch under way: `rows` are held until all `left` records are written."""
+
+    offer: Offer
+    shelf: Shelf
+    left: int
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Budget:
+    """A bucket of tokens: `bytes_per_s` and `ops_per_s`, 0: without limit. May go into debt for one batch."""
+
+    bytes_per_s: int
+    ops_per_s: int
+    free_at_s: float = 0.0
+
+    def delay_s(self, now: float) -> float:
+        """Seconds until the next batch may begin."""
+        return max(0.0, self.free_at_s - now)
+
+    def spend(self, num_bytes: int, ops: int, now: float) -> None:
+        """A batch begins."""
+        for_bytes = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        for_ops = ops / self.ops_per_s if self.ops_per_s else 0.0
+        self.free_at_s = max(self.free_at_s, now) + max(for_bytes, for_ops)
+
+
+@dataclass(slots=True)
+class DemotionCounters:
+    """Since the start. `not_demoted`: keys that were to be written and were not, by reason."""
+
+    keys: int = 0
+    records: int = 0
+    bytes: int = 0
+    not_demoted: Counter[str] = field(default_factory=Counter)
+
+
+class Demotion:
+    """What waits to be written, and what is being written."""
+
+    def __init__(self, disk: Disk, settings: DiskSettings) -> None:
+        self._disk = disk
+        self._cache = disk.cache
+        self._settings = settings
+        self.counters = DemotionCounters()
+        self.backlog_bytes = 0
+        self._queue: deque[Offer] = deque()
+        self._writes: set[Write] = set()
+        self._wake = asyncio.Event()
+        self._batch_bytes = min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE)
+        self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
+        self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
+
+    @property
+    def holds(self) -> int:
+        """Rows that are being written."""
+        return sum(len(write.offer.rows) for write in self._writes)
+
+    # --- what comes in ---
+
+    def sealed(self, parts: I64Array) -> None:
+        """The checksums of these parts are known now."""
+        rows = np.unique(self._cache.entries.parts.row[parts])
+        if self._uses is not None:
+            rows = self._admitted(rows)
+        if not self._settings.on_evict:
+            self.offer(rows)
+
+    def used(self, rows: U32Array) -> None:
+        """These keys were used in memory."""
+        if self._uses is not None:
+            rows = self._admitted(rows)
+            if not self._settings.on_evict:
+                self.offer(rows)
+
+    def offer(self, rows: U32Array) -> None:
+        """Write these keys, if they are complete, sealed and not on disk."""
+        rows = self._cache.entries.live(rows)
+        for space, at in self._cache.entries.by_space(rows):
+            mine = rows[at]
+            wanted = mine[self._writable(space, mine)]
+            if len(wanted):
+                self._enqueue(space, wanted, 0)
+
+    def _admitted(self, rows: U32Array) -> U32Array:
+        """Count a use of each key; those that were used before."""
+        index = self._cache.entries.index
+        if self._uses is None or not len(rows):
+            return rows
+        tags = index.hash(index.space[rows], index.keys[rows]).astype(np.uint32)
+        slots = self._uses.slots(tags)
+        known, uses = self._uses.look_up(tags, slots)
+        self._uses.record(tags, slots, np.minimum(uses + np.uint8(1), np.uint8(15)))
+        return rows[known]
+
+    def _known(self, rows: U32Array) -> U32Array:
+        """Those of the keys that have been used twice, where that is asked for."""
+        index = self._cache.entries.index
+        if self._uses is None or not len(rows):
+            return rows
+        tags = index.hash(index.space[rows], index.keys[rows]).astype(np.uint32)
+        return rows[self._uses.look_up(tags, self._uses.slots(tags))[1] >= 2]
+
+    def _enqueue(self, space: Space, rows: U32Array, tries: int) -> None:
+        size = sum(space.part_bytes)
+        if not tries:
+            rows = rows[self._cache.entries.demoting[rows] == 0]
+        room = max(0, self._settings.backlog_bytes - self.backlog_bytes) // size
+        if room < len(rows):
+            self.counters.not_demoted["backlog"] += len(rows) - room
+            rows = rows[:room]
+        if not len(rows):
+            return
+        first = self._cache.entries.first[rows]
+        self._cache.entries.demoting[rows] = 1
+        self._queue.append(Offer(space, rows, self._cache.entries.parts.generation[first], tries))
+        self.backlog_bytes += size * len(rows)
+        self._wake.set()
+
+    def _writable(self, space: Space, rows: U32Array) -> BoolArray:
+        """Complete, sealed, and not on disk."""
+        if space.shelf is None or not space.shelf.open:
+            return np.zeros(len(rows), bool)
+        entries = self._cache.entries
+        records = entries.parts.run(entries.first[rows], space.schema.parts)
+        ready: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
+        at = np.flatnonzero(ready)
+        ready[at] = self._disk.catalog.find(space.shelf, entries.index.keys[rows[at]]) < 0
+        return ready
+
+    # --- what goes out ---
+
+    async def run(self) -> None:
+        """Write what is offered, for ever."""
+        while True:
+            offer = self._take()
+            if offer is not None:
+                await self._write(offer)
+                continue
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(LOOK_AHEAD_S if self._settings.on_evict else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._look_ahead()
+
+    async def flush(self, deadline_s: float) -> int:
+        """Write all that is in memory alone, until the deadline. Returns the bytes that still wait."""
+        until = self._disk.loop.time() + deadline_s
+        entries = self._cache.entries
+        for space in list(entries.spaces.values()):
+            for rows in entries.scan(space):
+                await self._until(self._settings.backlog_bytes // 2, until)
+                self.offer(self._known(entries.live(rows)))
+        await self._until(0, until)
+        return self.backlog_bytes
+
+    async def _until(self, backlog_bytes: int, until: float) -> None:
+        """Wait until no more than this waits to be written; 0: and nothing is being written. Or until `until`."""
+        while self._disk.loop.time() < until:
+            if self.backlog_bytes <= backlog_bytes and (backlog_bytes or not self._writes):
+                return
+            await self._disk.wait_for_change(LOOK_AHEAD_S)
+
+    def _take(self) -> Offer | None:
+        """The next keys to write: of one space, still the same, not more than one write takes."""
+        while self._queue:
+            offer = self._queue.popleft()
+            size = sum(offer.space.part_bytes)
+            count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
+            if len(offer.rows) > count:
+                self._queue.appendleft(Offer(offer.space, offer.rows[count:], offer.generations[count:], offer.tries))
+            rows, generations = offer.rows[:count], offer.generations[:count]
+            self.backlog_bytes -= size * len(rows)
+            entries = self._cache.entries
+            same = entries.state[rows] == RowState.LIVE
+            same &= entries.index.space[rows] == offer.space.id
+            at = np.flatnonzero(same)
+            same[at] = entries.parts.generation[entries.first[rows[at]]] == generations[at]
+            self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())
+            rows, generations = rows[same], generations[same]
+            writable = self._writable(offer.space, rows)
+            entries.demoting[rows[~writable]] = 0
+            if writable.any():
+                return Offer(offer.space, rows[writable], generations[writable], offer.tries)
+        return None
+
+    async def _write(self, offer: Offer) -> None:
+        space, shelf = offer.space, offer.space.shelf
+        if shelf is None:  # it was when the offer was taken
+            return
+        sizes = space.part_bytes
+        usable = [root for root in self._disk.roots if root.state == State.OK]
+        if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
+            self.counters.not_demoted["too large" if usable else "no disk"] += len(offer.rows)
+            self._cache.entries.demoting[offer.rows] = 0
+            return
+        entries = self._cache.entries
+        records = entries.parts.run(entries.first[offer.rows], space.schema.parts).ravel()
+        batch = np.zeros(len(records), ENTRY)
+        batch["key"] = np.repeat(entries.index.keys[offer.rows], space.schema.parts, axis=0)
+        batch["sequence"] = self._disk.numbers.sequences(len(records))
+        batch["payload_bytes"] = np.tile(np.asarray(sizes, np.uint64), len(offer.rows))
+        batch["part"] = np.tile(np.arange(space.schema.parts, dtype=np.uint32), len(offer.rows))
+        write = Write(offer, shelf, len(records))
+        self._cache.hold(offer.rows)
+        self._writes.add(write)
+        now = self._disk.loop.time()
+        total = int(batch["payload_bytes"].sum())
+        if delay := self._budget.delay_s(now):
+            await asyncio.sleep(delay)
+        self._budget.spend(total, len(records), self._disk.loop.time())
+        digests, addresses = entries.parts.digest[records], self._cache.payload_addresses(records)
+        begin = 0
+        while begin < len(records):
+            part = Batch(shelf.name, batch[begin:], digests[begin:], addresses[begin:])
+            took = await self._append(write, part)
+            if not took:
+                self.counters.not_demoted["no room"] += len(offer.rows)
+                self._settle(write, len(records) - begin, failed=False)
+                return
+            begin += took
+
+    async def _append(self, write: Write, batch: Batch) -> int:
+        """Give the head of a batch to the root that has the least to do; 0 if none has room for too long."""
+        until = self._disk.loop.time() + ROOM_S
+        while True:
+            largest = int(batch.entries["payload_bytes"].max())
+            roots = [root for root in self._disk.roots if root.payload_bytes_max >= largest]
+            for root in sorted(roots, key=lambda root: root.load):
+                if root.writing < root.depth:
+                    took = root.append(batch, partial(self._written, write, root))
+                    if took:
+                        return took
+            left = until - self._disk.loop.time()
+            busy = any(root.writing >= root.depth for root in roots)
+            if not any(root.state == State.OK for root in roots) or (left <= 0 and not busy):
+                return 0
+            await self._disk.wait_for_change(max(left, LOOK_AHEAD_S))
+
+    def _written(
+        self, write: Write, root: Root, segment: Segment, entries: Records, error: BaseException | None
+    ) -> None:
+        if error is None and segment.ordinal in root.segments:
+            parts = entries["part"].astype(np.uint16)
+            self._disk.catalog.put(write.shelf, entries["key"], parts, segment.ordinal, entries["page"])
+            self.counters.records += len(entries)
+            self.counters.bytes += int(entries["payload_bytes"].sum())
+        self._settle(write, len(entries), failed=error is not None)
+
+    def _settle(self, write: Write, count: int, *, failed: bool) -> None:
+        write.left -= count
+        write.failed |= failed
+        if write.left:
+            return
+        self._writes.discard(write)
+        offer = write.offer
+        self._cache.entries.demoting[offer.rows] = 0
+        if write.failed and not offer.tries:
+            rows = self._cache.entries.live(offer.rows)
+            self._enqueue(offer.space, rows, 1)
+        elif write.failed:
+            self.counters.not_demoted["write failed"] += len(offer.rows)
+        else:
+            self.counters.keys += len(offer.rows)
+        self._cache.unhold(offer.rows)
+
+    # --- before they are evicted ---
+
+    def _look_ahead(self) -> None:
+        """Offer what the memory tier would evict next."""
+        tier, entries = self._cache.tier, self._cache.entries
+        for size, queue in self._cache.eviction.queues.items():
+            per_key = queue.slots_per_key.get(size, 1)
+            ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
+            if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
+                continue
+            self.offer(self._known(queue.policy.victims(ahead, entries.evictable)))

@@ -1,0 +1,337 @@
+"""The disk tier as the cache sees it: what is there, what moves which way, what was cleared. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from kvoffloadd.cache.catalog import Catalog, Shelf
+from kvoffloadd.cache.demotion import Demotion
+from kvoffloadd.cache.inspection import Inspection
+from kvoffloadd.cache.keys import pack
+from kvoffloadd.cache.promotion import Away, Promotion
+from kvoffloadd.cache.reclaim import Reclaim
+from kvoffloadd.errors import KvOffloadError, NotDurableError
+from kvoffloadd.model import KEY_BYTES_MAX, PAGE_BYTES, KeyState
+from kvoffloadd.tiers.disk.format import SpaceId
+from kvoffloadd.tiers.disk.health import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from kvoffloadd.cache.cache import Cache, Found
+    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+    from kvoffloadd.tiers.disk.recovery import Recovered
+    from kvoffloadd.tiers.disk.root import Root
+    from kvoffloadd.tiers.disk.segment import Numbers, Segment
+
+log = logging.getLogger(__name__)
+
+RECORDS_MAX = 1 << 28
+_PENDING = int(KeyState.PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """How the disk tier is used. `on_evict`: write only what memory is about to evict; `second_use`: only keys that
+    were used again. Budgets of 0 are none.
+    """
+
+    on_evict: bool
+    second_use: bool
+    write_bytes_per_s: int
+    write_ops_per_s: int
+    backlog_bytes: int
+    rewrite_hot: bool
+    retry_s: float
+
+
+class Disk:
+    """The roots, the catalog of what is on them, and the ways there and back."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        roots: Sequence[Root],
+        numbers: Numbers,
+        settings: DiskSettings,
+        loop: asyncio.AbstractEventLoop,
+        seed: int,
+    ) -> None:
+        self.cache = cache
+        self.roots = roots
+        self.numbers = numbers
+        self.loop = loop
+        # The smallest record is a header and one page.
+        records = sum(root.capacity_bytes for root in roots) // (2 * PAGE_BYTES) + 1
+        self.catalog = Catalog(min(records, RECORDS_MAX), seed)
+        self.demotion = Demotion(self, settings)
+        self.promotion = Promotion(self)
+        self.reclaim = Reclaim(self, rewrite_hot=settings.rewrite_hot)
+        self.inspection = Inspection(self)
+        self._settings = settings
+        self._spaces: dict[int, Space] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        cache.attach(self)
+
+    # --- life ---
+
+    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
+        manifests = [await root.open() for root in self.roots]
+        epochs = self.cache.epochs
+        for manifest in filter(None, manifests):
+            epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+        known: set[bytes] = set()
+        for root in self.roots:
+            if root.state == State.OFF and root.opened:
+                known |= await self._take_in(root)
+        if all(root.state == State.OK for root in self.roots):
+            epochs.forget(set(epochs.by_namespace) - known)
+        await self._save_epochs(self.roots)
+        for root in self.roots:
+            self._tasks.append(spawn(self.reclaim.keep(root, self._settings.retry_s)))
+            self._tasks.append(spawn(self._watch(root)))
+        self._tasks.append(spawn(self.demotion.run()))
+
+    async def close(self, flush_s: float, deadline_s: float) -> bool:
+        """Write what is in memory alone, seal, and let the roots go. False: some I/O does not end."""
+        if left := await self.demotion.flush(flush_s):
+            log.warning("%d bytes were not written to disk in time; they are lost with this process", left)
+        for task in self._tasks:
+            task.cancel()
+        return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
+
+    async def _take_in(self, root: Root) -> set[bytes]:
+        """Put what a root holds into the catalog. Returns the namespaces it has records of, dead ones included."""
+        try:
+            found = await root.recover()
+        except (OSError, KvOffloadError) as error:
+            await root.take_off(str(error))
+            return set()
+        self.catalog.index.expect(sum(len(one.entries) for _, one in found))
+        for segment, one in found:
+            self._load(segment, one)
+            await asyncio.sleep(0)
+        records = sum(len(one.entries) for _, one in found)
+        log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
+        return {name.fingerprint for _, one in found for name in one.spaces}
+
+    def _load(self, segment: Segment, found: Recovered) -> None:
+        for number, name in enumerate(found.spaces):
+            if name.epoch != self.cache.epochs.of(name.fingerprint):
+                continue
+            shelf = self.catalog.shelf(name)
+            mine = found.entries[found.entries["space"] == number]
+            mine = mine[mine["part"] < name.parts]
+            if shelf is not None and len(mine):
+                parts = mine["part"].astype(np.uint16)
+                keys = np.ascontiguousarray(mine["key"])
+                self.catalog.put(shelf, keys, parts, segment.ordinal, mine["page"])
+
+    async def _watch(self, root: Root) -> None:
+        """For ever: notice when a root goes, and when it comes back."""
+        while True:
+            await asyncio.sleep(self._settings.retry_s)
+            try:
+                await self._look_after(root)
+            except OSError as error:
+                log.warning("disk %s: %s", root.path, error)
+
+    async def _look_after(self, root: Root) -> None:
+        held = list(root.segments)
+        if await root.probe():
+            if root.epochs_behind(self.cache.epochs.last):
+                await self._save_epochs([root])
+            return
+        for ordinal in held:
+            await self.reclaim.forget(ordinal)
+            self.catalog.close_segment(ordinal)
+        manifest = await root.open()
+        if manifest is not None:
+            self.cache.epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+            await self._take_in(root)
+
+    async def wait_for_change(self, deadline_s: float) -> None:
+        """Until some root has more room or less to do, or the deadline."""
+        self.numbers.changed.clear()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.numbers.changed.wait()
+        except TimeoutError:
+            pass
+
+    # --- names ---
+
+    def shelve(self, space: Space) -> None:
+        """Find the shelf of a space, once the sizes of all its parts are known."""
+        if space.shelf is not None or not all(space.part_bytes):
+            return
+        schema, namespace = space.schema, space.namespace
+        facts = [
+            schema.group, schema.kind, schema.tokens_per_key, schema.window_keys, schema.blocks_per_key, schema.parts,
+            space.part_bytes,
+        ]  # fmt: skip
+        shape = hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()
+        name = SpaceId(namespace.fingerprint, shape, namespace.epoch, schema.group, schema.parts, namespace.key_bytes)
+        space.shelf = self.catalog.shelf(name)
+        if space.shelf is not None:
+            self._spaces[space.shelf.id] = space
+
+    def space_of(self, shelf: Shelf) -> Space | None:
+        """The space in memory whose keys this shelf holds, if it is open."""
+        space = self._spaces.get(shelf.id)
+        current = space is not None and space.shelf is shelf and self.cache.entries.spaces.get(space.id) is space
+        return space if current else None
+
+    def payload_bytes(self, shelf: Shelf, records: I64Array) -> I64Array | None:
+        """Size of each record's payload; None if nobody has told the sizes since the start."""
+        space = self._spaces.get(shelf.id)
+        if space is None or space.shelf is not shelf:
+            return None
+        parts = records - self.catalog.first[self.catalog.row[records]]
+        sizes: I64Array = np.asarray(space.part_bytes, np.int64)[parts]
+        return sizes
+
+    def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
+        """Where a segment lies; None if its root is off."""
+        for root in self.roots:
+            segment = root.segments.get(ordinal)
+            if segment is not None:
+                return root, segment
+        return None
+
+    # --- questions ---
+
+    def away(self, space: Space, keys: U64Array, found: Found) -> BoolArray:
+        """Which keys of a lookup can be brought into memory, or are on their way: their state becomes PENDING."""
+        away = np.zeros(len(keys), bool)
+        misses = np.flatnonzero(found.states == KeyState.MISS)
+        if space.shelf is not None and len(misses):
+            away[misses] = self.catalog.find(space.shelf, keys[misses]) >= 0
+        waiting = np.flatnonzero(found.states == _PENDING)
+        if len(waiting):
+            away[waiting] = self.promotion.under_way(found.rows[waiting])
+        found.states[away] = _PENDING
+        return away
+
+    def holds_keys(self, space: Space, keys: U64Array) -> BoolArray:
+        """Which keys are complete on disk."""
+        if space.shelf is None:
+            return np.zeros(len(keys), bool)
+        there: BoolArray = self.catalog.find(space.shelf, keys) >= 0
+        return there
+
+    def snapshot(self, space: Space, cursor: int, count: int) -> tuple[bytes, int]:
+        """Packed keys that are on disk and not in memory, from a catalog row on; and the next row, 0 at the end."""
+        if space.shelf is None or not space.shelf.open:
+            return b"", 0
+        keys = self.catalog.index.keys[self.catalog.listing(space.shelf, cursor, count)]
+        alone = ~self.cache.find(space, keys).hits
+        after = cursor + count
+        return pack(keys[alone], space.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
+
+    # --- what goes ---
+
+    def lose(self, records: I64Array) -> U32Array:
+        """These records are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
+        catalog = self.catalog
+        listened = [s for s in self._spaces.values() if s.namespace.listeners]
+        keys = {}
+        if listened:
+            rows = np.unique(catalog.row[records[catalog.page[records] != 0]])
+            rows = rows[catalog.missing[rows] == 0]
+            shelves = catalog.index.space[rows]
+            keys = {s.shelf.id: catalog.index.keys[rows[shelves == s.shelf.id]] for s in listened if s.shelf}
+        lost = catalog.forget(records)
+        for number, gone in keys.items():
+            space = self._spaces[number]
+            held = self.cache.entries.index.find(space.id, gone)
+            resident = held >= 0
+            resident[resident] = self.cache.entries.complete(held[resident])
+            if not resident.all():
+                self.cache.entries.note(space, gone[~resident], added=False)
+        return lost
+
+    def begin_clear(self, namespaces: Sequence[Namespace] | None) -> list[Shelf]:
+        """The epochs of these namespaces (None: of all) have advanced: what is on disk of older ones is not found from
+        now on. Pair with `finish_clear`.
+        """
+        names = None if namespaces is None else {namespace.fingerprint for namespace in namespaces}
+        old = []
+        for shelf in self.catalog.shelves.values():
+            fingerprint = shelf.name.fingerprint
+            if (names is None or fingerprint in names) and shelf.name.epoch != self.cache.epochs.of(fingerprint):
+                self.catalog.close(shelf)
+                old.append(shelf)
+        return old
+
+    async def finish_clear(self, shelves: list[Shelf]) -> None:
+        """Make it durable, then free what the shelves take.
+
+        Raises:
+            NotDurableError: it holds here, but a root could not note it: after a restart the keys might be back.
+        """
+        failed = await self._save_epochs(self.roots)
+        for shelf in shelves:
+            space = self._spaces.pop(shelf.id, None)
+            for keys in self.catalog.empty(shelf):
+                if space is not None and space.namespace.listeners:
+                    self.cache.entries.note(space, keys, added=False)
+                await asyncio.sleep(0)
+        if failed:
+            raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
+
+    async def _save_epochs(self, roots: Sequence[Root]) -> list[str]:
+        epochs = self.cache.epochs
+        failed = []
+        for root in roots:
+            if not root.opened:
+                continue
+            try:
+                await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
+            except (OSError, KvOffloadError) as error:
+                failed.append(f"{root.path}: {error}")
+        return failed
+
+    # --- audit ---
+
+    def check(self) -> list[str]:
+        """What is wrong; nothing: an empty list."""
+        findings = self.catalog.check({ordinal for root in self.roots for ordinal in root.segments})
+        for root in self.roots:
+            if root.state != State.OFF and root.used_bytes > root.capacity_bytes:
+                findings.append(f"disk: {root.path} uses {root.used_bytes} bytes of {root.capacity_bytes}")
+        return findings
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        demotion, promotion = self.demotion.counters, self.promotion.counters
+        return {
+            "roots": [root.figures() for root in self.roots],
+            "keys": self.catalog.keys,
+            "records": self.catalog.records,
+            "index_bytes": self.catalog.memory_bytes(),
+            "backlog_bytes": self.demotion.backlog_bytes,
+            "demoted": {"keys": demotion.keys, "records": demotion.records, "bytes": demotion.bytes},
+            "not_demoted": dict(demotion.not_demoted),
+            "promoted": asdict(promotion),
+            "corrupt": promotion.damaged,
+            "evicted_keys": self.reclaim.keys_evicted,
+            "rewritten": self.reclaim.records_rewritten,
+        }
+
+
+def away_keys(space: Space, keys: U64Array, first: int, away: BoolArray) -> Away:
+    """The keys that are away, each of them once, with their places in the prompt."""
+    at = np.flatnonzero(away)
+    once = np.unique(keys[at].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
+    at = at[np.sort(once)]
+    return Away(space, np.ascontiguousarray(keys[at]), (at + first).astype(np.uint32))

@@ -1,0 +1,50 @@
+"""How late the event loop is: a beat that should come every few milliseconds, and when it comes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+BEAT_S = 0.005
+WINDOW_S = 10.0
+
+
+class Lag:
+    """`worst_s`: the longest delay of a beat since the start; `recent_s`: in the last WINDOW_S to 2 * WINDOW_S. A delay
+    is the loop's own work, or the machine's that did not let it run.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.worst_s = 0.0
+        self._loop = loop
+        self._windows = (0.0, 0.0)
+        self._window_ends = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def recent_s(self) -> float:
+        """See the class."""
+        return max(self._windows)
+
+    def start(self) -> None:
+        """Begin to beat. Pair with `stop`."""
+        now = self._loop.time()
+        self._window_ends = now + WINDOW_S
+        self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)
+
+    def stop(self) -> None:
+        """No more beats."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _beat(self, due: float) -> None:
+        now = self._loop.time()
+        late = max(0.0, now - due)
+        self.worst_s = max(self.worst_s, late)
+        if now >= self._window_ends:
+            self._windows = (0.0, self._windows[0])
+            self._window_ends = now + WINDOW_S
+        self._windows = (max(self._windows[0], late), self._windows[1])
+        self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)

@@ -1,0 +1,217 @@
+"""Answers about keys, and what comes of `pin` and `prefetch`: a lease, and a `ready` once the disk has been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.errors import LimitError
+from kvoffloadd.model import BoolArray, KeyState, U32Array
+from kvoffloadd.protocol import messages as m
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from kvoffloadd.cache.cache import Cache, Found
+    from kvoffloadd.cache.lease import ReadLease
+    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.promotion import Promotion
+    from kvoffloadd.model import U64Array
+    from kvoffloadd.server.account import Account
+    from kvoffloadd.server.context import Context
+    from kvoffloadd.server.instance import Instance
+    from kvoffloadd.server.outbox import Outbox
+
+_PENDING, _MISS = int(KeyState.PENDING), int(KeyState.MISS)
+READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
+"""A `ready` at most: a state and a boundary per key, and the rest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One group's keys of a request, and where each stands. `away`: those on disk, or on their way from there."""
+
+    space: Space
+    first: int
+    keys: U64Array
+    found: Found
+    away: BoolArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answered:
+    """The answer to a lookup, before it is a message."""
+
+    shares: list[Share]
+
+    @property
+    def states(self) -> list[bytes]:
+        """Packed, per group."""
+        return [share.found.states.tobytes() for share in self.shares]
+
+    @property
+    def boundaries(self) -> bytes:
+        """Packed."""
+        hits = [GroupHits(share.space.schema, share.first, share.found.hits) for share in self.shares]
+        return restorable_boundaries(hits).astype("<u4").tobytes()
+
+    @property
+    def rows(self) -> U32Array:
+        """Rows of all keys that hit."""
+        return np.concatenate([np.zeros(0, np.uint32), *(share.found.hit_rows for share in self.shares)])
+
+    @property
+    def num_keys(self) -> int:
+        """Keys asked for."""
+        return sum(len(share.keys) for share in self.shares)
+
+    @property
+    def num_away(self) -> int:
+        """Keys that a promotion could bring."""
+        return sum(int(share.away.sum()) for share in self.shares)
+
+
+def find_all(cache: Cache, asked: list[tuple[Space, int, U64Array]]) -> Answered:
+    """Look keys up in memory and on disk. Changes nothing."""
+    shares = []
+    for space, first, keys in asked:
+        found = cache.find(space, keys)
+        away = cache.disk.away(space, keys, found) if cache.disk else np.zeros(len(keys), bool)
+        shares.append(Share(space, first, keys, found, away))
+    return Answered(shares)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A pin or prefetch whose `ready` is due. `charged`: leases paid for in advance."""
+
+    seq: int
+    answered: Answered
+    lease: ReadLease | None
+    charged: int
+    outbox_bytes: int
+    fetch: Fetch | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Pins:
+    """All pins and prefetches of one session that wait for the disk. `push` queues a message for the peer."""
+
+    context: Context
+    instance: Instance
+    account: Account
+    outbox: Outbox
+    push: Callable[[m.Push], None]
+    waiting: set[Waiting] = field(default_factory=set)
+
+    def pin(self, seq: int, answered: Answered) -> m.Found:
+        """Lease what hits, and bring the rest from disk into the lease."""
+        rows, away = answered.rows, answered.num_away
+        reserved = self._reserve(answered)
+        # Whatever hits when the disk has been read joins the lease, also what others store meanwhile.
+        later = answered.num_keys - len(rows) if away else 0
+        try:
+            self.account.charge("leases", len(rows) + later)
+        except LimitError:
+            self.outbox.unreserve(reserved)
+            raise
+        lease = None
+        if len(rows) or away:
+            self.context.cache.hold(rows)
+            lease = self.instance.leases.add_read(rows)
+        counters = self.context.cache.counters
+        for share in answered.shares:
+            self.context.cache.use(share.space, share.found, share.first)
+            counters.keys_hit += int(share.found.hits.sum())
+            counters.keys_pending += int((share.found.states == _PENDING).sum())
+            counters.keys_missed += int((share.found.states == _MISS).sum())
+        if away and lease is not None:
+            lease.growing = True
+            self._fetch(Waiting(seq, answered, lease, later, reserved), Urgency.PIN)
+        return self._found(seq, answered, lease)
+
+    def prefetch(self, seq: int, answered: Answered) -> m.Found:
+        """Bring from disk what is there."""
+        reserved = self._reserve(answered)
+        if answered.num_away:
+            self._fetch(Waiting(seq, answered, None, 0, reserved), Urgency.PREFETCH)
+        return self._found(seq, answered, None)
+
+    def close(self) -> None:
+        """The session ends: no `ready` will be sent."""
+        for waiting in list(self.waiting):
+            self._end(waiting)
+
+    def _found(self, seq: int, answered: Answered, lease: ReadLease | None) -> m.Found:
+        return m.Found(
+            seq=seq,
+            states=answered.states,
+            boundaries=answered.boundaries,
+            lease=lease.id if lease else 0,
+            promoting=answered.num_away,
+        )
+
+    def _reserve(self, answered: Answered) -> int:
+        """Room for the `ready`, if there will be one."""
+        if not answered.num_away:
+            return 0
+        size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.shares) + READY_BYTES_PER_KEY * answered.num_keys
+        self.outbox.reserve(size)
+        return size
+
+    @property
+    def _promotion(self) -> Promotion:
+        disk = self.context.cache.disk
+        if disk is None:
+            raise LookupError("there is no disk tier")  # and so nothing is ever away
+        return disk.promotion
+
+    def _fetch(self, waiting: Waiting, urgent: int) -> None:
+        away = [
+            away_keys(share.space, share.keys, share.first, share.away)
+            for share in waiting.answered.shares
+            if share.away.any()
+        ]
+        self.waiting.add(waiting)
+        waiting.fetch = self._promotion.fetch(away, urgent, partial(self._ready, waiting))
+        deadline_s = self.context.config.copy.deadline_max_s
+        waiting.timer = self.context.loop.call_later(deadline_s, self._ready, waiting)
+
+    def _ready(self, waiting: Waiting) -> None:
+        """What came is in memory, held by the fetch until this returns."""
+        cache = self.context.cache
+        shares = []
+        for share in waiting.answered.shares:
+            found = cache.find(share.space, share.keys)
+            shares.append(Share(share.space, share.first, share.keys, found, found.hits & ~share.found.hits))
+        answered = Answered(shares)
+        lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
+        if lease is not None:
+            fresh = np.concatenate([share.found.rows[share.away].astype(np.uint32) for share in shares])
+            cache.hold(fresh)
+            lease.rows = np.concatenate([lease.rows, fresh])
+            lease.growing = False
+            waiting.charged -= len(fresh)
+        for share in shares:
+            cache.use(share.space, replace(share.found, hits=share.away), share.first)
+        self._end(waiting)
+        states, boundaries = answered.states, answered.boundaries
+        self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
+
+    def _end(self, waiting: Waiting) -> None:
+        self.waiting.discard(waiting)
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        if waiting.fetch is not None:
+            self._promotion.cancel(waiting.fetch)
+        if waiting.charged:
+            self.account.refund("leases", waiting.charged)
+        self.outbox.unreserve(waiting.outbox_bytes)

@@ -1,0 +1,89 @@
+"""What a root holds when the daemon comes to it: segments with contents, files that can be used again, the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.format import footer_pages
+from kvoffloadd.tiers.disk.recovery import Kind, Recovered, recover_segment
+from kvoffloadd.tiers.disk.segment import Segment
+from kvoffloadd.tiers.disk.segments import seal_segment
+
+if TYPE_CHECKING:
+    from kvoffloadd.lanes import Lane
+    from kvoffloadd.tiers.disk.files import Files
+    from kvoffloadd.tiers.disk.home import Home
+    from kvoffloadd.tiers.disk.segment import Numbers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Census:
+    """`kept`: segments with contents, oldest first. `void`: files of ours without any that can be served, by name, with
+    their bytes. `foreign_bytes`: files that are not ours, and stay.
+    """
+
+    kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
+    void: list[tuple[str, int]] = field(default_factory=list)
+    foreign_bytes: int = 0
+
+
+async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *, trusted: bool) -> Census:
+    """Look at every file. Not `trusted`: nothing that is there may be served.
+
+    Raises:
+        OSError: the directory can't be read. A file that can't be is left out, with a warning.
+    """
+    names = await lane.perform(home.segment_names)
+    found = await asyncio.gather(*(_recover(home, files, lane, name) for name in names))
+    census = Census()
+    for one in filter(None, found):
+        if one.kind is Kind.FOREIGN:
+            log.warning("%s/segments/%s is no segment of ours: left alone", home.path, one.name)
+            census.foreign_bytes += one.size_bytes
+            continue
+        if one.header is not None:
+            numbers.seen(one.header.number, 0)
+        if one.header is None or not len(one.entries) or not trusted:
+            if one.kind is Kind.UNREADABLE:
+                log.warning("%s/segments/%s is of another version: kept until its space is needed", home.path, one.name)
+            census.void.append((one.name, one.size_bytes))
+        else:
+            segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)
+            numbers.seen(one.header.number, int(one.entries["sequence"].max()))
+            census.kept.append((segment, one))
+        if one.damaged:
+            log.warning("%s/segments/%s: %d damaged records dropped", home.path, one.name, one.damaged)
+    census.kept.sort(key=lambda pair: pair[0].header.number)
+    return census
+
+
+async def _recover(home: Home, files: Files, lane: Lane, name: str) -> Recovered | None:
+    work = partial(recover_segment, files, home.segments_fd, name, direct=home.is_direct)
+    try:
+        return await lane.perform(work)
+    except OSError as error:
+        log.warning("%s/segments/%s can't be read: %s", home.path, name, error)
+        return None
+
+
+def may_seal(segment: Segment, found: Recovered) -> bool:
+    """Whether a segment that was walked has room for its footer."""
+    room = segment.size_bytes // PAGE_BYTES - found.end_page
+    whole = segment.size_bytes == segment.header.segment_bytes
+    return found.kind is Kind.WALKED and whole and room >= footer_pages(len(found.entries), len(found.spaces))
+
+
+def seal_found(home: Home, files: Files, segment: Segment, found: Recovered) -> None:
+    """Write the footer of a segment that was walked, so that it need not be walked again. Blocks. Raises OSError."""
+    fd = files.open(home.segments_fd, segment.name, create=False, direct=home.is_direct, write=True)
+    try:
+        seal_segment(files, fd, segment.header, found.entries, found.spaces)
+    finally:
+        files.close(fd)

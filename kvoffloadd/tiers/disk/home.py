@@ -1,0 +1,137 @@
+"""The directory of a root: whose it is, what it remembers of clears, and whether it still is what it was.
+
+Blocking methods run in the write lane's threads, one at a time; the fields change in no other place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, probe_direct
+from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvoffloadd.tiers.disk.files import Files
+
+log = logging.getLogger(__name__)
+
+
+class Home:
+    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. Descriptors are -1
+    while the directory is not ours.
+    """
+
+    def __init__(self, path: Path, files: Files, direct: bool | None) -> None:
+        self.path = path
+        self.files = files
+        self.segments_fd = -1
+        self.is_direct = False
+        self.manifest: Manifest | None = None
+        self._wants_direct = direct
+        self._directory_fd = self._lock_fd = -1
+        self._uuid = b""
+
+    def enter(self) -> None:
+        """Take the directory, made if it is new; blocks.
+
+        Raises:
+            OSError, DiskError: it can't be used, or another process uses it.
+        """
+        files = self.files
+        if not self._uuid:  # a root that was there before and is not now is a file system that is not mounted
+            files.make_directory(self.path)
+        self._directory_fd = files.open_directory(self.path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._directory_fd)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DiskError(f"{self.path} is in use by another process") from None
+        if not self._uuid:
+            files.make_directory(self.path / "segments")
+        self.segments_fd = files.open_directory(self.path / "segments")
+        self.is_direct = probe_direct(files, self._directory_fd) if self._wants_direct is None else self._wants_direct
+
+    async def remember(self) -> bool:
+        """Read the manifest; a new root gets one. False: there was none to trust, so that nothing here may be served:
+        what was cleared is not known.
+
+        Raises:
+            OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
+        """
+        trusted = True
+        try:
+            self.manifest = await read_manifest(self.path)
+        except DiskVersionError:
+            raise
+        except DiskError as error:
+            log.warning("disk %s: %s: what it holds is not served", self.path, error)
+            self.manifest = None
+        if self.manifest is None:
+            if self._uuid:
+                raise DiskError(f"{self.path} has no manifest any more: is its file system mounted?")
+            trusted = False
+            self.manifest = Manifest(root_uuid=secrets.token_bytes(16), base_epoch=0, last_epoch=0, epochs={})
+            await write_manifest(self.path, self.manifest)
+        if self._uuid and self.manifest.root_uuid != self._uuid:
+            self.manifest = None
+            raise DiskError(f"{self.path} is another root than before: restart the daemon to use it")
+        self._uuid = self.manifest.root_uuid
+        return trusted
+
+    async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
+        """Make clears durable. Raises OSError or DiskError if that can't be done now."""
+        if self.manifest is None:
+            raise DiskError(f"{self.path} is off")
+        manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
+        if manifest != self.manifest:
+            await write_manifest(self.path, manifest)
+            self.manifest = manifest
+
+    def segment_names(self) -> list[str]:
+        """Files that look like segments; blocks."""
+        return sorted(filter(is_segment_name, self.files.names(self.segments_fd)))
+
+    def size_bytes(self, name: str) -> int:
+        """Size of a segment file; blocks."""
+        return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
+
+    def free_bytes(self) -> int:
+        """What the file system has left; blocks."""
+        return self.files.free_bytes(self._directory_fd)
+
+    def trouble(self) -> str:
+        """Why the directory is not what it was; empty: it is; blocks."""
+        try:
+            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
+        except OSError as error:
+            return str(error)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            return "another directory is there now: is its file system mounted?"
+        return ""
+
+    def try_write(self) -> None:
+        """Write and sync a page; blocks. Raises OSError."""
+        files = self.files
+        fd = files.open(self._directory_fd, "probe", create=True, direct=False, write=True)
+        try:
+            files.write(fd, 0, [bytes(PAGE_BYTES)])
+            files.sync(fd)
+        finally:
+            files.close(fd)
+            files.unlink(self._directory_fd, "probe")
+
+    def leave(self) -> None:
+        """Let the directory go. The caller guarantees that no thread uses its descriptors any more."""
+        for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
+            if fd != -1:
+                os.close(fd)
+        self.segments_fd = self._directory_fd = self._lock_fd = -1
+        self.manifest = None

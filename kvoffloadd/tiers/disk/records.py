@@ -1,0 +1,155 @@
+"""Records between a segment file and memory: many in one system call, straight from and to their slots.
+
+Nothing that was read is told to be good before all of it was checked: the header page is whole and of this use of the
+segment, it is the record that was wanted, and the payload has the checksum that the header names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.files import aligned_pages
+from kvoffloadd.tiers.disk.format import Records, SpaceId, decode_records, encode_spaces, record_pages
+from kvoffloadd.tiers.hashing import hash_payloads
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import BoolArray, I64Array, U8Array, U64Array
+    from kvoffloadd.tiers.disk.files import Files
+
+READ = np.dtype([("page", "<u4"), ("part", "<u4"), ("payload_bytes", "<u8"), ("address", "<u8"), ("key", "<u8", (4,))])
+"""A record that is wanted. `page`: of its header; `address`: of a page-aligned slot of as many whole pages as the
+payload has.
+"""
+
+OK: Final = 0
+DAMAGED: Final = 1
+"""What lies there is not the record that was wanted, or not all of it."""
+FAILED: Final = 2
+"""It could not be read: nothing is known about it."""
+
+RUN_BYTES = 8 << 20
+"""Neighbours are read together up to about this size."""
+
+
+def write_records(
+    files: Files, fd: int, page: int, headers: U8Array, addresses: U64Array, payload_bytes: I64Array
+) -> None:
+    """Write records behind one another from `page` on: header page, payload, header page, ...
+
+    `headers`: (n, 4096), page-aligned. The memory at each address is page-aligned, and readable to the end of the
+    payload's last page. Not durable before the segment is synced.
+
+    Raises:
+        OSError: some of it may be there, which the next reader of it will notice.
+    """
+    if not len(headers):
+        return
+    sizes = (record_pages(payload_bytes) - 1) * PAGE_BYTES
+    buffers: list[Any] = []
+    for header, address, size in zip(headers, addresses.tolist(), sizes.tolist(), strict=True):
+        buffers.append(header)
+        buffers.append((ctypes.c_char * size).from_address(address))
+    files.write(fd, page * PAGE_BYTES, buffers)
+    files.drop_cached(fd, page * PAGE_BYTES, int(sizes.sum()) + len(headers) * PAGE_BYTES)
+
+
+def read_records(
+    files: Files,
+    segments_fd: int,
+    name: str,
+    uuid: bytes,
+    space: SpaceId,
+    wanted: Records,
+    *,
+    direct: bool,
+) -> tuple[U8Array, U64Array]:
+    """Read the wanted records (READ) of one segment, each to its address, and check them.
+
+    Returns OK, DAMAGED or FAILED for each, and the checksums (n, 2) of those that are OK. The slots of the others hold
+    anything. Never raises OSError.
+    """
+    status = np.full(len(wanted), FAILED, np.uint8)
+    digests = np.zeros((len(wanted), 2), np.uint64)
+    if not len(wanted):
+        return status, digests
+    headers = aligned_pages(len(wanted))
+    order = np.argsort(wanted["page"], kind="stable")
+    try:
+        fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
+    except OSError:
+        return status, digests
+    try:
+        for run in _runs(wanted, order):
+            _read_run(files, fd, wanted, run, headers, status)
+            if not direct:
+                size = int(record_pages(wanted["payload_bytes"][run]).sum()) * PAGE_BYTES
+                files.drop_cached(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, size)
+    finally:
+        files.close(fd)
+    _check(wanted, headers, uuid, space, status, digests)
+    return status, digests
+
+
+def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
+    """Indices of records that lie behind one another on disk, in pieces of about RUN_BYTES."""
+    first = wanted["page"][order].astype(np.int64)
+    pages = record_pages(wanted["payload_bytes"][order])
+    before = np.cumsum(pages) - pages
+    breaks = np.flatnonzero(first[1:] != first[:-1] + pages[:-1]) + 1
+    runs = []
+    step = RUN_BYTES // PAGE_BYTES
+    for start, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True):
+        piece = (before[start:end] - before[start]) // step
+        cuts = np.flatnonzero(piece[1:] != piece[:-1]) + 1
+        runs += np.split(order[start:end], cuts)
+    return runs
+
+
+def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8Array, status: U8Array) -> None:
+    """Sets OK for what came whole, DAMAGED for what the file has not, FAILED for what can't be read."""
+    sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
+    buffers: list[Any] = []
+    for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
+        buffers.append(headers[at])
+        buffers.append((ctypes.c_char * size).from_address(address))
+    try:
+        came = files.read(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, buffers)
+    except OSError:
+        if len(run) == 1:
+            status[run] = FAILED
+            return
+        # One bad place on the disk is no reason to lose its neighbours.
+        for at in range(len(run)):
+            _read_run(files, fd, wanted, run[at : at + 1], headers, status)
+        return
+    ends = np.cumsum(sizes + PAGE_BYTES)
+    status[run] = np.where(ends <= came, OK, DAMAGED)
+
+
+def _check(wanted: Records, headers: U8Array, uuid: bytes, space: SpaceId, status: U8Array, digests: U64Array) -> None:
+    """Takes OK away from what is not the wanted record, and notes the checksums of the others."""
+    came = np.flatnonzero(status == OK)
+    records, valid = decode_records(headers[came], uuid)
+    valid &= _matches(records, wanted[came], space)
+    status[came[~valid]] = DAMAGED
+    whole = came[valid]
+    named = records["digest"][valid]
+    found = hash_payloads(wanted["address"][whole], wanted["payload_bytes"][whole].astype(np.int64))
+    good = (named == found).all(axis=1)
+    status[whole[~good]] = DAMAGED
+    digests[whole[good]] = found[good]
+
+
+def _matches(records: Records, wanted: Records, space: SpaceId) -> BoolArray:
+    same: BoolArray = (records["part"] == wanted["part"]) & (records["payload_bytes"] == wanted["payload_bytes"])
+    same &= (records["key"] == wanted["key"]).all(axis=1)
+    expected = encode_spaces([space])[0]
+    for name in ("fingerprint", "shape"):
+        same &= (records[name] == expected[name]).all(axis=1)
+    for name in ("epoch", "group", "parts", "key_bytes"):
+        same &= records[name] == expected[name]
+    return same

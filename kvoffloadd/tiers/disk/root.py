@@ -1,0 +1,440 @@
+"""One directory of the disk tier: its segments, its lanes, its health.
+
+Ownership: every field belongs to the event loop. Threads of the two lanes run the functions of `records`, `segments`
+and `recovery` on file descriptors and memory that their arguments name; whoever submits them keeps both alive.
+A system call that hangs can't be ended: whoever waits for one here has a deadline of his own, or nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.lanes import Lane
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
+from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
+from kvoffloadd.tiers.disk.health import Health, State
+from kvoffloadd.tiers.disk.home import Home
+from kvoffloadd.tiers.disk.reader import Reader
+from kvoffloadd.tiers.disk.records import write_records
+from kvoffloadd.tiers.disk.segment import Segment
+from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment, seal_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvoffloadd.model import I64Array, U64Array
+    from kvoffloadd.tiers.disk.files import Files
+    from kvoffloadd.tiers.disk.manifest import Manifest
+    from kvoffloadd.tiers.disk.recovery import Recovered
+    from kvoffloadd.tiers.disk.segment import Batch, Numbers, Records
+
+log = logging.getLogger(__name__)
+
+SEGMENTS_MIN = 8
+"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
+
+OVERHEAD_BYTES = 128 << 10
+"""Of the capacity, for the manifest, the directories and the block maps of the file system."""
+
+READ_FAILURES_MAX = 16
+"""So many reads in a row that fail with an error: the root is taken off, and tried again later."""
+
+FIRST: Final = -1
+"""Urgency of what the rest waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootSettings:
+    """What all roots share. `direct`: True, False, or None for where the file system allows."""
+
+    segment_bytes: int
+    read_threads: int
+    write_threads: int
+    direct: bool | None
+    min_free_bytes: int
+    retry_s: float
+
+
+@dataclass(slots=True)
+class RootCounters:
+    """Since the start."""
+
+    written_bytes: int = 0
+    segments_recycled: int = 0
+
+
+class Root:
+    """`ordinals` and `numbers` are shared by all roots of a tier: the next segment's name in this run, and on disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        settings: RootSettings,
+        files: Files,
+        loop: asyncio.AbstractEventLoop,
+        numbers: Numbers,
+    ) -> None:
+        self.path = path
+        self.home = Home(path, files, settings.direct)
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = min(settings.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES)
+        self.health = Health(path)
+        self.segments: dict[int, Segment] = {}
+        self.counters = RootCounters()
+        self.changed = numbers.changed
+        self.read_lane = Lane(f"read-{path.name}", settings.read_threads, loop)
+        self.write_lane = Lane(f"write-{path.name}", settings.write_threads, loop)
+        self.reader = Reader(self.home, files, self.read_lane, self.health, numbers.changed)
+        self._settings = settings
+        self._files = files
+        self._loop = loop
+        self._numbers = numbers
+        self._open: Segment | None = None
+        self._spare: Segment | None = None
+        self._void: list[tuple[str, int]] = []  # segment files without contents: name, bytes
+        self._foreign_bytes = 0
+        self._trusted = True
+        self._grow_after = 0.0
+        self._sealing: set[asyncio.Task[None]] = set()
+
+    @property
+    def state(self) -> str:
+        """See `State`."""
+        return self.health.state
+
+    # --- start ---
+
+    async def open(self) -> Manifest | None:
+        """Take the directory, and read its manifest: what was cleared. None, and `state` OFF with a reason, if it
+        can't be used.
+        """
+        try:
+            await self.write_lane.perform(self.home.enter, urgent=FIRST)
+            self._trusted = await self.home.remember()
+        except (OSError, KvOffloadError) as error:
+            self.home.leave()
+            self.health.become(State.OFF, str(error))
+        return self.home.manifest
+
+    async def recover(self) -> list[tuple[Segment, Recovered]]:
+        """Every segment with contents, oldest first; the root is OK then. Files beyond the capacity are removed.
+
+        Raises:
+            OSError: the directory can't be read.
+        """
+        census = await take_census(self.home, self._files, self.read_lane, self._numbers, trusted=self._trusted)
+        self._trusted = True  # what is written from now on
+        self._void, self._foreign_bytes = census.void, census.foreign_bytes
+        kept = census.kept
+        self.segments = {segment.ordinal: segment for segment, _ in kept}
+        while self.used_bytes > self.capacity_bytes and (self._void or kept):
+            name = self._void.pop()[0] if self._void else self.segments.pop(kept.pop(0)[0].ordinal).name
+            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, name))
+        for segment, found in kept:
+            if may_seal(segment, found):
+                segment.readers += 1  # not to be recycled meanwhile
+                work = partial(seal_found, self.home, self._files, segment, found)
+                self.write_lane.submit(work, partial(self._sealed_found, segment))
+        self.health.become(State.OK)
+        return kept
+
+    def _sealed_found(self, segment: Segment, result: BaseException | None) -> None:
+        segment.readers -= 1
+        self.changed.set()
+        if result is not None:
+            self._write_failed(result)
+
+    # --- space ---
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files here, and what the file system needs for them."""
+        segments = sum(segment.size_bytes for segment in self.segments.values())
+        return OVERHEAD_BYTES + segments + sum(size for _, size in self._void) + self._foreign_bytes
+
+    @property
+    def wants_segment(self) -> bool:
+        """The segment that comes after the open one is not ready."""
+        return self.state in (State.OK, State.FULL) and (self._spare is None or self._open is None)
+
+    @property
+    def _may_create(self) -> bool:
+        fits = self.used_bytes + self.segment_bytes <= self.capacity_bytes
+        return fits and self._loop.time() >= self._grow_after
+
+    @property
+    def may_grow(self) -> bool:
+        """There is capacity for one more segment, as far as is known, without giving up another."""
+        return bool(self._void) or self._may_create
+
+    def oldest(self) -> Segment | None:
+        """The segment to be given up next."""
+        closed = [s for s in self.segments.values() if s.fd == -1 and s is not self._open and s is not self._spare]
+        return min(closed, key=lambda segment: segment.header.number, default=None)
+
+    async def grow(self) -> bool:
+        """Add the next segment: a new file, or an old one without contents. False, and maybe another `state`, if that
+        failed.
+        """
+        create = self._may_create or not self._void
+        name, size = (secrets.token_hex(8), 0) if create else self._void.pop()
+        return await self._prepare(name, size, self._header())
+
+    async def recycle(self, segment: Segment) -> bool:
+        """Make this closed segment, of which nobody wants anything any more, the next one. False as in `grow`."""
+        while segment.readers:
+            self.changed.clear()
+            await self.changed.wait()
+        del self.segments[segment.ordinal]
+        self.counters.segments_recycled += 1
+        return await self._prepare(segment.name, segment.size_bytes, self._header())
+
+    def _header(self) -> SegmentHeader:
+        return SegmentHeader(secrets.token_bytes(16), self._numbers.number(), self.segment_bytes, int(time.time()))
+
+    async def _prepare(self, name: str, size_bytes: int, header: SegmentHeader) -> bool:
+        try:
+            fd = await self.write_lane.perform(partial(self._make, name, size_bytes, header), urgent=FIRST)
+        except OSError as error:
+            if size_bytes:
+                self._void.append((name, size_bytes))
+            self._write_failed(error)
+            return False
+        segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
+        self.segments[segment.ordinal] = segment
+        if self._open is None:
+            self._open = segment
+        else:
+            self._spare = segment
+        if self.state == State.FULL:
+            self.health.become(State.OK)
+        self.health.wrote()
+        self.changed.set()
+        return True
+
+    def _make(self, name: str, size_bytes: int, header: SegmentHeader) -> int:
+        files = self._files
+        if size_bytes == self.segment_bytes:
+            return recycle_segment(files, self.home.segments_fd, name, header, direct=self.home.is_direct)
+        if size_bytes:
+            files.unlink(self.home.segments_fd, name)
+        if self.home.free_bytes() - self.segment_bytes < self._settings.min_free_bytes:
+            raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
+        return create_segment(files, self.home.segments_fd, name, header, direct=self.home.is_direct)
+
+    # --- writing ---
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest payload that a segment can hold."""
+        return self.segment_bytes - (2 + footer_pages(1, 1)) * PAGE_BYTES
+
+    @property
+    def writing(self) -> int:
+        """Batches that wait or are being written."""
+        return sum(segment.writers for segment in self.segments.values())
+
+    @property
+    def depth(self) -> int:
+        """Batches that keep the disk busy; more only wait."""
+        return self._settings.write_threads + 1
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """Roots with less of it should get the next batch."""
+        return self.writing, self.counters.written_bytes / self.capacity_bytes
+
+    @property
+    def opened(self) -> bool:
+        """The directory and its manifest are ours."""
+        return self.home.manifest is not None
+
+    def epochs_behind(self, last: int) -> bool:
+        """A clear is not noted here."""
+        return self.home.manifest is not None and self.home.manifest.last_epoch < last
+
+    def append(self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None]) -> int:
+        """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
+
+        `done(segment, entries, error)` is called once, later, if any were taken; with an error none of them is valid.
+        """
+        segment = self._open
+        if self.state != State.OK or segment is None:
+            return 0
+        pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
+        ends = segment.next_page + np.cumsum(pages)
+        room = segment.size_bytes // PAGE_BYTES
+        room -= footer_pages(segment.num_entries + len(pages), len(segment.space_list) + 1)
+        count = int(np.searchsorted(ends, room, side="right"))
+        if count == 0 or segment.broken:
+            self._roll(segment)
+            return 0
+        entries = batch.entries[:count].copy()
+        entries["page"] = ends[:count] - pages[:count]
+        entries["space"] = segment.number_of(batch.space)
+        segment.next_page = int(ends[count - 1])
+        segment.num_entries += count
+        segment.writers += 1
+        work = partial(self._write, segment, entries, batch.digests[:count], batch.addresses[:count])
+        self.write_lane.submit(work, partial(self._written, segment, entries, done))
+        return count
+
+    def _write(self, segment: Segment, entries: Records, digests: U64Array, addresses: U64Array) -> None:
+        headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
+        encode_records(headers, segment.header.uuid, entries, segment.space_list, digests, int(time.time()))
+        sizes: I64Array = entries["payload_bytes"].astype(np.int64)
+        write_records(self._files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)
+
+    def _written(
+        self,
+        segment: Segment,
+        entries: Records,
+        done: Callable[[Segment, Records, BaseException | None], None],
+        result: BaseException | None,
+    ) -> None:
+        segment.writers -= 1
+        if result is None:
+            segment.entries.append(entries)
+            self.counters.written_bytes += int(entries["payload_bytes"].sum())
+            self.health.wrote()
+        else:
+            segment.broken = True  # no more into this one; what it holds stays readable
+            self._write_failed(result)
+        done(segment, entries, result)
+        self.changed.set()
+
+    def _roll(self, segment: Segment) -> None:
+        self._open, self._spare = self._spare, None
+        self._finish(segment)
+
+    def _finish(self, segment: Segment) -> None:
+        task = self._loop.create_task(self._seal(segment))
+        self._sealing.add(task)
+        task.add_done_callback(self._sealing.discard)
+        self.changed.set()
+
+    async def _seal(self, segment: Segment) -> None:
+        while segment.writers:
+            self.changed.clear()
+            await self.changed.wait()
+        entries = np.concatenate(segment.entries) if segment.entries else None
+        try:
+            if entries is not None and not segment.broken:
+                entries = entries[np.argsort(entries["page"], kind="stable")]
+                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, segment.space_list)
+                await self.write_lane.perform(work, urgent=FIRST)
+        except OSError as error:
+            self._write_failed(error)
+        fd, segment.fd = segment.fd, -1
+        self._files.close(fd)
+        segment.entries, segment.spaces = [], {}
+        if entries is None:
+            del self.segments[segment.ordinal]
+            self._void.append((segment.name, segment.size_bytes))
+        self.changed.set()
+
+    # --- health ---
+
+    def _write_failed(self, error: BaseException) -> None:
+        if self.health.write_failed(error):
+            self._grow_after = self._loop.time() + self._settings.retry_s
+            if self.oldest() is None and self._open is None:
+                self.health.become(State.FULL, str(error))
+        self.changed.set()
+
+    async def probe(self) -> bool:
+        """Look whether the root is what it was, and whether it works again. False: it is off, and what it held is not
+        reachable; `open` and `recover` may bring it back.
+        """
+        if self.state == State.OFF:
+            return False
+        trouble = await self.read_lane.perform(self.home.trouble)
+        if not trouble and self.health.reads_failed >= READ_FAILURES_MAX:
+            trouble = "reads fail again and again"
+        if trouble:
+            await self.take_off(trouble)
+            return False
+        if self.state in (State.READ_ONLY, State.FULL):
+            try:
+                await self.write_lane.perform(self.home.try_write, urgent=FIRST)
+            except OSError as error:
+                self.health.become(self.state, str(error))
+            else:
+                self.health.wrote()
+                self.health.become(State.OK)
+        self.changed.set()
+        return True
+
+    async def take_off(self, reason: str) -> None:
+        """Let the directory go; segments and contents are forgotten here, not on disk."""
+        self.health.become(State.OFF, reason)
+        self._finish_open()
+        await self._settle()
+        while any(segment.readers for segment in self.segments.values()):
+            self.changed.clear()
+            await self.changed.wait()
+        self.segments.clear()
+        self._void.clear()
+        self.health.forget()
+        self.home.leave()
+
+    def _finish_open(self) -> None:
+        unfinished = [segment for segment in (self._open, self._spare) if segment is not None]
+        self._open = self._spare = None
+        for segment in unfinished:
+            self._finish(segment)
+
+    async def _settle(self) -> None:
+        if self._sealing:
+            await asyncio.wait(set(self._sealing))
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        now = time.monotonic()
+        return {
+            "path": str(self.path),
+            "state": self.state,
+            "reason": self.health.reason,
+            "write_errors": self.health.write_errors,
+            "capacity_bytes": self.capacity_bytes,
+            "used_bytes": self.used_bytes if self.state != State.OFF else 0,
+            "segment_bytes": self.segment_bytes,
+            "segments": len(self.segments),
+            "direct": self.home.is_direct,
+            "writing": self.writing,
+            "reads_queued": self.read_lane.queued,
+            "slowest_s": round(max(self.read_lane.oldest_running_s(now), self.write_lane.oldest_running_s(now)), 3),
+            "read_bytes": self.reader.read_bytes,
+            "read_errors": self.reader.read_errors,
+            **asdict(self.counters),
+        }
+
+    # --- the end ---
+
+    async def close(self, deadline_s: float) -> bool:
+        """Seal what is open, and end the lanes. False: some I/O does not end, and its memory can't be released."""
+        if self.state != State.OFF:
+            self._finish_open()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._settle()
+            except TimeoutError:
+                log.warning("disk %s: segments could not be sealed in time", self.path)
+        ended = await self.read_lane.close(deadline_s) and await self.write_lane.close(deadline_s)
+        if ended:
+            self.home.leave()
+        return ended

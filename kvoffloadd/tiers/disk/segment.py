@@ -1,0 +1,90 @@
+"""A segment as the running daemon knows it, what is written into it, and what all roots count together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U64Array
+    from kvoffloadd.tiers.disk.format import SegmentHeader, SpaceId
+
+Records = npt.NDArray[Any]
+"""Of format.ENTRY or records.READ."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A segment file of this run. `ordinal` is never used twice while the daemon runs. Open while `fd` is not -1."""
+
+    ordinal: int
+    name: str
+    header: SegmentHeader
+    size_bytes: int
+    fd: int = -1
+    next_page: int = 1
+    spaces: dict[SpaceId, int] = field(default_factory=dict)
+    space_list: list[SpaceId] = field(default_factory=list)
+    entries: list[Records] = field(default_factory=list)
+    num_entries: int = 0
+    writers: int = 0
+    readers: int = 0
+    broken: bool = False
+
+    def number_of(self, space: SpaceId) -> int:
+        """Index of a space in this segment's table."""
+        number = self.spaces.get(space)
+        if number is None:
+            number = self.spaces[space] = len(self.space_list)
+            self.space_list.append(space)
+        return number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Payloads of one space to be written: `entries` (format.ENTRY; page and space are filled in here), their
+    checksums and their addresses, which stay valid until `done`.
+    """
+
+    space: SpaceId
+    entries: Records
+    digests: U64Array
+    addresses: U64Array
+
+
+@dataclass(slots=True)
+class Numbers:
+    """What all roots of a tier share: the count of segments of this run, of segments ever, of records ever; and
+    `changed`, set when any root has more room, less to do, or another state. Whoever waits for it clears it first, and
+    looks at what he waits for in between.
+    """
+
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ordinal: int = 0
+    _number: int = 0
+    _sequence: int = 0
+
+    def ordinal(self) -> int:
+        """A name for a segment in this run."""
+        self._ordinal += 1
+        return self._ordinal
+
+    def number(self) -> int:
+        """A segment's place in history."""
+        self._number += 1
+        return self._number
+
+    def sequences(self, count: int) -> U64Array:
+        """`count` records' places in history."""
+        first = self._sequence + 1
+        self._sequence += count
+        return np.arange(first, first + count, dtype=np.uint64)
+
+    def seen(self, number: int, sequence: int) -> None:
+        """These are in use on disk."""
+        self._number = max(self._number, number)
+        self._sequence = max(self._sequence, sequence)
