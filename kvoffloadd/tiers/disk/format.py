@@ -39,15 +39,12 @@ CHECKSUM_OFFSET = PAGE_BYTES - 16
 UUID_BYTES = 16
 
 ENTRY = np.dtype(
-    [
-        ("key", "<u8", (4,)),
-        ("sequence", "<u8"),
-        ("payload_bytes", "<u8"),
-        ("page", "<u4"),
-        ("space", "<u4"),
-        ("part", "<u4"),
-        ("position", "<u4"),
-    ]
+    {
+        "names": ["key", "sequence", "payload_bytes", "page", "space", "part"],
+        "formats": [("<u8", (4,)), "<u8", "<u8", "<u4", "<u4", "<u4"],
+        "offsets": [0, 32, 40, 48, 52, 56],
+        "itemsize": 64,
+    }
 )
 """A record as a footer lists it. `page`: of its header, in the file. `space`: index into the footer's spaces."""
 
@@ -68,13 +65,13 @@ RECORD = np.dtype(
     {
         "names": [
             "magic", "version", "part", "uuid", "sequence", "payload_bytes", "key", "fingerprint", "shape", "epoch",
-            "group", "parts", "key_bytes", "position", "digest", "written_s", "checksum",
+            "group", "parts", "key_bytes", "digest", "written_s", "checksum",
         ],
         "formats": [
             "<u8", "<u4", "<u4", ("u1", (16,)), "<u8", "<u8", ("<u8", (4,)), ("u1", (16,)), ("u1", (16,)), "<u8",
-            "<u4", "<u4", "<u4", "<u4", ("<u8", (2,)), "<u8", ("<u8", (2,)),
+            "<u4", "<u4", "<u4", ("<u8", (2,)), "<u8", ("<u8", (2,)),
         ],
-        "offsets": [0, 8, 12, 16, 32, 40, 48, 80, 96, 112, 120, 124, 128, 132, 136, 152, CHECKSUM_OFFSET],
+        "offsets": [0, 8, 12, 16, 32, 40, 48, 80, 96, 112, 120, 124, 128, 136, 152, CHECKSUM_OFFSET],
         "itemsize": PAGE_BYTES,
     }
 )  # fmt: skip
@@ -219,7 +216,7 @@ def encode_records(
     fields = out.view(RECORD)[:, 0]
     fields["magic"], fields["version"] = RECORD_MAGIC, FORMAT_VERSION
     fields["uuid"] = _bytes(uuid)
-    for name in ("part", "sequence", "payload_bytes", "key", "position"):
+    for name in ("part", "sequence", "payload_bytes", "key"):
         fields[name] = entries[name]
     known = encode_spaces(spaces)[entries["space"]]
     for name in SPACE_FIELDS:

@@ -224,7 +224,7 @@ class _Walker:
 
     def _keep(self, records: Records, kept: I64Array, start: int) -> None:
         entries = np.zeros(len(kept), ENTRY)
-        for name in ("key", "sequence", "payload_bytes", "part", "position"):
+        for name in ("key", "sequence", "payload_bytes", "part"):
             entries[name] = records[name][kept]
         entries["page"] = start + kept
         table = np.zeros(len(kept), SPACE)

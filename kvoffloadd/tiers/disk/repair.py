@@ -191,7 +191,7 @@ def _confirmed(found: Recovered, walk: Walk) -> BoolArray:
         return good
     at = np.minimum(np.searchsorted(there["page"], entries["page"]), len(there) - 1)
     good &= there["page"][at] == entries["page"]
-    for name in ("sequence", "payload_bytes", "part", "position"):
+    for name in ("sequence", "payload_bytes", "part"):
         good &= there[name][at] == entries[name]
     good &= (there["key"][at] == entries["key"]).all(axis=1)
     numbers = {space: number for number, space in enumerate(walk.spaces)}

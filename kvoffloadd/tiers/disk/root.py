@@ -209,7 +209,7 @@ class Root:
     async def _prepare(self, name: str, size_bytes: int, header: SegmentHeader) -> bool:
         try:
             fd = await self.write_lane.perform(partial(self._make, name, size_bytes, header), urgent=FIRST)
-        except OSError as error:
+        except (OSError, KvOffloadError) as error:
             if size_bytes:
                 self._void.append((name, size_bytes))
             self._write_failed(error)
@@ -337,7 +337,7 @@ class Root:
                 entries = entries[np.argsort(entries["page"], kind="stable")]
                 work = partial(seal_segment, self._files, segment.fd, segment.header, entries, segment.space_list)
                 await self.write_lane.perform(work, urgent=FIRST)
-        except OSError as error:
+        except (OSError, KvOffloadError) as error:
             self._write_failed(error)
         fd, segment.fd = segment.fd, -1
         self._files.close(fd)
