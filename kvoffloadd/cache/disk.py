@@ -114,12 +114,15 @@ class Disk:
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
-            await root.take_off(str(error))
+            root.health.become(State.OFF, str(error))
+            await root.take_off()
             return set()
         self.catalog.index.expect(sum(len(one.entries) for _, one in found))
         for segment, one in found:
             self._load(segment, one)
             await asyncio.sleep(0)
+        root.health.become(State.OK)
+        self.numbers.changed.set()
         records = sum(len(one.entries) for _, one in found)
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
         return {name.fingerprint for _, one in found for name in one.spaces}
@@ -142,18 +145,19 @@ class Disk:
             await asyncio.sleep(self._settings.retry_s)
             try:
                 await self._look_after(root)
-            except OSError as error:
+            except (OSError, KvOffloadError) as error:
                 log.warning("disk %s: %s", root.path, error)
 
     async def _look_after(self, root: Root) -> None:
-        held = list(root.segments)
         if await root.probe():
             if root.epochs_behind(self.cache.epochs.last):
                 await self._save_epochs([root])
             return
-        for ordinal in held:
+        await root.settle()
+        for ordinal in list(root.segments):
             await self.reclaim.forget(ordinal)
             self.catalog.close_segment(ordinal)
+        await root.take_off()
         manifest = await root.open()
         if manifest is not None:
             self.cache.epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)

@@ -131,7 +131,8 @@ class Root:
         return self.home.manifest
 
     async def recover(self) -> list[tuple[Segment, Recovered]]:
-        """Every segment with contents, oldest first; the root is OK then. Files beyond the capacity are removed.
+        """Every segment with contents, oldest first; the caller says OK when it knows them. Files beyond the capacity
+        are removed.
 
         Raises:
             OSError: the directory can't be read.
@@ -149,7 +150,6 @@ class Root:
                 segment.readers += 1  # not to be recycled meanwhile
                 work = partial(seal_found, self.home, self._files, segment, found)
                 self.write_lane.submit(work, partial(self._sealed_found, segment))
-        self.health.become(State.OK)
         return kept
 
     def _sealed_found(self, segment: Segment, result: BaseException | None) -> None:
@@ -358,7 +358,8 @@ class Root:
 
     async def probe(self) -> bool:
         """Look whether the root is what it was, and whether it works again. False: it is off, and what it held is not
-        reachable; `open` and `recover` may bring it back.
+        reachable. Pair with `settle`, then `take_off` once nobody names its segments any more; then `open` and
+        `recover` may bring it back.
         """
         if self.state == State.OFF:
             return False
@@ -366,7 +367,7 @@ class Root:
         if not trouble and self.health.reads_failed >= READ_FAILURES_MAX:
             trouble = "reads fail again and again"
         if trouble:
-            await self.take_off(trouble)
+            self.health.become(State.OFF, trouble)
             return False
         if self.state in (State.READ_ONLY, State.FULL):
             try:
@@ -379,11 +380,9 @@ class Root:
         self.changed.set()
         return True
 
-    async def take_off(self, reason: str) -> None:
+    async def take_off(self) -> None:
         """Let the directory go; segments and contents are forgotten here, not on disk."""
-        self.health.become(State.OFF, reason)
-        self._finish_open()
-        await self._settle()
+        await self.settle()
         while any(segment.readers for segment in self.segments.values()):
             self.changed.clear()
             await self.changed.wait()
@@ -398,7 +397,9 @@ class Root:
         for segment in unfinished:
             self._finish(segment)
 
-    async def _settle(self) -> None:
+    async def settle(self) -> None:
+        """Seal what is open, as far as that is possible; when this returns nothing is being written."""
+        self._finish_open()
         if self._sealing:
             await asyncio.wait(set(self._sealing))
 
@@ -428,10 +429,9 @@ class Root:
     async def close(self, deadline_s: float) -> bool:
         """Seal what is open, and end the lanes. False: some I/O does not end, and its memory can't be released."""
         if self.state != State.OFF:
-            self._finish_open()
             try:
                 async with asyncio.timeout(deadline_s):
-                    await self._settle()
+                    await self.settle()
             except TimeoutError:
                 log.warning("disk %s: segments could not be sealed in time", self.path)
         ended = await self.read_lane.close(deadline_s) and await self.write_lane.close(deadline_s)
