@@ -22,8 +22,11 @@ NAMES = (
     "stores",
     "loads",
     "verified_loads",  # loads of which every byte was compared and right
+    "verified_loads_from_disk",  # those of them with a key that was on disk alone when it was asked for
     "stored_keys",
     "loaded_keys",
+    "loaded_keys_from_disk",  # at least
+    "missed_keys",  # that a load was promised from disk, and that did not come
     "stored_bytes",
     "loaded_bytes",
     "store_busy_us",  # jobs' own time, admission to end
@@ -31,6 +34,7 @@ NAMES = (
     "block_references",
     "block_hits",
     "block_pending",
+    "block_promoting",  # pending ones that came from disk
     "jobs_open",  # now; not reset by a kill, but by the next worker in the row
     "cancelled",
     "expired",

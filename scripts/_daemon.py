@@ -90,9 +90,18 @@ class DaemonProcess:
         """Of the run that was started last."""
         return -1 if self._child is None else self._child.pid
 
+    def launch(self) -> None:
+        """Start it, without waiting for anything."""
+        self._child = spawn(self._command, self.log)
+
     def start(self) -> None:
         """Start it and wait until it answers. Raises DaemonError."""
-        self._child = spawn(self._command, self.log)
+        self.launch()
+        self.await_answer()
+
+    def await_answer(self) -> None:
+        """Until it answers. Raises DaemonError."""
+        assert self._child is not None
         until = time.monotonic() + START_S
         while True:
             try:

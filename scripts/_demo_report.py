@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from _demo_worker import KV_HEADS, WINDOW_TOKENS, Answer, Speed
 from _output import format_ms, print_table, ratio
@@ -24,7 +24,7 @@ class Report:
     """All figures of one demo.
 
     `chat_bytes`: the KV cache of all conversations. `known_tokens`: of prompts, what earlier turns had; no cache can
-    restore more.
+    restore more. `restored_after`: all that came after the daemon's restart, its `load_s` the sum of both workers.
     """
 
     seed: int
@@ -40,12 +40,21 @@ class Report:
     restored_tokens: int = 0
     references: int = 0
     hits: int = 0
+    from_disk: int = 0
     kills: int = 0
     unmap_s: float | None = None
     latency_s: dict[str, float | None] = field(default_factory=dict)
     stored_bytes: int = 0
     loaded_bytes: int = 0
     speed: Speed = field(default_factory=lambda: Speed(0.0, 0.0, 0.0))
+    disk_bytes: int = 0
+    disk_most_bytes: int = 0
+    demoted_keys: int = 0
+    corrupt: int = 0
+    restart_s: float = 0.0
+    keys_found: int = 0
+    restored_after: Answer = field(default_factory=lambda: Answer(0, 0, 0, 0, 0, 0.0))
+    restore_s: float = 0.0
     daemon: DaemonCounters = field(default_factory=DaemonCounters)
     findings: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -61,6 +70,20 @@ class Report:
         self.restored_tokens += answer.restored_tokens
         self.references += answer.references
         self.hits += answer.hits
+        self.from_disk += answer.from_disk
+
+    def count_restored(self, answer: Answer) -> None:
+        """A turn was restored after the daemon's restart."""
+        before, more = asdict(self.restored_after), asdict(answer)
+        self.restored_after = Answer(**{name: before[name] + more[name] for name in before})
+
+    def note_disk(self, disk: dict[str, Any], used: int) -> None:
+        """Before and after the restart: counters of a run of the daemon, bytes on disk."""
+        self.disk_most_bytes = max(self.disk_most_bytes, used)
+        self.demoted_keys += disk["demoted"]["keys"]
+        self.corrupt += disk["corrupt"]
+        if used > self.disk_bytes:
+            self.errors.append(f"{used} bytes on disk, which may have {self.disk_bytes}")
 
     def note_chat(self) -> None:
         """Keep what the workers counted during the chat, before they do anything else."""
@@ -75,7 +98,13 @@ class Report:
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
         found = self.findings or self.leaks or self.errors
-        return bad == 0 and not found and total("verified_loads") > 0
+        checked = total("verified_loads") > 0 and self.restored_after.from_disk > 0
+        return bad == 0 and not found and not self.corrupt and checked
+
+    @property
+    def disk_gb_s(self) -> float:
+        """What a worker gets after the restart, from its question to the end of the load."""
+        return ratio(self.restored_after.loaded_bytes / 1e9, self.restored_after.load_s)
 
     def figures(self) -> str:
         """For the progress bar."""
@@ -100,6 +129,7 @@ class Report:
             "hit_rate": round(ratio(self.restored_tokens, self.prompt_tokens), 4),
             "block_references": self.references,
             "block_hits": self.hits,
+            "from_disk_keys": self.from_disk,
             "stores": total("stores"),
             "loads": total("loads"),
             "verified_loads": total("verified_loads"),
@@ -118,6 +148,18 @@ class Report:
             "ratio_to_limit": round(min(to_limit.values()), 4),
             "kills": self.kills,
             "unmap_ms": None if self.unmap_s is None else round(self.unmap_s * 1e3, 2),
+            "disk_bytes": self.disk_bytes,
+            "disk_most_bytes": self.disk_most_bytes,
+            "demoted_keys": self.demoted_keys,
+            "corrupt": self.corrupt,
+            "daemon_kills": 1,
+            "restart_ms": round(self.restart_s * 1e3, 1),
+            "keys_found_on_disk": self.keys_found,
+            "after_restart_restored_tokens": self.restored_after.restored_tokens,
+            "after_restart_hit_keys": self.restored_after.hits,
+            "after_restart_from_disk_keys": self.restored_after.from_disk,
+            "after_restart_bytes": self.restored_after.loaded_bytes,
+            "after_restart_gb_s": round(self.disk_gb_s, 3),
             "leaks": len(self.leaks),
             "leaked": self.leaks,
             "verify_findings": len(self.findings),
@@ -131,7 +173,7 @@ class Report:
 def print_report(report: Report) -> None:
     """The table, and below it each thing that is wrong."""
     title = f"kvoffloadd demo: gpt-oss-20b, {report.kv_heads} of {KV_HEADS} KV heads, sliding window {WINDOW_TOKENS}"
-    print_table(title, [_chat(report), _copies(report), _verdict(report)], good=report.is_good)
+    print_table(title, [_chat(report), _copies(report), _disk(report), _verdict(report)], good=report.is_good)
     findings = [f"finding: {finding}" for finding in report.findings]
     leaked = [f"leaked: {leak}" for leak in report.leaks]
     for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:
@@ -160,6 +202,25 @@ def _copies(report: Report) -> Rows:
         rows.append((done, format_bytes(size), f"latency p50 {middle}, p99 {slow}"))
         rows.append((f"{what} speed", f"{rate:.2f} GB/s", f"{100 * ratio(rate, speed.memcpy):.0f} % of memcpy"))
     return [*rows, ("memcpy", f"{speed.memcpy:.2f} GB/s", "one thread, as many bytes, in the same run")]
+
+
+def _disk(report: Report) -> Rows:
+    after = report.restored_after
+    size, most = format_bytes(report.disk_bytes), format_bytes(report.disk_most_bytes)
+    return [
+        ("disk tier", size, f"{most} in use, {report.demoted_keys:,} keys written"),
+        ("daemon killed -9", format_ms(report.restart_s), f"until it answered again; {report.keys_found:,} keys found"),
+        (
+            "served from disk",
+            f"{after.from_disk:,}",
+            f"of {after.hits:,} keys after that; {report.from_disk:,} during the chat",
+        ),
+        (
+            "disk speed",
+            f"{report.disk_gb_s:.2f} GB/s",
+            f"{format_bytes(after.loaded_bytes)} from pin to loaded, each worker",
+        ),
+    ]
 
 
 def _verdict(report: Report) -> Rows:

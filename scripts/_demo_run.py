@@ -1,4 +1,4 @@
-"""The main process of the demo: a daemon, two workers, a chat; one worker killed in the middle."""
+"""The main process of the demo: a daemon, two workers, a chat; one worker killed in the middle, then the daemon."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from _daemon import DaemonProcess, unmapped_within
 from _demo_report import Report
 from _demo_worker import Answer, Speed, gpt_oss_20b
 from _demo_worker import Options as WorkerOptions
+from _disk import disk_settings, used_bytes
 from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live
 from _watch import DaemonCounters, bad_entries
@@ -29,6 +30,9 @@ UNMAP_LIMIT_S = 2.0
 VERIFY_S = 120.0
 LOOKAHEAD = 32
 PROBE_ROUNDS = 7
+RESTORED_TURNS = 40
+MIB = 1 << 20
+DISK_BYTES_MIN = 64 * MIB
 CACHE_BLOCKS = 576
 """Of each worker: enough for the longest conversation in both groups."""
 
@@ -45,15 +49,14 @@ class Options:
 
 
 class Run:
-    """One demo, in a folder of its own. Nothing stays behind, however it ends."""
+    """One demo, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: Options, folder: Path, disk_folder: Path) -> None:
         self._options = options
         self._folder = folder
         self._rng = np.random.default_rng([options.seed, 3])
         self._counters = Counters(folder / "counters", WORKERS)
         self._memory_prefix = f"kvo-d{os.getpid()}-"
-        self._daemon = DaemonProcess(folder, options.memory_bytes, {"log.level": "warning"})
         self._workers: dict[int, WorkerProcess] = {}
         self._names: dict[int, str] = {}
         self._asked: dict[int, Turn] = {}
@@ -63,6 +66,10 @@ class Run:
         geometry = gpt_oss_20b(options.kv_heads)
         longest = {turn.conversation: turn.total_tokens for turn in self._turns}
         self._report.chat_bytes = sum(map(geometry.bytes_of, longest.values()))
+        self._disk = disk_folder / "root"
+        self._report.disk_bytes = capacity = max(2 * self._report.chat_bytes, DISK_BYTES_MIN) // MIB * MIB
+        settings = {"log.level": "warning", **disk_settings(self._disk, capacity)}
+        self._daemon = DaemonProcess(folder, options.memory_bytes, settings)
 
     def run(self) -> Report:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
@@ -73,9 +80,11 @@ class Run:
                 for row in range(WORKERS):
                     self._start_worker(row, 0)
                 self._chat()
-                self._report.daemon = DaemonCounters.of(observer.status())
                 self._report.note_chat()
                 self._measure_speed()
+                self._restart(observer)
+                self._restore()
+                self._report.note_disk(observer.status()["disk"], used_bytes(self._disk))
                 self._end_workers()
                 self._audit(observer, before)
             if (status := self._daemon.stop()) != 0:
@@ -167,6 +176,34 @@ class Run:
     def _measure_speed(self) -> None:
         self._workers[0].ask({"probe": PROBE_ROUNDS})
         self._report.speed = Speed(**self._workers[0].answer(TURN_S))
+
+    def _restart(self, observer: Client) -> None:
+        """SIGKILL the daemon, and start it again; its memory is gone, and the workers are still there."""
+        self._report.daemon = DaemonCounters.of(status := observer.status())
+        self._report.note_disk(status["disk"], used_bytes(self._disk))
+        began = time.monotonic()
+        self._daemon.kill()
+        self._daemon.start()
+        self._report.restart_s = time.monotonic() - began
+        self._report.keys_found = observer.status()["disk"]["keys"]
+
+    def _restore(self) -> None:
+        """The last turn of each conversation again, as far as they come."""
+        last = {turn.conversation: turn for turn in self._turns[: self._report.turns]}
+        waiting = list(last.values())[-RESTORED_TURNS:]
+        began = time.monotonic()
+        asked: dict[int, Turn] = {}
+        while waiting or asked:
+            for row, worker in self._workers.items():
+                if row not in asked and waiting:
+                    asked[row] = waiting.pop()
+                    worker.ask({"restore": asdict(asked[row])})
+            ready, _, _ = select.select([self._workers[row] for row in asked], [], [], TURN_S)
+            for row in [row for row in asked if self._workers[row] in ready or not ready]:
+                answer = Answer(**self._workers[row].answer(TURN_S if ready else 0.0))
+                self._report.count_restored(answer)
+                del asked[row]
+        self._report.restore_s = time.monotonic() - began
 
     def _end_workers(self) -> None:
         for row, worker in self._workers.items():

@@ -11,19 +11,29 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from _chat import ROOT_TOKENS, ROOTS, Turn
 from _counters import Counters
-from _engine import Engine, OpenJob
+from _engine import Engine
 from _geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
 from _oracle import Oracle
 
 from kvoffloadd.client import GroupKind, KeyState
 
+if TYPE_CHECKING:
+    from _open_jobs import Share
+
+    from kvoffloadd.client import Found
+
+if TYPE_CHECKING:
+    from _open_jobs import OpenJob
+
 LAYERS, SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 24, 12, 8, 64, 128
 """gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""
 PROBE_CONVERSATION = 1 << 30
+READY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,16 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a turn. `restored_tokens` need not be computed again; `references`: keys that were asked for."""
+    """What became of a turn. `restored_tokens` need not be computed again; `references`: keys that were asked for;
+    `from_disk`: keys that came from there first. `loaded_bytes` took `load_s` from the question to the load's end.
+    """
 
     restored_tokens: int
     references: int
     hits: int
+    from_disk: int
+    loaded_bytes: int
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +104,21 @@ class Worker:
             options.cache_blocks * geometry.groups[0].payload_bytes(0),
             padded=False,
         )
+        self._engine.disk = True
 
-    def answer(self, turn: Turn) -> Answer:
-        """Restore what is held of the prompt, compute and store the rest and the answer."""
+    def answer(self, turn: Turn, *, restore_alone: bool) -> Answer:
+        """Restore what is held of the prompt, from memory or disk; compute and store the rest and the answer, unless
+        `restore_alone`.
+        """
         engine, rank = self._engine, self._engine.ranks[0]
         keys = self._oracle.keys(turn.conversation, BLOCK_TOKENS, turn.total_tokens // BLOCK_TOKENS)
         asked = keys[: turn.prompt_tokens // BLOCK_TOKENS]
         began = time.monotonic()
-        found = rank.client.pin({group.number: asked for group in engine.geometry.groups})
+        pinned = rank.client.pin({group.number: asked for group in engine.geometry.groups})
         self._counters.took("pin", time.monotonic() - began)
+        found = rank.client.wait_ready(pinned, READY_S)
+        took_s = time.monotonic() - began
+        loaded_bytes = 0
         # The last token is always computed: its logits are what the engine is after.
         restorable = found.boundaries[found.boundaries < turn.prompt_tokens]
         tokens = int(restorable[0]) if len(restorable) else 0
@@ -107,11 +128,16 @@ class Worker:
                 engine.share(rank, group, 0, keys[group.first_needed(length) : length], group.first_needed(length))
                 for group in engine.geometry.groups
             ]
-            engine.wait([engine.load(rank, shares, lease=found.lease)])
+            opened = engine.load(rank, shares, lease=found.lease, pending=_pending(pinned, shares))
+            engine.wait([opened])
+            took_s += opened.took_s
+            loaded_bytes = opened.job.result.bytes if opened.job.result else 0
         rank.client.release(found.lease)
-        engine.wait([self._store(keys, length)])
+        if not restore_alone:
+            engine.wait([self._store(keys, length)])
         hits = sum(int((state == KeyState.HIT).sum()) for state in found.states)
-        return Answer(tokens, 2 * len(asked), hits)
+        from_disk = hits - sum(int((state == KeyState.HIT).sum()) for state in pinned.states) if pinned.promoting else 0
+        return Answer(tokens, 2 * len(asked), hits, from_disk, loaded_bytes, took_s)
 
     def _store(self, keys: np.ndarray, first: int) -> OpenJob:
         rank = self._engine.ranks[0]
@@ -138,9 +164,21 @@ class Worker:
         # The first round pays for pages that are touched for the first time.
         return Speed(**{what: source.size / statistics.median(times[1:]) / 1e9 for what, times in taken.items()})
 
+    def reconnect(self) -> None:
+        """To the daemon that has come after the one that was killed."""
+        self._engine.ranks[0].client.ping()
+
     def close(self) -> None:
         """Orderly end: everything is compared once more."""
         self._engine.close()
+
+
+def _pending(pinned: Found, shares: list[Share]) -> tuple[list[np.ndarray], int]:
+    """Which of the shares' keys were on disk when they were pinned."""
+    states = dict(enumerate(pinned.states))
+    masks = [states[one.group.number][one.first : one.first + len(one.keys)] == KeyState.PENDING for one in shares]
+    others = sum(int((state == KeyState.PENDING).sum()) for state in pinned.states) - pinned.promoting
+    return masks, others
 
 
 def main() -> int:
@@ -149,7 +187,13 @@ def main() -> int:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = worker.probe(asked["probe"]) if "probe" in asked else worker.answer(Turn(**asked))
+        if "probe" in asked:
+            answer: Answer | Speed = worker.probe(asked["probe"])
+        elif "restore" in asked:
+            worker.reconnect()
+            answer = worker.answer(Turn(**asked["restore"]), restore_alone=True)
+        else:
+            answer = worker.answer(Turn(**asked), restore_alone=False)
         print(json.dumps(asdict(answer)), flush=True)
     worker.close()
     return 0

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from _kvmemory import KvMemory
+from _open_jobs import Epoch, OpenJob, Rank, Share
+from _promises import Findings, broken_in_result
 
-from kvoffloadd.client import Client, Job, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
+from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
 from kvoffloadd.errors import ClientError, ConnectionLostError
 from kvoffloadd.model import NO_BLOCK, Direction
 
@@ -24,104 +24,18 @@ if TYPE_CHECKING:
 
     from _counters import Counters
     from _geometry import Geometry, GroupShape
-    from _kvmemory import Wrong
     from _oracle import Oracle
 
-    from kvoffloadd.client import Registration
     from kvoffloadd.model import BoolArray, I64Array, U8Array
-
-Epoch = tuple[str, int]
-"""The daemon's run, and how often the namespace was cleared in it."""
 
 CALL_S = 30.0
 JOB_S = 60.0
-_LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
-_STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
-
-
-class Findings:
-    """Where a worker says what went wrong: counted, and written to its standard error."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-
-    def broken(self, text: str) -> None:
-        """A promise that was not kept."""
-        self._counters.add("broken_promises")
-        print(f"broken promise: {text}", file=sys.stderr, flush=True)
-
-    def wrong(self, wrong: Wrong, what: str) -> None:
-        """Bytes that are not what they must be."""
-        self._counters.add("wrong_bytes", wrong.wrong_bytes)
-        self._counters.add("stray_bytes", wrong.stray_bytes)
-        print(
-            f"wrong: {wrong.wrong_bytes} bytes ({wrong.stray_bytes} stray), first {wrong.where}; {what}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """One group's keys in a job: u8 (keys, key_bytes), and blocks (keys, blocks_per_key); `first`: see `Client`."""
-
-    group: GroupShape
-    part: int
-    keys: U8Array
-    blocks: I64Array
-    first: int
-
-    @property
-    def wanted(self) -> I64Array:
-        """The blocks, flat, without those that are not wanted."""
-        flat = self.blocks.reshape(-1)
-        wanted: I64Array = flat[flat != NO_BLOCK]
-        return wanted
-
-    def bytes_of(self, keys: BoolArray) -> int:
-        """What some of the keys move."""
-        block_bytes = self.group.payload_bytes(self.part) // self.group.blocks_per_key
-        return block_bytes * int((self.blocks[keys] != NO_BLOCK).sum())
-
-
-@dataclass(slots=True, eq=False)
-class Rank:
-    """One session and its KV cache."""
-
-    number: int
-    client: Client
-    memory: KvMemory
-    registration: Registration
-
-
-@dataclass(slots=True, eq=False)
-class OpenJob:
-    """A job whose blocks are the daemon's: those `taken`, for a load those of them that its shares name.
-
-    `hurried`: its deadline may pass; `leased`: all its keys must be there; both unless the namespace was cleared since
-    `epoch`. `took_s`: from the call to the end, if somebody waited for it.
-    """
-
-    job: Job
-    rank: Rank
-    memory: KvMemory
-    shares: list[Share]
-    taken: list[I64Array]
-    began: float
-    hurried: bool
-    leased: bool
-    epoch: Epoch
-    cancelled: bool = False
-    took_s: float = 0.0
-
-    @property
-    def is_load(self) -> bool:
-        """Whether the daemon writes."""
-        return self.job.direction is Direction.LOAD
 
 
 class Engine:
-    """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError or OSError."""
+    """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError or OSError. `disk`: the
+    daemon has a disk tier, False until it is set.
+    """
 
     def __init__(
         self,
@@ -147,6 +61,7 @@ class Engine:
         self._memory_name = memory_name
         self._rank_bytes = rank_bytes
         self._padded = padded
+        self.disk = False
         self._instance = os.urandom(16)
         try:
             for number in range(geometry.ranks):
@@ -220,12 +135,30 @@ class Engine:
         deadline_s: float = JOB_S,
         expedited: bool = False,
         unwanted: float = 0.0,
+        pending: tuple[list[BoolArray], int] | None = None,
     ) -> OpenJob:
-        """Start to load the shares' blocks, but for a fraction `unwanted` of them. Raises as `store`."""
+        """Start to load the shares' blocks, but for a fraction `unwanted` of them. Raises as `store`.
+
+        `pending`: which keys of each share were pending when they were asked for, and how many of all keys asked for
+        were pending because others stored them. None: a lookup tells, right before.
+        """
         taken = [share.blocks for share in shares]
         if unwanted:
             shares = [self._without_some(share, unwanted) for share in shares]
-        return self._submit(Direction.LOAD, rank, shares, lease, deadline_s, expedited=expedited, taken=taken)
+        if pending is None and self.disk:
+            try:
+                pending = self._looked_up(rank, shares), 0
+            except ClientError:
+                self._give_back(rank.memory, [], taken, "")
+                raise
+        opened = self._submit(Direction.LOAD, rank, shares, lease, deadline_s, expedited=expedited, taken=taken)
+        if pending is not None:
+            opened.away, opened.others = pending
+        return opened
+
+    def _looked_up(self, rank: Rank, shares: list[Share]) -> list[BoolArray]:
+        found = rank.client.lookup({share.group.number: share.keys for share in shares})
+        return [state == KeyState.PENDING for state in found.states]
 
     def _without_some(self, share: Share, fraction: float) -> Share:
         left_out = self._rng.random(share.blocks.shape) < fraction
@@ -313,10 +246,12 @@ class Engine:
 
     def _settle(self, opened: OpenJob, result: JobResult) -> None:
         self._check_result(opened, result)
-        loaded = 0
+        finished = result.outcome in (Outcome.DONE, Outcome.PARTIAL)
+        loaded = away = 0
         for at, share in enumerate(opened.shares):
             valid = result.valid(at)
             loaded += int(valid.sum())
+            away += int((valid & opened.away[at]).sum()) if opened.away else 0
             if opened.is_load:
                 opened.memory.lend(share.wanted, lent=False)
                 self._expect(opened, share, valid, self._unsure(result, at, valid))
@@ -324,6 +259,8 @@ class Engine:
         what = f"{opened.job} of {self.geometry.name}, {result.outcome}, groups {groups}"
         right = self._give_back(opened.memory, opened.shares, opened.taken, what)
         self._count(opened, result, loaded, right)
+        if opened.is_load and finished:
+            self._count_from_disk(result, max(away - opened.others, 0), right)
 
     def _unsure(self, result: JobResult, at: int, valid: BoolArray) -> BoolArray:
         """Keys whose blocks may hold anything: their copies had begun, or nobody can tell."""
@@ -365,46 +302,28 @@ class Engine:
         if opened.is_load and right and keys:
             counters.add("verified_loads")
 
-    # --- what the daemon's answers must be -------------------------------------------------------------
+    def _count_from_disk(self, result: JobResult, keys: int, right: bool) -> None:
+        promised = sum(int((states == KeyState.HIT).sum()) for states in result.states)
+        self._counters.add(
+            "missed_keys", promised - sum(int(result.valid(at).sum()) for at in range(len(result.states)))
+        )
+        if right and keys:
+            self._counters.add("verified_loads_from_disk")
+            self._counters.add("loaded_keys_from_disk", keys)
 
     def _check_result(self, opened: OpenJob, result: JobResult) -> None:
         if result.outcome is Outcome.LOST:
             return
-        load, finished = opened.is_load, result.outcome in (Outcome.DONE, Outcome.PARTIAL)
-        chosen = [states == (KeyState.HIT if load else KeyState.RESERVED) for states in result.states]
-        if finished:
-            moved = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, chosen, strict=True))
-            if moved != result.bytes:
-                self._findings.broken(f"{opened.job}: {result.bytes} bytes were copied, its keys have {moved}")
-        for states, failed, mine in zip(result.states, result.failed, chosen, strict=True):
-            if not np.isin(states, _LOADED if load else _STORED).all():
-                self._findings.broken(f"{opened.job}: states {np.unique(states).tolist()}")
-            if load:
-                must_fail = ~mine if finished else np.ones(len(mine), bool)
-            else:
-                must_fail = mine & np.isin(np.arange(len(mine)), failed) if finished else mine
-            if not np.array_equal(np.sort(failed), np.flatnonzero(must_fail)):
-                self._findings.broken(
-                    f"{opened.job}, {result.outcome}: names {failed.tolist()}, states {states.tolist()}"
-                )
-        excused = finished and not load and any(map(len, result.failed))
-        absent = opened.leased and not all(mine.all() for mine in chosen)
+        may_miss = self.disk and not opened.leased
+        for text in broken_in_result(opened, result, may_miss=may_miss, closing=self.closing):
+            self._findings.broken(text)
+        # What was promised, but for a clear: asked of the daemon only if it matters.
+        finished = result.outcome in (Outcome.DONE, Outcome.PARTIAL)
+        excused = finished and not opened.is_load and any(map(len, result.failed))
+        absent = opened.leased and not all((states == KeyState.HIT).all() for states in result.states)
         if (excused or absent) and not self.cleared_since(opened.epoch):
             what = "leased keys were not there" if absent else "reserved keys were not stored"
             self._findings.broken(f"{opened.job}, {result.outcome}: {what}")
-        self._check_outcome(opened, result)
-
-    def _check_outcome(self, opened: OpenJob, result: JobResult) -> None:
-        some_failed = any(map(len, result.failed))
-        allowed = {
-            Outcome.DONE: not some_failed,
-            Outcome.PARTIAL: some_failed,
-            Outcome.CANCELLED: opened.cancelled or self.closing,
-            Outcome.EXPIRED: opened.hurried,
-        }
-        if not allowed.get(result.outcome, False):
-            failed = [indices.tolist() for indices in result.failed]
-            self._findings.broken(f"{opened.job} ended as {result.outcome}, failed {failed}; {result.reason}")
 
     # --- the end ---------------------------------------------------------------------------------------
 

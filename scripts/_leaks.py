@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 LEAVE_S = 5.0
 """How long the daemon may take to forget sessions that have ended."""
 
+DISK_FDS_MAX = 5
+"""What each disk root keeps open at rest: two directories, the lock, and the segments that are written next."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a daemon holds. `fds` None: the kernel does not let us see."""
+    """What a daemon holds. `fds` None: the kernel does not let us see. `disk_fds`: those of them more than its disk
+    roots keep open.
+    """
 
     fds: int | None
+    disk_fds: int
     mappings: int
     accounts: dict[str, Any]
     instances: int
@@ -28,11 +34,14 @@ class Held:
 def held(observer: Client, pid: int, memory_prefix: str) -> Held:
     """What it holds now. `memory_prefix`: of the names of the memfds that count."""
     status = observer.status()
+    roots = tuple(root["path"] + "/" for root in status.get("disk", {}).get("roots", ()))
     try:
-        fds, mappings = len(open_fds(pid)), mapped_memfds(pid, memory_prefix).total()
+        files, mappings = open_fds(pid).values(), mapped_memfds(pid, memory_prefix).total()
     except OSError:
-        fds, mappings = None, 0
-    return Held(fds, mappings, status["accounts"], status["instances"])
+        return Held(None, 0, 0, status["accounts"], status["instances"])
+    on_disk = sum(f"{file}/".startswith(roots) for file in files) if roots else 0
+    disk_fds = max(on_disk - DISK_FDS_MAX * len(roots), 0)
+    return Held(len(files) - on_disk, disk_fds, mappings, status["accounts"], status["instances"])
 
 
 def leaks(observer: Client, pid: int, memory_prefix: str, before: Held) -> list[str]:
@@ -47,6 +56,8 @@ def _difference(before: Held, now: Held) -> list[str]:
     found = []
     if before.fds is not None and now.fds is not None and now.fds > before.fds:
         found.append(f"{now.fds - before.fds} descriptors")
+    if now.disk_fds:
+        found.append(f"{now.disk_fds} descriptors of files on disk")
     if now.mappings:
         found.append(f"{now.mappings} mappings of workers' memory")
     if now.instances > before.instances:
@@ -60,8 +71,12 @@ def _difference(before: Held, now: Held) -> list[str]:
 
 
 def unreturned_slots(observer: Client) -> list[str]:
-    """Drops every key of every namespace; what the memory tier still holds then, nobody will ever give back."""
+    """Drops every key of every namespace; what the tiers still hold then, nobody will ever give back."""
     observer.clear(everything=True)
     status = observer.status()
     used, keys = status["memory"]["used_bytes"], status["cache"]["keys"]
-    return [f"{used} bytes in slots and {keys} keys after everything was cleared"] if used or keys else []
+    found = [f"{used} bytes in slots and {keys} keys after everything was cleared"] if used or keys else []
+    on_disk, records = (status.get("disk", {}).get(name, 0) for name in ("keys", "records"))
+    if on_disk or records:
+        found.append(f"{on_disk} keys and {records} records on disk after everything was cleared")
+    return found

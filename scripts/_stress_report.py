@@ -12,6 +12,7 @@ from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:
     from _counters import Counters
+    from _stress_disk import DiskReport
 
 SHOWN = 20
 
@@ -39,6 +40,7 @@ class Report:
     said: list[str] = field(default_factory=list)
     daemon: DaemonCounters = field(default_factory=DaemonCounters)
     private_bytes: tuple[int, int] | None = None
+    disk: DiskReport | None = None
     interrupted: bool = False
 
     @property
@@ -46,7 +48,7 @@ class Report:
         """Whether everything is right, and something was checked (a run that was interrupted may have had no time)."""
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
-        found = self.findings or self.leaks or self.errors
+        found = self.findings or self.leaks or self.errors or (self.disk is not None and self.disk.planting)
         return bad == 0 and not found and (total("verified_loads") > 0 or self.interrupted)
 
     @property
@@ -73,8 +75,9 @@ class Report:
         counted = {
             name: total(name)
             for name in (
-                "wrong_bytes", "stray_bytes", "broken_promises", "stores", "loads", "verified_loads", "stored_bytes",
-                "loaded_bytes", "block_references", "block_hits", "block_pending", "cancelled", "expired", "lost",
+                "wrong_bytes", "stray_bytes", "broken_promises", "stores", "loads", "verified_loads",
+                "verified_loads_from_disk", "stored_bytes", "loaded_bytes", "loaded_keys_from_disk", "missed_keys",
+                "block_references", "block_hits", "block_pending", "block_promoting", "cancelled", "expired", "lost",
                 "leases_void", "clears", "reregistrations", "reconnects", "calls_lost", "operations",
             )
         }  # fmt: skip
@@ -90,6 +93,8 @@ class Report:
             "memory_bytes": self.memory_bytes,
             "working_set_bytes": self.working_set_bytes,
             **counted,
+            "verified_loads_from_memory": total("verified_loads") - total("verified_loads_from_disk"),
+            "disk": None if self.disk is None else self.disk.as_json(),
             "hit_rate": round(ratio(total("block_hits"), total("block_references")), 4),
             "store_gb_s": round(self.rate("store"), 3),
             "load_gb_s": round(self.rate("load"), 3),
@@ -126,7 +131,7 @@ def print_report(report: Report) -> None:
     """The table, and below it each thing that is wrong."""
     good = report.is_good
     title = f"stress: {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
-    print_table(title, [_moved(report), _found(report), _ended(report), _verdict(report)], good=good)
+    print_table(title, [_moved(report), _found(report), *_on_disk(report), _ended(report), _verdict(report)], good=good)
     findings = [f"finding: {finding}" for finding in report.findings]
     leaked = [f"leaked: {leak}" for leak in report.leaks]
     for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:
@@ -143,6 +148,10 @@ def _moved(report: Report) -> list[tuple[str, str, str]]:
         rows.append((f"{what} latency", "", latency))
     rows.append(("pin latency", "", f"p50 {format_ms(percentile('pin', 50))}, p99 {format_ms(percentile('pin', 99))}"))
     rows.append(("verified loads", f"{total('verified_loads'):,}", "every byte compared with the oracle"))
+    if report.disk is not None:
+        from_disk = total("verified_loads_from_disk")
+        rows.append(("  from memory", f"{total('verified_loads') - from_disk:,}", "all keys were there when asked for"))
+        rows.append(("  from disk", f"{from_disk:,}", "a key was on disk alone when it was asked for"))
     return rows
 
 
@@ -152,10 +161,35 @@ def _found(report: Report) -> list[tuple[str, str, str]]:
     memory, working_set = format_bytes(report.memory_bytes), format_bytes(report.working_set_bytes)
     return [
         ("hits", f"{total('block_hits'):,}", f"{100 * hit_rate:.1f} % of {total('block_references'):,} keys asked for"),
-        ("pending", f"{total('block_pending'):,}", "being stored by another at that moment"),
+        ("pending", f"{total('block_pending'):,}", f"{total('block_promoting'):,} on disk, others being stored"),
         ("evictions", f"{report.daemon.keys_evicted:,}", f"{memory} for {working_set}"),
         ("busy", f"{report.daemon.busy:,}", ""),
     ]
+
+
+def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:
+    disk = report.disk
+    if disk is None:
+        return []
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in disk.not_demoted.items() if count) or "none"
+    again = disk.as_json()
+    share = f"{100 * min(disk.found_again):.1f} %" if disk.found_again else "-"
+    direct = "O_DIRECT" if disk.direct else "buffered"
+    rows = [
+        ("disk", format_bytes(disk.capacity_bytes), f"{disk.file_system}, {direct}"),
+        (
+            "most at any time",
+            format_bytes(disk.most_bytes),
+            f"in {disk.samples:,} looks, {disk.samples_after_kills} at kills",
+        ),
+        ("demoted", f"{disk.demoted_keys:,}", f"keys, {format_bytes(disk.demoted_bytes)}; not: {dropped}"),
+        ("promoted", f"{disk.promoted_keys:,}", f"keys, {format_bytes(disk.promoted_bytes)}"),
+        ("evicted, rewritten", f"{disk.evicted_keys:,}, {disk.rewritten:,}", f"{disk.recycled:,} segments used again"),
+        ("corrupt", f"{disk.corrupt:,}", f"{disk.planted:,} planted, {disk.planted_found:,} found by verify"),
+        ("found after kills", share, f"of keys, at worst; median {again['found_again_median']}"),
+        ("audits of all", f"{disk.audits:,}", f"{disk.records_audited:,} records, {disk.audits_cut_short} cut short"),
+    ]
+    return [rows]
 
 
 def _ended(report: Report) -> list[tuple[str, str, str]]:

@@ -17,8 +17,9 @@ from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, spawn, tail,
 from _geometry import PROMPT_TOKENS, random_geometry
 from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live, ratio
+from _prompts import ROOTS
+from _stress_disk import StressDisk
 from _stress_report import Report
-from _stress_worker import ROOTS
 from _stress_worker import Options as WorkerOptions
 from _watch import Watch, bad_entries
 
@@ -33,19 +34,28 @@ WORKER_END_S = 90.0
 VERIFY_S = 120.0
 ERRORS_MAX = 20
 CORRUPT_EVERY = 10
+PLANT_EVERY_S = 0.25
+AUDITED, AUDIT_WAIT_S = 0.75, 10.0
+"""How often a kill waits until the audit after the last start has ended, and how long."""
+KILLED_IN_START, START_S = 0.2, 0.8
+"""How often a daemon is killed while it starts, and up to what instant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `socket`: of a running daemon; None: start one."""
+    """The command line. `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads" or "disk". `socket`: of a running
+    daemon; None: start one.
+    """
 
     seconds: float
     workers: int
     memory_bytes: int
     working_set_bytes: int
+    disk_bytes: int
+    disk_folder: Path | None
     kill_workers: bool
     kill_daemon: bool
-    plant_corruption: bool
+    plant_corruption: str
     slow_copies_s: float
     seed: int
     socket: Path | None
@@ -67,9 +77,9 @@ class Slot:
 
 
 class Run:
-    """One run, in a folder of its own. Nothing stays behind, however it ends."""
+    """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: Options, folder: Path, disk_folder: Path) -> None:
         self._options = options
         self._folder = folder
         self._rng = np.random.default_rng([options.seed, 1 << 20])
@@ -77,6 +87,12 @@ class Run:
         self._report = Report(
             options.seed, options.workers, options.memory_bytes, options.working_set_bytes, self._counters
         )
+        self._disk: StressDisk | None = None
+        self._patience_s = self._draw_patience()
+        if options.disk_bytes:
+            planting = options.plant_corruption == "disk"
+            self._disk = StressDisk(disk_folder / "root", options.disk_bytes, self._rng, planting=planting)
+            self._report.disk = self._disk.report
         self._memory_prefix = f"kvo-s{os.getpid()}-"
         self._geometries = [random_geometry(options.seed, number) for number in range(_num_namespaces(options.workers))]
         self._slots: dict[int, Slot] = {}
@@ -87,7 +103,9 @@ class Run:
         # Many slabs, so that slot sizes can take them from each other.
         slab_bytes = min(max(self._options.memory_bytes // 128 // MIB, 1), 64) * MIB
         settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning"}
-        faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._options.plant_corruption else []
+        if self._disk is not None:
+            settings |= self._disk.settings
+        faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._options.plant_corruption == "loads" else []
         faults += [f"delay_s={self._options.slow_copies_s}"] if self._options.slow_copies_s else []
         return DaemonProcess(self._folder, self._options.memory_bytes, settings, ",".join(faults))
 
@@ -121,10 +139,31 @@ class Run:
         self._end_workers()
         watch.look(now_due=True)
         self._report.daemon = watch.counters()
-        if self._options.plant_corruption and not self._report.daemon.faults_planted:
+        if self._options.plant_corruption == "loads" and not self._report.daemon.faults_planted:
             self._report.errors.append("no corruption could be planted: too few loads")
+        if self._disk is not None:
+            self._look_at_disk(watch)
+            self._end_disk(self._disk, observer, watch)
         self._audit(observer, before)
         self._report.findings += watch.findings
+
+    def _end_disk(self, disk: StressDisk, observer: Client, watch: Watch) -> None:
+        """Audit it once more, and once more after a restart in order."""
+        if self._daemon is None:
+            return
+        disk.wait_for_audit(VERIFY_S)
+        disk.audit(observer, repair=True)
+        watch.look(now_due=True)
+        disk.note(watch)
+        if (status := self._daemon.stop()) != 0:
+            self._report.errors.append(f"the daemon ended with status {status}:\n{tail(self._daemon.log)}")
+        disk.killed(watch, self._counters.total("clears"))
+        self._daemon.start()
+        disk.started(observer.status(), self._daemon.socket, self._counters.total("clears"))
+        disk.wait_for_audit(VERIFY_S)
+        disk.finish()
+        self._report.findings += disk.findings
+        self._report.errors += disk.errors
 
     def _audit(self, observer: Client, before: Held) -> None:
         """What must hold when all workers have left."""
@@ -160,18 +199,23 @@ class Run:
         options = self._options
         began = time.monotonic()
         kills = self._instants(min(max(options.seconds / 12, 0.5), 4.0)) if options.kill_workers else []
-        daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 15.0)) if options.kill_daemon else []
+        daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 12.0)) if options.kill_daemon else []
+        plants = self._instants(PLANT_EVERY_S)
         with Live("stress", options.seconds) as live:
             while (now := time.monotonic() - began) < options.seconds:
                 watch.look()
+                self._look_at_disk(watch)
                 self._check_children()
                 if kills and now >= kills[0] and (busy := self._busy()):
                     kills.pop(0)
                     self._kill_worker(observer, busy[int(self._rng.integers(0, len(busy)))])
-                if daemon_kills and now >= daemon_kills[0]:
+                if daemon_kills and now >= daemon_kills[0] and self._may_kill_daemon(now - daemon_kills[0]):
                     daemon_kills.pop(0)
-                    watch.look(now_due=True)
-                    self._kill_daemon()
+                    self._patience_s = self._draw_patience()
+                    self._kill_daemon(observer, watch)
+                if plants and now >= plants[0] and self._disk is not None:
+                    plants.pop(0)
+                    self._disk.plant()
                 self._report.seconds = now
                 live.show(now, self._figures())
                 time.sleep(TICK_S)
@@ -194,6 +238,7 @@ class Run:
             conversations=[max(ROOTS, round(share_bytes / one.bytes_of(PROMPT_TOKENS))) for one in self._geometries],
             rank_bytes=min(max(self._options.memory_bytes // 16, MIB), 8 * MIB),
             daemon_may_die=self._options.kill_daemon,
+            disk=self._disk is not None,
             memory_name=memory_name,
         )
         script = str(Path(__file__).with_name("_stress_worker.py"))
@@ -233,18 +278,46 @@ class Run:
             self._report.errors.append(f"a killed worker's session was there for more than {UNMAP_LIMIT_S:.0f} s")
         self._spawn(slot.row, slot.generation + 1)
 
-    def _kill_daemon(self) -> None:
-        """SIGKILL it in the middle of everything; the workers must find its successor."""
-        if self._daemon is not None:
-            self._daemon.kill()
-            self._report.daemon_kills += 1
-            self._daemon.start()
+    def _draw_patience(self) -> float:
+        return AUDIT_WAIT_S if self._rng.random() < AUDITED else 0.0
+
+    def _may_kill_daemon(self, due_s: float) -> bool:
+        """Mostly not before the audit after the last start has ended, so that most of these tell something."""
+        return self._disk is None or not self._disk.is_auditing or due_s >= self._patience_s
+
+    def _look_at_disk(self, watch: Watch) -> None:
+        if self._disk is not None:
+            self._disk.note(watch)
+            self._disk.sample()
+
+    def _kill_daemon(self, observer: Client, watch: Watch) -> None:
+        """SIGKILL it in the middle of everything, now and then of its start; the workers must find its successor."""
+        daemon, disk, clears = self._daemon, self._disk, self._counters.total("clears")
+        if daemon is None:
+            return
+        watch.look(now_due=True)
+        self._look_at_disk(watch)
+        daemon.kill()
+        self._report.daemon_kills += 1
+        if disk is not None:
+            disk.killed(watch, clears)
+            if self._rng.random() < KILLED_IN_START:
+                daemon.launch()
+                time.sleep(float(self._rng.uniform(0.0, START_S)))
+                daemon.kill()
+                self._report.daemon_kills += 1
+                disk.report.kills_in_start += 1
+                disk.sample(after_kill=True)
+        daemon.start()
+        if disk is not None:
+            disk.started(observer.status(), daemon.socket, self._counters.total("clears"))
 
     def _figures(self) -> str:
         total = self._counters.total
         hits = 100 * ratio(total("block_hits"), total("block_references"))
         return (
-            f"{total('stores'):,} stores {total('verified_loads'):,} loads verified {hits:.0f} % hits "
+            f"{total('stores'):,} stores {total('verified_loads'):,} loads verified "
+            f"({total('verified_loads_from_disk'):,} from disk) {hits:.0f} % hits "
             f"{self._report.kills + self._report.daemon_kills} kills {total('wrong_bytes'):,} wrong"
         )
 

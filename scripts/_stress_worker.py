@@ -13,27 +13,30 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from _counters import Counters
-from _engine import JOB_S, Engine, Epoch, Findings, OpenJob, Rank, Share
-from _geometry import BLOCK_TOKENS, PROMPT_TOKENS, Geometry, GroupShape, random_geometry
+from _engine import CALL_S, JOB_S, Engine
+from _geometry import Geometry, GroupShape, random_geometry
 from _oracle import Oracle
+from _promises import Findings, broken_in_answer
+from _prompts import ROOT_TOKENS, ROOTS, Prompts
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from _open_jobs import Epoch, OpenJob, Rank, Share
+
     from kvoffloadd.client import Found
     from kvoffloadd.model import I64Array, U8Array
 
-ROOTS = 4
-"""Conversations share one of so many beginnings."""
-ROOT_TOKENS = 4 * BLOCK_TOKENS
-ZIPF = 0.7
+PATIENT = 0.8
+"""How often a turn waits for what comes from disk."""
+AGAIN_KEYS = 8
 NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
 """What a daemon that was started anew may say to one rank before the other has come back."""
 
@@ -51,15 +54,8 @@ class Options:
     conversations: list[int]
     rank_bytes: int
     daemon_may_die: bool
+    disk: bool
     memory_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The first `tokens` tokens of a conversation."""
-
-    conversation: int
-    tokens: int
 
 
 class Worker:
@@ -72,14 +68,15 @@ class Worker:
         self.findings = Findings(self.counters)
         self.parent = os.getppid()
         self.engine: Engine
-        self.oracle: Oracle
-        self.weights: np.ndarray
+        self.prompts: Prompts
+        self.latest: dict[int, U8Array] = {}
         self.operations: list[tuple[float, Callable[[], None]]] = [
             (40.0, self.turn),
             (10.0, self.reserve_own_part),
             (6.0, self.reserve_all_parts),
             (4.0, self.reserve_and_release),
             (14.0, self.load_unpinned),
+            (20.0, self.load_again),
             (8.0, self.cancel_some),
             (5.0, self.hurry),
             (8.0, self.ask),
@@ -129,10 +126,11 @@ class Worker:
         while not self.counters.stopping:
             number = int(self.rng.integers(0, len(self.options.conversations)))
             geometry = random_geometry(self.options.seed, number)
-            self.weights = np.cumsum(1.0 / np.arange(1, self.options.conversations[number] + 1) ** ZIPF)
-            self.oracle = Oracle(self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
+            oracle = Oracle(self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
+            self.latest = {}
+            self.prompts = Prompts(self.rng, oracle, geometry, self.options.conversations[number])
             try:
-                self.engine = self._engine(geometry)
+                self.engine = self._engine(geometry, oracle)
                 return True
             except ClientError as error:
                 self.counters.add("calls_lost")
@@ -141,30 +139,18 @@ class Worker:
                     raise
         return False
 
-    def _engine(self, geometry: Geometry) -> Engine:
-        return Engine(
+    def _engine(self, geometry: Geometry, oracle: Oracle) -> Engine:
+        engine = Engine(
             self.options.socket,
             geometry,
-            self.oracle,
+            oracle,
             self.counters,
             self.rng,
             self.options.memory_name,
             self.options.rank_bytes,
         )
-
-    def prompt(self) -> Prompt:
-        """Popular conversations come often; each one's length varies, so that prompts extend others."""
-        draw = self.rng.random() * self.weights[-1]
-        blocks = int(self.rng.integers(1, PROMPT_TOKENS // BLOCK_TOKENS + 1))
-        return Prompt(int(np.searchsorted(self.weights, draw)), blocks * BLOCK_TOKENS)
-
-    def keys(self, prompt: Prompt, group: GroupShape) -> U8Array:
-        """All keys of a prompt in a group."""
-        return self.oracle.keys(prompt.conversation, group.tokens_per_key, prompt.tokens // group.tokens_per_key)
-
-    def all_keys(self, prompt: Prompt) -> dict[int, U8Array]:
-        """By group."""
-        return {group.number: self.keys(prompt, group) for group in self.engine.geometry.groups}
+        engine.disk = self.options.disk
+        return engine
 
     def any_rank(self) -> Rank:
         """One of the engine's ranks."""
@@ -186,16 +172,17 @@ class Worker:
 
     def turn(self) -> None:
         """What an engine does with a prompt: pin it, load the longest prefix, compute the rest and store it."""
-        prompt = self.prompt()
-        keys = self.all_keys(prompt)
-        found = self.pin(keys)
-        states = dict(zip(keys, found.states, strict=True))
+        keys = self.prompts.all_keys()
+        pinned = found = self.pin(keys)
         try:
+            if pinned.promoting and self.rng.random() < PATIENT:
+                found = self.wait_ready(keys, pinned)
             if len(found.boundaries):
-                self._load_prefix(keys, found)
+                self._load_prefix(keys, pinned, found)
         finally:
-            self.engine.ranks[0].client.release(found.lease)
-        self._store_new(keys, states)
+            self.engine.ranks[0].client.release(pinned.lease)
+        self._store_new(keys, dict(zip(keys, found.states, strict=True)))
+        self.latest = keys
 
     def pin(self, keys: dict[int, U8Array]) -> Found:
         """Pin in the first rank, as a scheduler does; check and count the answer."""
@@ -204,24 +191,31 @@ class Worker:
         self.counters.took("pin", time.monotonic() - began)
         self.counters.add("block_references", sum(map(len, found.states)))
         self.counters.add("block_hits", sum(int((state == KeyState.HIT).sum()) for state in found.states))
-        self.counters.add("block_pending", sum(int((state == KeyState.PENDING).sum()) for state in found.states))
+        self.counters.add("block_pending", _pending(found))
+        self.counters.add("block_promoting", found.promoting)
         self._check_found(keys, found)
         return found
 
     def _check_found(self, keys: dict[int, U8Array], found: Found) -> None:
-        hits = {number: state == KeyState.HIT for number, state in zip(keys, found.states, strict=True)}
-        longest = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-        right = [
-            tokens
-            for tokens in range(longest, 0, -BLOCK_TOKENS)
-            if all(_servable(group, hits[group.number], tokens) for group in self.engine.geometry.groups)
-        ]
-        if found.boundaries.tolist() != right:
-            self.findings.broken(f"boundaries {found.boundaries.tolist()}, but the states allow {right}")
-        if any(state.size and state.max() > KeyState.PENDING for state in found.states):
-            self.findings.broken(f"a pin answered states {[np.unique(state).tolist() for state in found.states]}")
+        for text in broken_in_answer(self.engine.geometry, keys, found):
+            self.findings.broken(text)
 
-    def _load_prefix(self, keys: dict[int, U8Array], found: Found) -> None:
+    def wait_ready(self, keys: dict[int, U8Array], found: Found) -> Found:
+        """The answer once the keys on disk have come; check it, too."""
+        try:
+            ready = self.engine.ranks[0].client.wait_ready(found, CALL_S)
+        except DeadlineError as error:
+            self.findings.broken(f"keys did not come from disk: {error!r}")
+            raise
+        self._check_found(keys, ready)
+        before, after = (sum(int((s == KeyState.HIT).sum()) for s in one.states) for one in (found, ready))
+        if ready.lease and after < before and not self.engine.cleared_since(self.engine.epoch):
+            self.findings.broken(f"of {before} keys that were leased {after} were left when others had come from disk")
+        return ready
+
+    def _load_prefix(self, keys: dict[int, U8Array], pinned: Found, found: Found) -> None:
+        """`pinned`: the first answer; `found`: the one to go by."""
+        pending = dict(zip(keys, (state == KeyState.PENDING for state in pinned.states), strict=True))
         longest = self.rng.random() < 0.9
         tokens = int(found.boundaries[0] if longest else self.rng.choice(found.boundaries))
 
@@ -233,7 +227,10 @@ class Worker:
         for rank in self.engine.ranks:
             if shares := self.shares(rank, keys, needed):
                 expedited = bool(self.rng.integers(0, 2))
-                begun.append(self.engine.load(rank, shares, lease=found.lease, expedited=expedited))
+                mine = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
+                known = mine, _pending(pinned) - pinned.promoting
+                opened = self.engine.load(rank, shares, lease=found.lease, expedited=expedited, pending=known)
+                begun.append(opened)
         self.engine.wait(begun)
 
     def _store_new(self, keys: dict[int, U8Array], states: dict[int, U8Array]) -> None:
@@ -254,7 +251,7 @@ class Worker:
         rank = self.any_rank()
         held = self.engine.groups_of(rank)
         group, part = held[int(self.rng.integers(0, len(held)))]
-        keys = self.keys(self.prompt(), group)
+        keys = self.prompts.keys(group)
         reserved = rank.client.reserve({group.number: keys}, parts=[part])
         try:
             mine = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
@@ -269,7 +266,7 @@ class Worker:
 
     def reserve_all_parts(self) -> None:
         """Reserve keys of all groups in all their parts, as a scheduler does, and let each rank store its own."""
-        keys = self.all_keys(self.prompt())
+        keys = self.prompts.all_keys()
         reserved = self.engine.ranks[0].client.reserve(keys)
         self.counters.add("reservations")
         states = dict(zip(keys, reserved.states, strict=True))
@@ -286,14 +283,14 @@ class Worker:
     def reserve_and_release(self) -> None:
         """Reserve, think better of it."""
         rank = self.any_rank()
-        reserved = rank.client.reserve(self.all_keys(self.prompt()))
+        reserved = rank.client.reserve(self.prompts.all_keys())
         self.counters.add("reservations")
         rank.client.release(reserved.lease)
 
     def load_unpinned(self) -> None:
         """Load keys that may be there or not, and not all blocks of each."""
         rank = self.any_rank()
-        keys = self.all_keys(self.prompt())
+        keys = self.prompts.all_keys()
         some = float(self.rng.choice([1.0, 0.5]))
         shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < some))
         if shares:
@@ -301,6 +298,13 @@ class Worker:
             begun = self.engine.load(rank, shares, unwanted=unwanted)
             if self.rng.random() < 0.5:
                 self.engine.wait([begun])
+
+    def load_again(self) -> None:
+        """Load some of the latest prompt's keys, as a second request for it would; most are in memory."""
+        rank = self.any_rank()
+        keys = {number: mine[:AGAIN_KEYS] for number, mine in self.latest.items()}
+        if keys and (shares := self.shares(rank, keys, lambda _group, count: np.arange(count))):
+            self.engine.wait([self.engine.load(rank, shares, expedited=True)])
 
     def cancel_some(self) -> None:
         """Start jobs both ways, and cancel most of them, the last first: those may not have begun yet."""
@@ -316,7 +320,7 @@ class Worker:
         begun = []
         for _ in range(count):
             rank = self.any_rank()
-            shares = self.shares(rank, self.all_keys(self.prompt()), lambda _group, count: np.arange(count))
+            shares = self.shares(rank, self.prompts.all_keys(), lambda _group, count: np.arange(count))
             if shares:
                 start = self.engine.load if self.rng.random() < 0.5 else self.engine.store
                 begun.append(start(rank, shares, deadline_s=deadline_s))
@@ -325,15 +329,18 @@ class Worker:
     def ask(self) -> None:
         """What moves nothing. Keys that nobody ever stored are strewn in, so that prefixes break in all places."""
         rank = self.any_rank()
-        keys = self.all_keys(self.prompt())
+        keys = self.prompts.all_keys()
         share = float(self.rng.choice([0.0, 0.05, 0.2]))
         strewn = {number: self._strewn(mine, share) for number, mine in keys.items()}
         self._check_found(strewn, rank.client.lookup(strewn))
-        rank.client.prefetch(keys)
+        coming = rank.client.prefetch(keys)
+        if self.rng.random() < 0.3:
+            rank.client.wait_ready(coming, CALL_S)
         rank.client.touch(keys)
         group = self.engine.geometry.groups[0]
         listed = rank.client.snapshot(group.number)
-        if len(np.unique(listed, axis=0)) != len(listed):
+        # With a disk tier, a key that is evicted to it meanwhile may be named by both.
+        if not self.options.disk and len(np.unique(listed, axis=0)) != len(listed):
             self.findings.broken(f"a snapshot of group {group.number} names a key twice")
 
     def _strewn(self, keys: U8Array, share: float) -> U8Array:
@@ -381,10 +388,8 @@ def _reserved_for(rank: int, states: dict[int, U8Array], group: GroupShape, _cou
     return np.flatnonzero(states[group.number] == KeyState.RESERVED)
 
 
-def _servable(group: GroupShape, hits: Any, tokens: int) -> bool:
-    """Whether these keys restore a prefix of that many tokens in this group."""
-    length, rest = divmod(tokens, group.tokens_per_key)
-    return rest == 0 and 0 < length <= len(hits) and bool(hits[group.first_needed(length) : length].all())
+def _pending(found: Found) -> int:
+    return sum(int((state == KeyState.PENDING).sum()) for state in found.states)
 
 
 def _name(operation: Callable[[], None]) -> str:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Demo: two workers chat through one daemon, whose memory is smaller than the chat; every restored byte is checked.
+"""Demo: two workers chat through one daemon with little memory and a disk; both are killed, every byte is checked.
 
 Starts a daemon on a private socket and two worker processes with the KV cache of gpt-oss-20b, its heads scaled down
 (12 layers of full and 12 of sliding attention on 12 slots). Conversations go from one worker to the other with every
-turn, so that each restores what the other stored. In the middle one worker is killed. Exit status 0 only if no byte
-was wrong, nothing leaked and the daemon's self-audit found nothing; 1 otherwise; 2 for wrong usage.
+turn, so that each restores what the other stored. In the middle one worker is killed (SIGKILL). At the end the daemon
+is, and started again: its memory is gone, and the last turns of the conversations are restored from disk. Exit status 0
+only if no byte was wrong, something came from disk after the restart, nothing leaked and the daemon's self-audit found
+nothing; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from _daemon import DaemonError, obey_signals, private_folder
 from _demo_report import print_report
 from _demo_run import Options, Run
 from _demo_worker import KV_HEADS
+from _disk import disk_folder
 from _output import print_json
 
 from kvoffloadd.errors import KvOffloadError
@@ -30,8 +33,8 @@ def main() -> int:
     options, as_json = _arguments()
     obey_signals()
     try:
-        with private_folder() as folder:
-            report = Run(options, Path(folder)).run()
+        with private_folder() as folder, disk_folder(None) as disk:
+            report = Run(options, Path(folder), Path(disk)).run()
     except (DaemonError, KvOffloadError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return EXIT_BAD

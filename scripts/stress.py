@@ -2,9 +2,11 @@
 """Stress: many worker processes against one daemon, workers and daemon killed, every loaded byte checked.
 
 Each worker registers random KV caches (several groups, parts, tensors, paddings), and stores, loads, reserves, cancels
-and reconnects at random. Contents are a function of the key, so that what one worker stored another can check. Exit
-status 0 only if no byte was wrong, no promise broken, nothing leaked, the daemon's self-audit found nothing, and
-something was checked at all; 1 otherwise; 2 for wrong usage.
+and reconnects at random. Contents are a function of the key, so that what one worker stored another can check. With
+--kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after each start it must
+find again what was there, and everything is audited. Exit status 0 only if no byte was wrong, no promise broken,
+nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found nothing, and something
+was checked at all; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ import sys
 from pathlib import Path
 
 from _daemon import DaemonError, obey_signals, private_folder
+from _disk import disk_folder
 from _output import print_json
 from _stress_report import print_report
 from _stress_run import Options, Run
 
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes, parse_bytes
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 MEMORY_BYTES_MIN = 4 << 20
 """Less has no room for a few of the largest keys."""
+DISK_SHARE = 0.5
+DISK_BYTES_MIN = 32 << 20
 
 
 def main() -> int:
@@ -33,8 +39,8 @@ def main() -> int:
     obey_signals()
     print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
-        with private_folder() as folder:
-            report = Run(options, Path(folder)).run()
+        with private_folder() as folder, disk_folder(options.disk_folder) as disk:
+            report = Run(options, Path(folder), Path(disk)).run()
     except (DaemonError, KvOffloadError, OSError) as error:
         print(f"stress: {error}", file=sys.stderr)
         return EXIT_BAD
@@ -58,7 +64,15 @@ def _arguments() -> tuple[Options, bool]:
     add("--working-set", type=_size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
     add("--kill-workers", action="store_true", help="SIGKILL workers at random instants, and start others")
     add("--kill-daemon", action="store_true", help="SIGKILL the daemon at random instants, and start it again")
-    add("--plant-corruption", action="store_true", help="let the daemon flip bits in loads: this must be noticed")
+    add("--disk", type=Path, metavar="PATH", help="keep keys in a new folder there, too (default: /var/tmp)")
+    add(
+        "--disk-share", type=_share, metavar="X", help="the disk tier's part of the working set; 0: none (default: 0.5)"
+    )
+    add(
+        "--plant-corruption", nargs="?", const="loads", choices=("loads", "disk"), metavar="WHERE",
+        help="loads: let the daemon flip bits in loads, which must be noticed (the default); disk: flip bits in files "
+        "of the disk tier, which must end as misses",
+    )  # fmt: skip
     add("--slow-copies", type=_positive, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
     add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
@@ -66,16 +80,25 @@ def _arguments() -> tuple[Options, bool]:
     given = parser.parse_args()
     if given.workers < 1 or given.memory < MEMORY_BYTES_MIN:
         parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
-    if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies):
-        parser.error("--kill-daemon, --plant-corruption and --slow-copies need a daemon of their own, without --socket")
+    if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies or given.disk):
+        parser.error("--kill-daemon, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket")
+    working_set_bytes = given.working_set or 10 * given.memory
+    wants_disk = given.kill_daemon or given.disk or given.plant_corruption == "disk"
+    share = (DISK_SHARE if wants_disk else 0.0) if given.disk_share is None else given.disk_share
+    if share and working_set_bytes * share < DISK_BYTES_MIN:
+        parser.error(f"--disk-share: {format_bytes(DISK_BYTES_MIN)} of the working set at least, or 0")
+    if not share and (given.disk or given.plant_corruption == "disk"):
+        parser.error("--disk-share 0 leaves nothing for --disk and --plant-corruption disk")
     options = Options(
         seconds=given.seconds,
         workers=given.workers,
         memory_bytes=given.memory,
-        working_set_bytes=given.working_set or 10 * given.memory,
+        working_set_bytes=working_set_bytes,
+        disk_bytes=int(working_set_bytes * share) // PAGE_BYTES * PAGE_BYTES,
+        disk_folder=given.disk,
         kill_workers=given.kill_workers,
         kill_daemon=given.kill_daemon,
-        plant_corruption=given.plant_corruption,
+        plant_corruption=given.plant_corruption or "",
         slow_copies_s=given.slow_copies,
         seed=secrets.randbelow(1 << 32) if given.seed is None else given.seed,
         socket=given.socket,
@@ -88,6 +111,13 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no share")
+    return value
 
 
 def _positive(text: str) -> float:

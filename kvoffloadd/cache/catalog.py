@@ -95,6 +95,12 @@ class Catalog:
         rows[self.missing[rows] != 0] = -1  # row -1 reads some other row, and is -1 either way
         return rows
 
+    def complete(self, shelf: Shelf, keys: U64Array) -> BoolArray:
+        """Which keys are complete on a shelf that may be closed."""
+        rows = self.index.find(shelf.id, keys)
+        found: BoolArray = (rows >= 0) & (self.missing[rows] == 0)
+        return found
+
     def places(self, shelf: Shelf, rows: U32Array) -> I64Array:
         """(n, parts) record numbers."""
         return Runs.of(self.first[rows], shelf.name.parts)

@@ -61,6 +61,7 @@ class Write:
     shelf: Shelf
     left: int
     failed: bool = False
+    dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -274,6 +275,7 @@ class Demotion:
             took = await self._append(write, part)
             if not took:
                 self.counters.not_demoted["no room"] += len(offer.rows)
+                write.dropped = True
                 self._settle(write, len(records) - begin, failed=False)
                 return
             begin += took
@@ -313,7 +315,9 @@ class Demotion:
         self._writes.discard(write)
         offer = write.offer
         self._cache.entries.demoting[offer.rows] = 0
-        if write.failed and not offer.tries:
+        if write.dropped:
+            pass  # counted
+        elif write.failed and not offer.tries:
             rows = self._cache.entries.live(offer.rows)
             self._enqueue(offer.space, rows, 1)
         elif write.failed:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Cache, Found
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+    from kvoffloadd.tiers.disk.manifest import Manifest
     from kvoffloadd.tiers.disk.recovery import Recovered
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Numbers, Segment
@@ -93,7 +94,7 @@ class Disk:
         for root in self.roots:
             if root.state == State.OFF and root.opened:
                 known |= await self._take_in(root)
-        if all(root.state == State.OK for root in self.roots):
+        if all(root.state == State.OK and root.is_known for root in self.roots):
             epochs.forget(set(epochs.by_namespace) - known)
         await self._save_epochs(self.roots)
         for root in self.roots:
@@ -150,8 +151,8 @@ class Disk:
 
     async def _look_after(self, root: Root) -> None:
         if await root.probe():
-            if root.epochs_behind(self.cache.epochs.last):
-                await self._save_epochs([root])
+            for trouble in await self._save_epochs([root]):
+                log.warning("disk: a clear is not noted at %s", trouble)
             return
         await root.settle()
         for ordinal in list(root.segments):
@@ -160,8 +161,23 @@ class Disk:
         await root.take_off()
         manifest = await root.open()
         if manifest is not None:
-            self.cache.epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+            old = self._learn(manifest)
             await self._take_in(root)
+            await self._empty(old)
+
+    def _learn(self, manifest: Manifest) -> list[Shelf]:
+        """A root came late, and knows of clears that nobody here has heard of. What is in memory was stored here, and
+        stays; what is on disk of older epochs goes. Pair with `_empty`.
+        """
+        epochs = self.cache.epochs
+        epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+        for namespace in self.cache.namespaces.values():
+            if namespace.epoch != epochs.of(namespace.fingerprint):
+                namespace.epoch = epochs.of(namespace.fingerprint)
+                for space in namespace.spaces.values():
+                    space.shelf = None
+                    self.shelve(space)
+        return self.begin_clear(None)
 
     async def wait_for_change(self, deadline_s: float) -> None:
         """Until some root has more room or less to do, or the deadline."""
@@ -227,11 +243,10 @@ class Disk:
         return away
 
     def holds_keys(self, space: Space, keys: U64Array) -> BoolArray:
-        """Which keys are complete on disk."""
-        if space.shelf is None:
+        """Which keys are complete on disk; also on a shelf that is being emptied, which tells of their end itself."""
+        if space.shelf is None or space.shelf.id not in self._spaces:
             return np.zeros(len(keys), bool)
-        there: BoolArray = self.catalog.find(space.shelf, keys) >= 0
-        return there
+        return self.catalog.complete(space.shelf, keys)
 
     def snapshot(self, space: Space, cursor: int, count: int) -> tuple[bytes, int]:
         """Packed keys that are on disk and not in memory, from a catalog row on; and the next row, 0 at the end."""
@@ -256,12 +271,7 @@ class Disk:
             keys = {s.shelf.id: catalog.index.keys[rows[shelves == s.shelf.id]] for s in listened if s.shelf}
         lost = catalog.forget(records)
         for number, gone in keys.items():
-            space = self._spaces[number]
-            held = self.cache.entries.index.find(space.id, gone)
-            resident = held >= 0
-            resident[resident] = self.cache.entries.complete(held[resident])
-            if not resident.all():
-                self.cache.entries.note(space, gone[~resident], added=False)
+            self._note_gone(self._spaces[number], gone)
         return lost
 
     def begin_clear(self, namespaces: Sequence[Namespace] | None) -> list[Shelf]:
@@ -284,20 +294,32 @@ class Disk:
             NotDurableError: it holds here, but a root could not note it: after a restart the keys might be back.
         """
         failed = await self._save_epochs(self.roots)
+        await self._empty(shelves)
+        if failed:
+            raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
+
+    async def _empty(self, shelves: list[Shelf]) -> None:
+        """Free what these closed shelves take."""
         for shelf in shelves:
             space = self._spaces.pop(shelf.id, None)
             for keys in self.catalog.empty(shelf):
                 if space is not None and space.namespace.listeners:
-                    self.cache.entries.note(space, keys, added=False)
+                    self._note_gone(space, keys)
                 await asyncio.sleep(0)
-        if failed:
-            raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
+
+    def _note_gone(self, space: Space, keys: U64Array) -> None:
+        """These keys are not on disk any more: an event for those that are not in memory."""
+        held = self.cache.entries.index.find(space.id, keys)
+        resident = held >= 0
+        resident[resident] = self.cache.entries.complete(held[resident])
+        self.cache.entries.note(space, keys[~resident], added=False)
 
     async def _save_epochs(self, roots: Sequence[Root]) -> list[str]:
         epochs = self.cache.epochs
         failed = []
         for root in roots:
             if not root.opened:
+                failed.append(f"{root.path} is off: {root.health.reason}")
                 continue
             try:
                 await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)

@@ -98,27 +98,34 @@ class Reclaim:
         records = records[catalog.missing[catalog.row[records]] == 0]
         left = segment.size_bytes // REWRITE_SHARE
         from_memory = []
-        spaces = catalog.index.space[catalog.row[records]]
-        for number in np.unique(spaces).tolist():
-            shelf = catalog.shelves[number]
-            mine = records[spaces == number]
+        for number in np.unique(catalog.index.space[catalog.row[records]]).tolist():
+            # Looked at anew each time: a clear may have passed while others were moved.
+            shelf = catalog.shelves.get(number)
+            records = records[(catalog.segment[records] == segment.ordinal) & (catalog.page[records] != 0)]
+            mine = records[catalog.index.space[catalog.row[records]] == number]
+            if shelf is None or not shelf.open:
+                continue
             space = self._disk.space_of(shelf)
             if space is not None:
                 keys = catalog.index.keys[catalog.row[mine]]
                 rows = entries.index.find(space.id, keys)
                 resident = rows >= 0
                 resident[resident] = entries.complete(rows[resident])
-                from_memory.append(np.unique(rows[resident]).astype(np.uint32))
+                # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
+                again = np.unique(rows[resident]).astype(np.uint32)[: max(left, 0) // sum(space.part_bytes)]
+                left -= len(again) * sum(space.part_bytes)
+                from_memory.append(again)
                 mine = mine[~resident]
             mine = mine[catalog.used[catalog.row[mine]] != 0]
             sizes = self._disk.payload_bytes(shelf, mine)
             if sizes is None:
                 continue  # nobody has registered this group since the start: nobody has used it either
+            mine, sizes = mine[np.cumsum(sizes) <= left], sizes[np.cumsum(sizes) <= left]
             step = max(1, REWRITE_BYTES // max(int(sizes.max(initial=1)), 1))
             for at in range(0, len(mine), step):
                 some = slice(at, at + step)
                 left -= int(sizes[some].sum())
-                if left < 0 or not await self._move(root, segment, shelf, mine[some], sizes[some]):
+                if not await self._move(root, segment, shelf, mine[some], sizes[some]):
                     return from_memory
         return from_memory
 

@@ -118,17 +118,17 @@ class Jobs:
             self._check_lease(message.lease, founds)
         nothing = [np.zeros(0, np.int64)] * len(shares)
         job = Job(message.job, registration, 0, nothing, nothing)
-        plan: Callable[[], LoadPlan] = partial(self._plan_load, job, shares)
+        wanted = [found.hits | gone for found, gone in zip(founds, away, strict=True)]
+        plan: Callable[[], LoadPlan] = partial(self._plan_load, job, shares, wanted)
         fetched = [
             away_keys(share.space, share.keys, share.first, gone)
             for share, gone in zip(shares, away, strict=True)
             if gone.any()
         ]
-        wanted = [found.hits | gone for found, gone in zip(founds, away, strict=True)]
         if fetched:
             self._check_destinations(shares, wanted)
         elif any(mask.any() for mask in wanted):
-            plan = self._check_plan(self._plan_load(job, shares, founds))
+            plan = self._check_plan(self._plan_load(job, shares, wanted, founds))
         else:
             job.lost = [np.arange(len(share.keys)) for share in shares]
         job.outbox_bytes = self._charge(message, shares)
@@ -161,23 +161,27 @@ class Jobs:
             memory.append(share.group.plan.expand(share.blocks[at], np.zeros(len(at), np.uint64)))
         check_destinations(np.concatenate([m for m, _, _ in memory]), np.concatenate([s for _, _, s in memory]))
 
-    def _plan_load(self, job: Job, shares: list[GroupJob], founds: list[Found] | None = None) -> LoadPlan:
-        """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not."""
+    def _plan_load(
+        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None = None
+    ) -> LoadPlan:
+        """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not.
+
+        Only keys that are `wanted`: what came meanwhile was not promised, and its blocks are not the job's to write.
+        """
         if founds is None:
             founds = [self.context.cache.find(share.space, share.keys) for share in shares]
-        job.chosen = chosen = [np.flatnonzero(found.hits) for found in founds]
-        job.lost = [np.flatnonzero(~found.hits) for found in founds]
-        parts = [
-            self.context.cache.part_records(found.hit_rows, share.group.part)
-            for share, found in zip(shares, founds, strict=True)
-        ]
+        masks = [found.hits & mask for found, mask in zip(founds, wanted, strict=True)]
+        job.chosen = chosen = [np.flatnonzero(mask) for mask in masks]
+        job.lost = [np.flatnonzero(~mask) for mask in masks]
+        rows = [found.rows[at].astype(np.uint32) for found, at in zip(founds, chosen, strict=True)]
+        parts = [self.context.cache.part_records(r, share.group.part) for r, share in zip(rows, shares, strict=True)]
 
         def build(good: BoolArray) -> Copies:
             masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
             mine = zip(shares, chosen, parts, masks, strict=True)
             return concatenate([self._copies(Direction.LOAD, s, at[mask], part[mask]) for s, at, part, mask in mine])
 
-        return LoadPlan(np.concatenate([found.hit_rows for found in founds]), np.concatenate(parts), build)
+        return LoadPlan(np.concatenate(rows), np.concatenate(parts), build)
 
     @staticmethod
     def _check_plan(plan: LoadPlan) -> Callable[[], LoadPlan]:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import asyncio
 
 BEAT_S = 0.005
-WINDOW_S = 10.0
+WINDOW_S = 2.0
 
 
 class Lag:

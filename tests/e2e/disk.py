@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.files import is_segment_name
+from kvoffloadd.tiers.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
 from tests.e2e.process import Daemon
+from tests.e2e.rank import Keys, Rank
 from tests.e2e.waiting import until
 
 MIB = 1 << 20
@@ -24,9 +34,82 @@ def disk(daemon: Daemon) -> dict[str, Any]:
     return found
 
 
+def root_state(daemon: Daemon, number: int = 0) -> str:
+    """How a root is doing."""
+    return str(disk(daemon)["roots"][number]["state"])
+
+
 def demoted(daemon: Daemon, keys: int) -> None:
     """Wait until so many keys are on disk."""
-    until(lambda: disk(daemon)["keys"] >= keys, f"{keys} keys are on disk, not {disk(daemon)}")
+    until(lambda: disk(daemon)["keys"] >= keys, f"{keys} keys are on disk")
+
+
+def idle(daemon: Daemon) -> None:
+    """Wait until nothing waits to be written, or is being written."""
+    until(
+        lambda: (
+            daemon.status()["cache"]["unsealed"] == 0
+            and disk(daemon)["backlog_bytes"] == 0
+            and not any(root["writing"] for root in disk(daemon)["roots"])
+        ),
+        "all is written",
+    )
+
+
+# --- keys ---
+
+
+def group_of(payload_bytes: int, parts: int = 1, part: int = 0) -> tuple[Group, ...]:
+    """One group whose payloads have this size."""
+    return (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, payload_bytes),), parts=parts, part=part),)
+
+
+def store_all(rank: Rank, keys: Keys, at_once: int = 64) -> None:
+    """Store them all, some at a time."""
+    for start in range(0, len(keys), at_once):
+        assert rank.store_keys(keys[start : start + at_once]).outcome is Outcome.DONE
+
+
+def store_on_disk(daemon: Daemon, rank: Rank, keys: Keys, at_once: int = 64) -> None:
+    """Store all, some at a time, and wait each time until they are on disk."""
+    for start in range(0, len(keys), at_once):
+        before = disk(daemon)["demoted"]["keys"]
+        some = keys[start : start + at_once]
+        assert rank.store_keys(some).outcome is Outcome.DONE
+        _count_up(daemon, before + len(some))
+
+
+def _count_up(daemon: Daemon, least: int) -> None:
+    until(lambda: disk(daemon)["demoted"]["keys"] >= least, f"{least} keys have been demoted")
+
+
+def only_on_disk(rank: Rank, keys: Keys, at_once: int = 1024) -> Keys:
+    """Those of the keys that are on disk and not in memory."""
+    states = np.concatenate([rank.states(keys[at : at + at_once]) for at in range(0, len(keys), at_once)])
+    away: Keys = keys[states == KeyState.PENDING]
+    return away
+
+
+def served(rank: Rank, keys: Keys, at_once: int = 64) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Load all the keys, some at a time: which came. Asserts that what came is right, and the rest was left alone."""
+    came = np.zeros(len(keys), bool)
+    for start in range(0, len(keys), at_once):
+        some = keys[start : start + at_once]
+        blocks = rank.blocks_of(0, 0, len(some))
+        rank.wipe()
+        result = rank.load({0: (some, blocks)})
+        assert result.outcome in (Outcome.DONE, Outcome.PARTIAL), result
+        good = np.ones(len(some), bool)
+        if result.outcome is Outcome.PARTIAL:
+            good[result.failed[0]] = False
+        assert rank.wrong(0, some[good], blocks[good]) == 0
+        rank.wipe_loaded(0, blocks[good])
+        assert rank.clean()
+        came[start : start + len(some)] = good
+    return came
+
+
+# --- files ---
 
 
 def segments(root: Path) -> list[Path]:
@@ -36,4 +119,92 @@ def segments(root: Path) -> list[Path]:
 
 def file_bytes(root: Path) -> int:
     """What `du` would say."""
-    return sum(path.stat().st_blocks * 512 for path in [root, *root.rglob("*")])
+    total = 0
+    for folder, _, names in os.walk(root):
+        for path in [folder, *(os.path.join(folder, name) for name in names)]:
+            try:
+                total += os.stat(path, follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue  # gone since it was listed
+    return total
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a key's record lies. `payload_bytes` follow the header page."""
+
+    key: bytes
+    path: Path
+    page: int
+    payload_bytes: int
+
+    @property
+    def covered_bytes(self) -> int:
+        """Bytes from its beginning whose loss is a loss: the header page and the payload, without the padding."""
+        return PAGE_BYTES + self.payload_bytes
+
+    @property
+    def end_page(self) -> int:
+        """The first page behind it."""
+        return self.page + int(record_pages(np.array([self.payload_bytes]))[0])
+
+    def flip(self, position: int) -> None:
+        """Damage one byte of it."""
+        flip(self.path, self.page * PAGE_BYTES + position)
+
+
+def records(root: Path) -> dict[bytes, Record]:
+    """All records of all segments, by key; the newest segment's of those that are there twice."""
+    found: dict[bytes, Record] = {}
+    numbers: dict[bytes, int] = {}
+    for path in segments(root):
+        if not is_segment_name(path.name):
+            continue
+        pages = np.fromfile(path, np.uint8)
+        pages = pages[: len(pages) // PAGE_BYTES * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        header = decode_segment_header(pages[0])
+        assert not hasattr(header, "value"), f"{path} has no header"
+        likely = np.flatnonzero(pages[:, :8].copy().view("<u8")[:, 0] == RECORD_MAGIC)
+        heads, valid = decode_records(pages[likely], header.uuid)
+        number = header.number
+        for page, head in zip(likely[valid].tolist(), heads[valid], strict=True):
+            key = head["key"].tobytes()
+            if numbers.get(key, -1) <= number:
+                numbers[key] = number
+                found[key] = Record(key, path, page, int(head["payload_bytes"]))
+    return found
+
+
+def records_of(root: Path, keys: Keys) -> list[Record]:
+    """Of each of the keys."""
+    known = records(root)
+    return [known[key.tobytes()] for key in keys]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Damage one byte."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte ^ 0x40]), offset)
+    finally:
+        os.close(fd)
+
+
+def flip_each(wanted: Sequence[Record], positions: Sequence[int]) -> None:
+    """Damage one byte of each record."""
+    for record, position in zip(wanted, positions, strict=True):
+        record.flip(position)
+
+
+class Switch:
+    """The faults of a daemon's disks, see tiers/disk/faults.py; none at first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "switch"
+
+    def set(self, *lines: str) -> None:
+        """From now on these, and no others."""
+        new = self.path.with_suffix(".new")
+        new.write_text("\n".join(lines), encoding="utf-8")
+        new.replace(self.path)

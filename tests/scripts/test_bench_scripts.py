@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -64,3 +65,20 @@ def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None
     assert done.status == 2
     assert arguments[0] in done.said
     assert "Traceback" not in done.said
+
+
+def test_bench_disk() -> None:
+    found = result_of("bench_disk.py", "--bytes", "4MiB", "--rounds", "1", "--payloads", "64KiB,1MiB")
+    assert [case["payload_bytes"] for case in found["cases"]] == [64 << 10, 1 << 20]
+    for case in found["cases"]:
+        for what in ("demote", "promote"):
+            assert case[what]["mb_per_s"] > 0
+            assert (case[what]["fio_mb_per_s"] is None) == (shutil.which("fio") is None)
+            assert 0 <= case[what]["lag_ms"] <= case[what]["lag_worst_ms"]
+
+
+def test_bench_recovery() -> None:
+    found = result_of("bench_recovery.py", "--records", "1000", "40000", "--rounds", "1")
+    assert [(level["records"], level["segments"]) for level in found["levels"]] == [(0, 0), (1000, 1), (40_000, 2)]
+    assert all(0 < level["start_s"] < 30 for level in found["levels"])
+    assert found["levels"][2]["index_bytes_per_record"] < 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +27,13 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Census:
     """`kept`: segments with contents, oldest first. `void`: files of ours without any that can be served, by name, with
-    their bytes. `foreign_bytes`: files that are not ours, and stay.
+    their bytes. `foreign_bytes`: files that are not ours, and stay. `is_complete`: no other start could find more.
     """
 
     kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
     void: list[tuple[str, int]] = field(default_factory=list)
     foreign_bytes: int = 0
+    is_complete: bool = True
 
 
 async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *, trusted: bool) -> Census:
@@ -43,7 +45,13 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
     names = await lane.perform(home.segment_names)
     found = await asyncio.gather(*(_recover(home, files, lane, name) for name in names))
     census = Census()
-    for one in filter(None, found):
+    if names and not any(found):
+        raise OSError(errno.EIO, "no segment can be read")
+    for name, one in zip(names, found, strict=True):
+        if one is None:
+            census.foreign_bytes += await lane.perform(partial(home.size_bytes, name))
+            census.is_complete = False
+            continue
         if one.kind is Kind.FOREIGN:
             log.warning("%s/segments/%s is no segment of ours: left alone", home.path, one.name)
             census.foreign_bytes += one.size_bytes
@@ -53,6 +61,7 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
         if one.header is None or not len(one.entries) or not trusted:
             if one.kind is Kind.UNREADABLE:
                 log.warning("%s/segments/%s is of another version: kept until its space is needed", home.path, one.name)
+                census.is_complete = False
             census.void.append((one.name, one.size_bytes))
         else:
             segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)

@@ -5,20 +5,25 @@ Blocking methods run in the write lane's threads, one at a time; the fields chan
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import secrets
+import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, probe_direct
 from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
+from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvoffloadd.tiers.disk.files import Files
+    from kvoffloadd.tiers.disk.format import SegmentHeader
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ class Home:
         if not self._uuid:  # a root that was there before and is not now is a file system that is not mounted
             files.make_directory(self.path)
         self._directory_fd = files.open_directory(self.path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if self._uuid else os.O_CREAT)
         self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._directory_fd)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,13 +65,12 @@ class Home:
         self.is_direct = probe_direct(files, self._directory_fd) if self._wants_direct is None else self._wants_direct
 
     async def remember(self) -> bool:
-        """Read the manifest; a new root gets one. False: there was none to trust, so that nothing here may be served:
-        what was cleared is not known.
+        """Read the manifest. False: there is none to trust, so that nothing here may be served: what was cleared is not
+        known. `begin` makes a new one, once nothing is left that it would vouch for.
 
         Raises:
             OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
         """
-        trusted = True
         try:
             self.manifest = await read_manifest(self.path)
         except DiskVersionError:
@@ -77,18 +81,24 @@ class Home:
         if self.manifest is None:
             if self._uuid:
                 raise DiskError(f"{self.path} has no manifest any more: is its file system mounted?")
-            trusted = False
             self.manifest = Manifest(root_uuid=secrets.token_bytes(16), base_epoch=0, last_epoch=0, epochs={})
-            await write_manifest(self.path, self.manifest)
+            return False
         if self._uuid and self.manifest.root_uuid != self._uuid:
             self.manifest = None
             raise DiskError(f"{self.path} is another root than before: restart the daemon to use it")
         self._uuid = self.manifest.root_uuid
-        return trusted
+        return True
+
+    async def begin(self) -> None:
+        """Make the manifest of a new root durable; OSError passes through."""
+        if self.manifest is None:
+            raise DiskError(f"{self.path} is off")
+        await write_manifest(self.path, self.manifest)
+        self._uuid = self.manifest.root_uuid
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
         """Make clears durable. Raises OSError or DiskError if that can't be done now."""
-        if self.manifest is None:
+        if self.manifest is None or not self._uuid:
             raise DiskError(f"{self.path} is off")
         manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
         if manifest != self.manifest:
@@ -97,15 +107,32 @@ class Home:
 
     def segment_names(self) -> list[str]:
         """Files that look like segments; blocks."""
-        return sorted(filter(is_segment_name, self.files.names(self.segments_fd)))
+        return sorted(filter(self._may_be_segment, self.files.names(self.segments_fd)))
+
+    def _may_be_segment(self, name: str) -> bool:
+        if not is_segment_name(name):
+            return False
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
 
     def size_bytes(self, name: str) -> int:
         """Size of a segment file; blocks."""
         return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
 
-    def free_bytes(self) -> int:
-        """What the file system has left; blocks."""
-        return self.files.free_bytes(self._directory_fd)
+    def make_segment(self, name: str, header: SegmentHeader, min_free_bytes: int, *, reuse: bool) -> int:
+        """A segment file, new or used before, ready to be appended to; blocks. Returns its descriptor.
+
+        Raises:
+            OSError, DiskError: as `create_segment` and `recycle_segment`; ENOSPC also where a new file would leave less
+                than `min_free_bytes` on the file system.
+        """
+        if reuse:
+            return recycle_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
+        if self.files.free_bytes(self._directory_fd) - header.segment_bytes < min_free_bytes:
+            raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
+        return create_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
 
     def trouble(self) -> str:
         """Why the directory is not what it was; empty: it is; blocks."""
@@ -120,6 +147,8 @@ class Home:
     def try_write(self) -> None:
         """Write and sync a page; blocks. Raises OSError."""
         files = self.files
+        with suppress(FileNotFoundError):  # of an earlier try that could not remove it
+            files.unlink(self._directory_fd, "probe")
         fd = files.open(self._directory_fd, "probe", create=True, direct=False, write=True)
         try:
             files.write(fd, 0, [bytes(PAGE_BYTES)])

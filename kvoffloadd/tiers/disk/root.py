@@ -8,7 +8,6 @@ A system call that hangs can't be ended: whoever waits for one here has a deadli
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 import time
@@ -29,7 +28,7 @@ from kvoffloadd.tiers.disk.home import Home
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
 from kvoffloadd.tiers.disk.segment import Segment
-from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment, seal_segment
+from kvoffloadd.tiers.disk.segments import seal_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,8 +106,10 @@ class Root:
         self._spare: Segment | None = None
         self._void: list[tuple[str, int]] = []  # segment files without contents: name, bytes
         self._foreign_bytes = 0
+        self.is_known = False  # all that may ever be served from here was looked at
         self._trusted = True
         self._grow_after = 0.0
+        self._preparing = False
         self._sealing: set[asyncio.Task[None]] = set()
 
     @property
@@ -138,8 +139,9 @@ class Root:
             OSError: the directory can't be read.
         """
         census = await take_census(self.home, self._files, self.read_lane, self._numbers, trusted=self._trusted)
-        self._trusted = True  # what is written from now on
-        self._void, self._foreign_bytes = census.void, census.foreign_bytes
+        if not self._trusted:
+            await self._begin_anew(census.void)
+        self._void, self._foreign_bytes, self.is_known = census.void, census.foreign_bytes, census.is_complete
         kept = census.kept
         self.segments = {segment.ordinal: segment for segment, _ in kept}
         while self.used_bytes > self.capacity_bytes and (self._void or kept):
@@ -151,6 +153,15 @@ class Root:
                 work = partial(seal_found, self.home, self._files, segment, found)
                 self.write_lane.submit(work, partial(self._sealed_found, segment))
         return kept
+
+    async def _begin_anew(self, void: list[tuple[str, int]]) -> None:
+        """A manifest vouches for all that is here, so the old contents go before there is a new one."""
+        while void:
+            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, void[-1][0]))
+            void.pop()
+        await self.write_lane.perform(partial(self._files.sync_directory, self.home.segments_fd))
+        await self.home.begin()
+        self._trusted = True
 
     def _sealed_found(self, segment: Segment, result: BaseException | None) -> None:
         segment.readers -= 1
@@ -190,29 +201,58 @@ class Root:
         """Add the next segment: a new file, or an old one without contents. False, and maybe another `state`, if that
         failed.
         """
-        create = self._may_create or not self._void
-        name, size = (secrets.token_hex(8), 0) if create else self._void.pop()
+        while self._void and self._void[-1][1] != self.segment_bytes and not self._may_create:
+            if not await self._discard():
+                return False
+        if not self.may_grow:
+            return False
+        name, size = (secrets.token_hex(8), 0) if self._may_create else self._void.pop()
         return await self._prepare(name, size, self._header())
 
+    async def _discard(self) -> bool:
+        """Remove the last file without contents: what counts is its space."""
+        unlink = partial(self._files.unlink, self.home.segments_fd, self._void[-1][0])
+        try:
+            await self.write_lane.perform(unlink, urgent=FIRST)
+        except OSError as error:
+            self._write_failed(error)
+            return False
+        self._void.pop()
+        return True
+
     async def recycle(self, segment: Segment) -> bool:
-        """Make this closed segment, of which nobody wants anything any more, the next one. False as in `grow`."""
+        """Make this closed segment, of which nobody wants anything any more, the next one; one of another size only
+        leaves its space to `grow`. False as in `grow`.
+        """
         while segment.readers:
             self.changed.clear()
             await self.changed.wait()
-        del self.segments[segment.ordinal]
+        if self.segments.pop(segment.ordinal, None) is None:
+            return False  # the root was taken off meanwhile
         self.counters.segments_recycled += 1
+        if segment.size_bytes != self.segment_bytes:
+            self._void.append((segment.name, segment.size_bytes))
+            return True
         return await self._prepare(segment.name, segment.size_bytes, self._header())
 
     def _header(self) -> SegmentHeader:
         return SegmentHeader(secrets.token_bytes(16), self._numbers.number(), self.segment_bytes, int(time.time()))
 
     async def _prepare(self, name: str, size_bytes: int, header: SegmentHeader) -> bool:
+        self._preparing = True
+        make = partial(self.home.make_segment, name, header, self._settings.min_free_bytes, reuse=bool(size_bytes))
         try:
-            fd = await self.write_lane.perform(partial(self._make, name, size_bytes, header), urgent=FIRST)
+            fd = await self.write_lane.perform(make, urgent=FIRST)
         except (OSError, KvOffloadError) as error:
             if size_bytes:
                 self._void.append((name, size_bytes))
             self._write_failed(error)
+            return False
+        finally:
+            self._preparing = False
+            self.changed.set()
+        if self.state == State.OFF:
+            self._files.close(fd)
             return False
         segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
         self.segments[segment.ordinal] = segment
@@ -225,16 +265,6 @@ class Root:
         self.health.wrote()
         self.changed.set()
         return True
-
-    def _make(self, name: str, size_bytes: int, header: SegmentHeader) -> int:
-        files = self._files
-        if size_bytes == self.segment_bytes:
-            return recycle_segment(files, self.home.segments_fd, name, header, direct=self.home.is_direct)
-        if size_bytes:
-            files.unlink(self.home.segments_fd, name)
-        if self.home.free_bytes() - self.segment_bytes < self._settings.min_free_bytes:
-            raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
-        return create_segment(files, self.home.segments_fd, name, header, direct=self.home.is_direct)
 
     # --- writing ---
 
@@ -251,7 +281,7 @@ class Root:
     @property
     def depth(self) -> int:
         """Batches that keep the disk busy; more only wait."""
-        return self._settings.write_threads + 1
+        return 2 * self._settings.write_threads
 
     @property
     def load(self) -> tuple[int, float]:
@@ -262,10 +292,6 @@ class Root:
     def opened(self) -> bool:
         """The directory and its manifest are ours."""
         return self.home.manifest is not None
-
-    def epochs_behind(self, last: int) -> bool:
-        """A clear is not noted here."""
-        return self.home.manifest is not None and self.home.manifest.last_epoch < last
 
     def append(self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None]) -> int:
         """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
@@ -289,15 +315,9 @@ class Root:
         segment.next_page = int(ends[count - 1])
         segment.num_entries += count
         segment.writers += 1
-        work = partial(self._write, segment, entries, batch.digests[:count], batch.addresses[:count])
+        work = partial(_write, self._files, segment, entries, batch.digests[:count], batch.addresses[:count])
         self.write_lane.submit(work, partial(self._written, segment, entries, done))
         return count
-
-    def _write(self, segment: Segment, entries: Records, digests: U64Array, addresses: U64Array) -> None:
-        headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
-        encode_records(headers, segment.header.uuid, entries, segment.space_list, digests, int(time.time()))
-        sizes: I64Array = entries["payload_bytes"].astype(np.int64)
-        write_records(self._files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)
 
     def _written(
         self,
@@ -383,7 +403,7 @@ class Root:
     async def take_off(self) -> None:
         """Let the directory go; segments and contents are forgotten here, not on disk."""
         await self.settle()
-        while any(segment.readers for segment in self.segments.values()):
+        while self._preparing or any(segment.readers for segment in self.segments.values()):
             self.changed.clear()
             await self.changed.wait()
         self.segments.clear()
@@ -438,3 +458,11 @@ class Root:
         if ended:
             self.home.leave()
         return ended
+
+
+def _write(files: Files, segment: Segment, entries: Records, digests: U64Array, addresses: U64Array) -> None:
+    """In a thread of the write lane."""
+    headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
+    encode_records(headers, segment.header.uuid, entries, segment.space_list, digests, int(time.time()))
+    sizes: I64Array = entries["payload_bytes"].astype(np.int64)
+    write_records(files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)

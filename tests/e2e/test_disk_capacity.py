@@ -1,0 +1,180 @@
+"""A root never takes more than it was given, however much is written, and keeps what is worth most."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvoffloadd.client import KeyState
+from tests.e2e.disk import (
+    MIB,
+    disk,
+    disk_settings,
+    file_bytes,
+    group_of,
+    idle,
+    only_on_disk,
+    records,
+    served,
+    store_all,
+    store_on_disk,
+)
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank, new_keys
+from tests.e2e.waiting import throughout
+
+Start = Callable[..., Daemon]
+PAYLOAD = 60_000
+"""A record of 16 pages."""
+
+
+@contextmanager
+def within(*bounds: tuple[Path, int]) -> Iterator[None]:
+    """All the while, no root takes more than its bound on disk."""
+    most = dict.fromkeys((root for root, _ in bounds), 0)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            for root in most:
+                most[root] = max(most[root], file_bytes(root))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+    for root, bound in bounds:
+        assert 0 < most[root] <= bound
+
+
+def worker(daemon: Daemon) -> Rank:
+    found: Rank = daemon.welcome(Rank(daemon.socket, group_of(PAYLOAD)))
+    return found
+
+
+def restart(daemon: Daemon, *settings: str) -> Rank:
+    """With other settings in place of those of the same names."""
+    daemon.leave_guests()
+    assert daemon.stop() == 0
+    names = tuple(setting.split("=")[0] + "=" for setting in settings)
+    kept = [word for word in daemon._command if not word.startswith(names)]
+    flags = [word for number, word in enumerate(kept) if word != "--set" or kept[number + 1 : number + 2] != ["--set"]]
+    while flags[-1] == "--set":
+        flags.pop()
+    daemon._command = [*flags, *(word for setting in settings for word in ("--set", setting))]
+    daemon.start()
+    return worker(daemon)
+
+
+def test_ten_times_the_capacity(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    root = tmp_path / "disk"
+    daemon = start_daemon(*disk_settings((root, 8 * MIB)), memory="4MiB")
+    rank = worker(daemon)
+    keys = new_keys(np.random.default_rng(seed), 1280)
+    with within((root, 8 * MIB)):
+        store_on_disk(daemon, rank, keys, 32)
+    told = disk(daemon)
+    assert told["roots"][0]["used_bytes"] <= 8 * MIB
+    # Of 128 records that would fit one segment is open, one is spare, one is just given up, and each has a footer.
+    assert told["keys"] >= 70
+    assert told["evicted_keys"] + told["keys"] >= 1280  # more, where some were written again
+    assert served(rank, keys[-60:], 20).all()
+    assert not served(rank, keys[:1000], 20).any()
+
+
+def test_used_keys_move_on(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """A few keys are loaded from disk again and again, while five times the capacity passes by. Memory has evicted them
+    each time.
+    """
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 8 * MIB)), 'memory.policy="lru"', memory="2MiB")
+    rank = worker(daemon)
+    rng = np.random.default_rng(seed)
+    hot = new_keys(rng, 6)
+    store_on_disk(daemon, rank, hot)
+    for _ in range(16):
+        store_on_disk(daemon, rank, new_keys(rng, 40), 20)
+        hot = only_on_disk(rank, hot)
+        assert len(hot) >= 4  # a quarter of a segment moves on
+        assert served(rank, hot).all()
+    assert disk(daemon)["rewritten"] > 0
+    daemon.leave_guests()
+    daemon.kill()
+    daemon.start()
+    assert served(worker(daemon), hot).all()
+
+
+def test_they_do_not_where_that_is_not_wanted(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 8 * MIB)), "disk.rewrite_hot=false", memory="2MiB")
+    rank = worker(daemon)
+    rng = np.random.default_rng(seed)
+    hot = new_keys(rng, 8)
+    store_on_disk(daemon, rank, hot)
+    store_on_disk(daemon, rank, new_keys(rng, 40), 20)
+    assert served(rank, hot).all()
+    store_on_disk(daemon, rank, new_keys(rng, 160), 20)
+    assert rank.states(hot) == [KeyState.MISS] * 8
+    assert disk(daemon)["rewritten"] == 0
+
+
+def test_memory_larger_than_the_disk_is_not_written_for_ever(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """What the disk gives up is in memory still: written again without end, it would wear the disk out."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 4 * MIB)), memory="32MiB")
+    rank = worker(daemon)
+    store_all(rank, new_keys(np.random.default_rng(seed), 300))
+    idle(daemon)
+    written = disk(daemon)["roots"][0]["written_bytes"]
+    assert written <= 2 * 300 * PAYLOAD
+    throughout(lambda: disk(daemon)["roots"][0]["written_bytes"] == written, "nothing is written", 0.3)
+
+
+def test_another_capacity_at_the_next_start(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """Smaller: it shrinks at once, and the newest stay. Larger, with larger segments: it is filled, and no more."""
+    root = tmp_path / "disk"
+    daemon = start_daemon(*disk_settings((root, 16 * MIB)), memory="2MiB")
+    rank = worker(daemon)
+    rng = np.random.default_rng(seed)
+    keys = new_keys(rng, 240)
+    store_on_disk(daemon, rank, keys, 20)
+    rank = restart(daemon, *disk_settings((root, 8 * MIB)))
+    assert file_bytes(root) <= 8 * MIB
+    there = len(only_on_disk(rank, keys))
+    assert there >= 35
+    assert served(rank, keys[-35:], 20).all()
+    with within((root, 8 * MIB)):
+        more = new_keys(rng, 200)
+        store_on_disk(daemon, rank, more, 20)
+    assert served(rank, more[-60:], 20).all()
+    rank = restart(daemon, *disk_settings((root, 24 * MIB)))
+    assert served(rank, more[-60:], 20).all()
+    with within((root, 24 * MIB)):
+        last = new_keys(rng, 600)
+        store_on_disk(daemon, rank, last, 20)
+    assert disk(daemon)["keys"] >= 240
+    assert served(rank, last[-220:], 20).all()
+
+
+def test_two_roots(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """Both are used, each within its bound."""
+    bounds = (tmp_path / "small", 8 * MIB), (tmp_path / "large", 24 * MIB)
+    daemon = start_daemon(*disk_settings(*bounds), memory="2MiB")
+    rank = worker(daemon)
+    keys = new_keys(np.random.default_rng(seed), 600)
+    with within(*bounds):
+        store_on_disk(daemon, rank, keys, 20)
+    idle(daemon)
+    assert all(root["written_bytes"] > 8 * MIB for root in disk(daemon)["roots"])
+    assert served(rank, keys[-100:], 20).all()
+    daemon.leave_guests()
+    assert daemon.stop() == 0
+    found = [len(records(root)) for root, _ in bounds]
+    assert found[0] >= 60
+    assert found[1] >= 200
+    daemon.start()
+    assert served(worker(daemon), keys[-100:], 20).all()

@@ -1,0 +1,257 @@
+"""What was cleared does not come back: not from disk, not after a restart, not out of files that are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Client, KeyEvents, KeyState, NamespaceSpec, Outcome
+from kvoffloadd.errors import RemoteError
+from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
+from tests.e2e.process import Daemon
+from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
+OTHER = NamespaceSpec(model="other")
+ENDS = pytest.mark.parametrize("end", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Switch:
+    return Switch(tmp_path)
+
+
+@pytest.fixture
+def lots(seed: int) -> list[Keys]:
+    """Four lots of keys, nothing in common."""
+    rng = np.random.default_rng(seed)
+    return [new_keys(rng, 60) for _ in range(4)]
+
+
+def again(daemon: Daemon, end: str) -> None:
+    """A restart, of whatever kind."""
+    daemon.leave_guests()
+    if end == "kill":
+        daemon.kill()
+    else:
+        assert daemon.stop() == 0
+    daemon.start()
+
+
+def worker(daemon: Daemon, namespace: NamespaceSpec = NAMESPACE) -> Rank:
+    found: Rank = daemon.welcome(Rank(daemon.socket, namespace=namespace))
+    return found
+
+
+def all_miss(rank: Rank, keys: Keys) -> bool:
+    return rank.states(keys) == [MISS] * len(keys) and not served(rank, keys).any()
+
+
+@ENDS
+def test_a_clear_holds_over_restarts(start_daemon: Start, root: Path, lots: list[Keys], end: str) -> None:
+    """The own namespace alone; what is stored after it stays."""
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
+    rank, other = worker(daemon), worker(daemon, OTHER)
+    store_on_disk(daemon, rank, lots[0])
+    store_on_disk(daemon, other, lots[1])
+    rank.client.clear()
+    assert all_miss(rank, lots[0])
+    store_on_disk(daemon, rank, lots[2])
+    for _ in range(2):
+        again(daemon, end)
+        rank, other = worker(daemon), worker(daemon, OTHER)
+        assert all_miss(rank, lots[0])
+        assert served(other, lots[1]).all()
+        assert served(rank, lots[2]).all()
+
+
+@ENDS
+def test_a_clear_of_everything_reaches_those_that_nobody_has_opened(
+    start_daemon: Start, root: Path, lots: list[Keys], end: str
+) -> None:
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
+    store_on_disk(daemon, worker(daemon), lots[0])
+    store_on_disk(daemon, worker(daemon, OTHER), lots[1])
+    again(daemon, "stop")
+    rank = worker(daemon)
+    daemon.clear()
+    assert all_miss(rank, lots[0])
+    store_on_disk(daemon, rank, lots[2])
+    assert all_miss(worker(daemon, OTHER), lots[1])
+    again(daemon, end)
+    assert all_miss(worker(daemon), lots[0])
+    assert all_miss(worker(daemon, OTHER), lots[1])
+    assert served(worker(daemon), lots[2]).all()
+
+
+@ENDS
+def test_nothing_comes_back_out_of_files_that_are_used_again(
+    start_daemon: Start, root: Path, seed: int, end: str
+) -> None:
+    """The file is full of old records when the new use of it has only begun."""
+    daemon = start_daemon(*disk_settings((root, 8 * MIB)), "disk.segment_bytes=1MiB")
+    rank = worker(daemon)
+    rng = np.random.default_rng(seed)
+    old, new = new_keys(rng, 720), new_keys(rng, 300)
+    store_on_disk(daemon, rank, old)
+    rank.client.clear()
+    store_on_disk(daemon, rank, new)
+    assert disk(daemon)["roots"][0]["segments_recycled"] > 0
+    again(daemon, end)
+    rank = worker(daemon)
+    assert rank.states(old) == [MISS] * len(old)
+    assert served(rank, new).all()
+
+
+@ENDS
+def test_a_clear_during_demotion(start_daemon: Start, root: Path, switch: Switch, lots: list[Keys], end: str) -> None:
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), faults=f"disk={switch.path}")
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    switch.set("write_delay_s=0.3")
+    assert rank.store_keys(lots[1]).outcome is Outcome.DONE
+    until(lambda: disk(daemon)["roots"][0]["writing"], "it is being written")
+    rank.client.clear()
+    assert rank.store_keys(lots[2]).outcome is Outcome.DONE
+    switch.set()
+    demoted(daemon, 60)
+    idle(daemon)
+    assert rank.states(lots[0]) == rank.states(lots[1]) == [MISS] * 60
+    again(daemon, end)
+    rank = worker(daemon)
+    assert all_miss(rank, lots[0])
+    assert all_miss(rank, lots[1])
+    assert served(rank, lots[2]).all()
+
+
+def test_a_clear_during_promotion(start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]) -> None:
+    """Of a pin and of a load: neither gets what was cleared."""
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), faults=f"disk={switch.path}")
+    store_on_disk(daemon, worker(daemon), lots[0])
+    again(daemon, "stop")
+    rank, other = worker(daemon), worker(daemon)
+    switch.set("read_delay_s=0.3")
+    pinned = rank.client.pin({0: lots[0][:30]})
+    assert pinned.promoting == 30
+    rank.wipe()
+    job = rank.client.load(rank.registration, {0: (lots[0][30:], rank.blocks_of(0, 0, 30))})
+    other.client.clear()
+    ready = rank.client.wait_ready(pinned, 5.0)
+    assert ready.states[0].tolist() == [MISS] * 30
+    result = rank.wait(job)
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(30)))
+    assert rank.clean()
+    switch.set()
+    assert all_miss(rank, lots[0])
+    rank.client.release(pinned.lease)
+    store_on_disk(daemon, rank, lots[0])
+    assert served(rank, lots[0]).all()
+
+
+def test_a_clear_that_can_not_be_noted_is_told(start_daemon: Start, root: Path, lots: list[Keys]) -> None:
+    """It holds as long as the daemon lives; that it may not hold longer is an error."""
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    away = root.with_name("away")
+    root.rename(away)  # as if its file system were not there any more
+    until(lambda: disk(daemon)["roots"][0]["state"] == "off", "the root is off")
+    with pytest.raises(RemoteError, match="not for good"):
+        rank.client.clear()
+    assert all_miss(rank, lots[0])
+    away.rename(root)
+    until(lambda: disk(daemon)["roots"][0]["state"] == "ok", "the root is back")
+    assert all_miss(rank, lots[0])
+    rank.client.clear()
+    again(daemon, "kill")
+    assert all_miss(worker(daemon), lots[0])
+
+
+def test_what_could_not_be_read_at_a_start_stays_cleared(
+    start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]
+) -> None:
+    """A start that sees no record of a namespace may not forget that it was cleared."""
+    settings = (*disk_settings((root, 64 * MIB)), "disk.direct=false")
+    daemon = start_daemon(*settings, faults=f"disk={switch.path}")
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    rank.client.clear()
+    daemon.leave_guests()
+    daemon.stop()
+    switch.set("read=EIO")
+    daemon.start()
+    switch.set()
+    again(daemon, "stop")
+    assert all_miss(worker(daemon), lots[0])
+
+
+# --- events ---
+
+
+class Listener:
+    """Adds up what a subscriber is told."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.client = daemon.welcome(Client(daemon.socket, namespace=NAMESPACE, role="observer"))
+        self.client.subscribe()
+        self.keys: set[bytes] = set()
+        self.added = self.removed = 0
+
+    def listen(self, deadline_s: float = 0.0) -> None:
+        """Take in what has come."""
+        for event in self.client.events(deadline_s):
+            assert isinstance(event, KeyEvents)
+            self.added += len(event.added)
+            self.removed += len(event.removed)
+            self.keys |= {key.tobytes() for key in event.added}
+            self.keys -= {key.tobytes() for key in event.removed}
+
+    def agrees(self, rank: Rank) -> None:
+        """In the end it knows what there is."""
+
+        def same() -> bool:
+            self.listen(0.02)
+            return self.keys == {key.tobytes() for key in rank.client.snapshot(0)}
+
+        until(same, "events tell what a snapshot tells")
+
+
+def test_events_tell_what_no_tier_has(start_daemon: Start, root: Path, seed: int) -> None:
+    """Eviction of what is on disk, and promotion, are no news."""
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), memory="1MiB")
+    rank = worker(daemon)
+    listener = Listener(daemon)
+    keys = new_keys(np.random.default_rng(seed), 600)
+    store_on_disk(daemon, rank, keys)
+    listener.agrees(rank)
+    assert (listener.added, listener.removed) == (600, 0)
+    assert len(only_on_disk(rank, keys)) >= 300
+    assert served(rank, keys).all()
+    listener.agrees(rank)
+    assert (listener.added, listener.removed) == (600, 0)
+    rank.client.clear()
+    listener.agrees(rank)
+    assert (listener.added, listener.removed, listener.keys) == (600, 600, set())
+
+
+def test_events_of_keys_that_a_full_disk_gives_up(start_daemon: Start, root: Path, seed: int) -> None:
+    daemon = start_daemon(*disk_settings((root, 4 * MIB)), memory="1MiB")
+    rank = worker(daemon)
+    listener = Listener(daemon)
+    keys = new_keys(np.random.default_rng(seed), 1800)
+    store_on_disk(daemon, rank, keys)
+    idle(daemon)
+    listener.agrees(rank)
+    assert listener.added - listener.removed == len(listener.keys) < 800
+    there = np.array([key.tobytes() in listener.keys for key in keys])
+    assert served(rank, keys)[there].all()

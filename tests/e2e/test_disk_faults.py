@@ -1,0 +1,281 @@
+"""A disk that fails, fills up or hangs: stores and loads from memory go on, nobody waits beyond his deadline, `status`
+tells what is wrong, and when the cause has gone all is as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import KeyState, Outcome
+from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, root_state, served, store_on_disk
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Switch:
+    return Switch(tmp_path)
+
+
+@pytest.fixture
+def lots(seed: int) -> list[Keys]:
+    rng = np.random.default_rng(seed)
+    return [new_keys(rng, 60) for _ in range(30)]
+
+
+def launch(start_daemon: Start, switch: Switch, tmp_path: Path, *settings: str, memory: str = "32MiB") -> Daemon:
+    found: Daemon = start_daemon(
+        *disk_settings((tmp_path / "disk", 16 * MIB)), "disk.flush_s=0.5", *settings,
+        memory=memory, faults=f"disk={switch.path}",
+    )  # fmt: skip
+    return found
+
+
+def worker(daemon: Daemon) -> Rank:
+    found: Rank = daemon.welcome(Rank(daemon.socket))
+    return found
+
+
+SOME_FAULTS = ("write=EIO", "sync=EIO", "allocate=ENOSPC", "open=EACCES")
+MORE_FAULTS = (
+    "write=EIO sync=EIO unlink=EIO",
+    "allocate=EDQUOT",
+    "write=ENOSPC",
+    "allocate=EIO names=EIO",
+    "write=EROFS",
+)
+
+
+@pytest.mark.parametrize(
+    "faults", [*SOME_FAULTS, *(pytest.param(faults, marks=pytest.mark.soak) for faults in MORE_FAULTS)]
+)
+def test_writes_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys], faults: str) -> None:
+    """Memory holds all that is stored meanwhile."""
+    daemon = launch(start_daemon, switch, tmp_path)
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    switch.set(*faults.split())
+    for keys in lots[1:11]:
+        begun = time.monotonic()
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+        assert rank.loads_right(keys)
+        assert daemon.ping_s() < 0.3
+        assert time.monotonic() - begun < 2.0
+    until(lambda: not any(root["writing"] for root in disk(daemon)["roots"]), "writes have ended")
+    told = disk(daemon)["roots"][0]
+    assert told["write_errors"] > 0 or told["state"] == "ok"
+    assert (told["state"] == "ok") == (not told["reason"])
+    switch.set()
+    until(lambda: root_state(daemon) == "ok", "it recovers by itself")
+    for number, keys in enumerate(lots[11:16]):
+        # The first keys may fall to what is left of the trouble; then all is well.
+        before = disk(daemon)
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+        idle(daemon)
+        if number:
+            assert disk(daemon)["not_demoted"] == before["not_demoted"]
+    daemon.leave_guests()
+    daemon.kill()
+    daemon.start()
+    rank = worker(daemon)
+    # Without space, old segments are given up for new ones.
+    recycled = "ENOSPC" in faults or "EDQUOT" in faults
+    for number in (15,) if recycled else (0, 12, 13, 14, 15):
+        assert served(rank, lots[number]).all(), number
+
+
+def test_a_full_file_system_goes_on_with_what_it_has(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """Old segments are given up for new ones, though the capacity would allow more."""
+    daemon = launch(start_daemon, switch, tmp_path, "disk.segment_bytes=1MiB", memory="2MiB")
+    rank = worker(daemon)
+    for keys in lots[:6]:
+        store_on_disk(daemon, rank, keys)
+    switch.set("allocate=ENOSPC")
+    for keys in lots[6:20]:
+        store_on_disk(daemon, rank, keys)
+    told = disk(daemon)["roots"][0]
+    assert told["state"] == "ok"
+    assert told["segments_recycled"] > 0
+    assert served(rank, lots[19]).all()
+    assert served(rank, lots[18]).all()
+
+
+def test_no_space_from_the_start(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]) -> None:
+    switch.set("allocate=ENOSPC")
+    daemon = launch(start_daemon, switch, tmp_path)
+    rank = worker(daemon)
+    until(lambda: root_state(daemon) == "full", "it is told")
+    assert "planted" in disk(daemon)["roots"][0]["reason"]
+    assert rank.store_keys(lots[0]).outcome is Outcome.DONE
+    assert rank.loads_right(lots[0])
+    switch.set()
+    until(lambda: disk(daemon)["roots"][0]["segments"] > 0, "there is space")
+    store_on_disk(daemon, rank, lots[1])
+
+
+def test_a_probe_that_was_left_behind_is_no_obstacle(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """As by a daemon that was killed while it looked whether a disk works again."""
+    daemon = launch(start_daemon, switch, tmp_path)
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    (tmp_path / "disk" / "probe").touch()
+    switch.set("write=EROFS")
+    assert rank.store_keys(lots[1]).outcome is Outcome.DONE
+    until(lambda: root_state(daemon) == "read-only", "it is told")
+    switch.set()
+    until(lambda: root_state(daemon) == "ok", "it recovers by itself")
+
+
+def test_reads_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]) -> None:
+    """Misses, and after many of them the root is off; what memory holds is served, and later all of it again."""
+    daemon = launch(start_daemon, switch, tmp_path, memory="1MiB")
+    rank = worker(daemon)
+    for keys in lots[:10]:
+        store_on_disk(daemon, rank, keys)
+    switch.set("read=EIO")
+    assert not served(rank, lots[0]).any()
+    until(lambda: root_state(daemon) == "off", "the root is off")
+    assert disk(daemon)["roots"][0]["reason"]
+    assert rank.store_keys(lots[10]).outcome is Outcome.DONE
+    assert rank.loads_right(lots[10])
+    assert rank.states(lots[1]) == [MISS] * 60
+    switch.set()
+    until(lambda: root_state(daemon) == "ok", "the root is back")
+    for keys in lots[:10]:
+        assert served(rank, keys).all()
+    store_on_disk(daemon, rank, lots[11])
+
+
+def test_reads_that_fail_when_the_root_comes_back(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """Without O_DIRECT nothing is read before the segments are: they may not be taken for none."""
+    daemon = launch(start_daemon, switch, tmp_path, "disk.direct=false", memory="1MiB")
+    rank = worker(daemon)
+    for keys in lots[:10]:
+        store_on_disk(daemon, rank, keys)
+    switch.set("read=EIO")
+    assert not served(rank, lots[0]).any()
+    until(lambda: root_state(daemon) == "off", "the root is off")
+    time.sleep(0.5)  # it is tried again meanwhile
+    assert root_state(daemon) == "off"
+    switch.set()
+    until(lambda: root_state(daemon) == "ok", "the root is back")
+    assert served(rank, lots[0]).all()
+
+
+# --- slow ---
+
+
+def test_a_load_does_not_wait_for_a_stuck_read(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """It ends at its deadline, or when it is cancelled; the blocks were never touched, and the keys come later."""
+    daemon = launch(start_daemon, switch, tmp_path, "disk.read_threads=2", memory="1MiB")
+    rank = worker(daemon)
+    for keys in lots[:10]:
+        store_on_disk(daemon, rank, keys)
+    assert rank.states(lots[0]) == [PENDING] * 60
+    switch.set("read_delay_s=1.5")
+    rank.wipe()
+    blocks = rank.blocks_of(0, 0, 60)
+    begun = time.monotonic()
+    job = rank.client.load(rank.registration, {0: (lots[0], blocks)}, deadline_s=0.2)
+    assert daemon.ping_s() < 0.2
+    result = rank.wait(job)
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.EXPIRED, list(range(60)))
+    assert 0.2 <= time.monotonic() - begun < 0.6
+    job = rank.client.load(rank.registration, {0: (lots[1], blocks)})
+    rank.client.cancel(job)
+    assert rank.wait(job).outcome is Outcome.CANCELLED
+    assert time.monotonic() - begun < 1.0
+    assert rank.store_keys(lots[11]).outcome is Outcome.DONE
+    assert rank.loads_right(lots[11])
+    assert daemon.ping_s() < 0.2
+    rank.wipe()
+    switch.set()
+    assert rank.clean()
+    assert served(rank, lots[0]).all()
+    assert served(rank, lots[1]).all()
+
+
+def test_slow_writes_delay_nobody(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]) -> None:
+    """Memory is a quarter of what is stored: what is not written in time is dropped, and counted."""
+    daemon = launch(start_daemon, switch, tmp_path, memory="2MiB")
+    rank = worker(daemon)
+    switch.set("write_delay_s=0.3", "sync_delay_s=0.3")
+    for keys in lots:
+        begun = time.monotonic()
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+        assert rank.loads_right(keys)
+        assert time.monotonic() - begun < 1.0
+        assert daemon.ping_s() < 0.2
+    switch.set()
+    idle(daemon)
+    told = disk(daemon)
+    assert told["demoted"]["keys"] + sum(told["not_demoted"].values()) == 30 * 60
+    assert told["not_demoted"]["evicted"] > 0
+
+
+@pytest.mark.parametrize("what", ["read", pytest.param("write", marks=pytest.mark.soak)])
+def test_a_stop_does_not_wait_for_a_disk_that_hangs(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys], what: str
+) -> None:
+    """What a thread in the kernel uses can't be given back: the process ends by itself."""
+    daemon = launch(start_daemon, switch, tmp_path, "server.drain_s=0.5", memory="1MiB")
+    daemon.expected_in_log = "CRITICAL.*disk I/O does not end"
+    rank = worker(daemon)
+    for keys in lots[:10]:
+        store_on_disk(daemon, rank, keys)
+    switch.set(f"{what}_delay_s=60")
+    if what == "read":
+        rank.client.prefetch({0: lots[0]})
+        until(lambda: disk(daemon)["roots"][0]["slowest_s"] > 0, "it is being read")
+    else:
+        assert rank.store_keys(lots[11]).outcome is Outcome.DONE
+        until(lambda: disk(daemon)["roots"][0]["writing"], "it is being written")
+    daemon.leave_guests()
+    begun = time.monotonic()
+    assert daemon.stop() == 70
+    assert time.monotonic() - begun < 13.0
+    switch.set()
+    daemon.start()
+    demoted(daemon, 600)
+    assert served(worker(daemon), lots[0]).all()
+
+
+def test_a_slow_root_that_goes_while_a_segment_is_made(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """What comes of it belongs to a root that is not there: nothing may be written to it."""
+    root = tmp_path / "disk"
+    daemon = launch(start_daemon, switch, tmp_path, "disk.segment_bytes=1MiB", memory="2MiB")
+    rank = worker(daemon)
+    store_on_disk(daemon, rank, lots[0])
+    switch.set("allocate_delay_s=1.0")
+    for keys in lots[1:4]:
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+    until(lambda: disk(daemon)["roots"][0]["slowest_s"] > 0.3, "a segment is being made")
+    root.rename(root.with_name("away"))
+    until(lambda: root_state(daemon) == "off", "the root is off")
+    root.with_name("away").rename(root)
+    until(lambda: root_state(daemon) == "ok", "the root is back")
+    switch.set()
+    assert served(rank, lots[0]).all()
+    for keys in lots[5:20]:
+        store_on_disk(daemon, rank, keys)
+        assert served(rank, keys).all()
+    assert disk(daemon)["corrupt"] == 0

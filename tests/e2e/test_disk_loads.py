@@ -1,0 +1,48 @@
+"""A load that reads from disk copies what it promised when it was admitted, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvoffloadd.client import KeyState, Outcome
+from tests.e2e.disk import MIB, disk_settings, idle, only_on_disk, store_on_disk
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank, new_keys
+from tests.e2e.waiting import until
+
+
+def test_what_others_store_meanwhile_is_not_copied(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int
+) -> None:
+    """Found by the stress: a key that was pending at admission, and complete when the disk had been read, was copied
+    into a block that the client took to be its own.
+    """
+    switch = tmp_path / "faults"
+    daemon = start_daemon(
+        *disk_settings((tmp_path / "disk", 64 * MIB)), memory="1MiB", faults=f"delay_s=0.4,disk={switch}"
+    )
+    rng = np.random.default_rng(seed)
+    rank = daemon.welcome(Rank(daemon.socket))
+    other = daemon.welcome(Rank(daemon.socket))
+    keys = new_keys(rng, 64 * 6)
+    store_on_disk(daemon, rank, keys)
+    away = only_on_disk(rank, keys)[:2]
+    idle(daemon)
+    switch.write_text("read_delay_s=1.5\n")
+    fresh = new_keys(rng, 1)
+    storing = other.begin_store({0: (fresh, np.array([0]))})
+    until(lambda: rank.states(fresh) == [KeyState.PENDING], "it is being stored")
+    rank.wipe()
+    wanted = np.concatenate([away[:1], fresh, away[1:]])
+    job = rank.client.load(rank.registration, {0: (wanted, np.array([10, 11, 12]))})
+    assert job.states[0].tolist() == [KeyState.HIT, KeyState.PENDING, KeyState.HIT]
+    assert other.wait(storing).outcome is Outcome.DONE  # long before the disk has been read
+    result = rank.wait(job)
+    assert result.outcome is Outcome.PARTIAL
+    assert result.failed[0].tolist() == [1]
+    assert rank.wrong(0, away, np.array([10, 12])) == 0
+    rank.wipe_loaded(0, np.array([10, 12]))
+    assert rank.clean()

@@ -1,0 +1,256 @@
+"""Keys on their way from disk: the answer comes at once, then one `ready`, and what it says is held by the lease."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from tests.e2e.disk import (
+    Switch,
+    disk,
+    disk_settings,
+    flip,
+    group_of,
+    only_on_disk,
+    records_of,
+    segments,
+    served,
+    store_on_disk,
+)
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
+SLOTS = 256
+"""Of 1 MiB of memory."""
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Switch:
+    return Switch(tmp_path)
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), 640)
+
+
+@pytest.fixture
+def daemon(start_daemon: Start, switch: Switch, tmp_path: Path) -> Daemon:
+    """With 1 MiB of memory."""
+    found: Daemon = start_daemon(
+        *disk_settings((tmp_path / "disk", 64 << 20)), "disk.read_threads=2", memory="1MiB",
+        faults=f"disk={switch.path}",
+    )  # fmt: skip
+    return found
+
+
+@pytest.fixture
+def rank(daemon: Daemon, keys: Keys) -> Rank:
+    """All keys are on disk."""
+    found: Rank = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS))
+    store_on_disk(daemon, found, keys, 128)
+    return found
+
+
+def leases(daemon: Daemon) -> int:
+    return sum(used.get("leases", 0) for used in daemon.status()["accounts"].values())
+
+
+def test_the_answer_comes_at_once_and_the_rest_when_it_is_there(
+    daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
+) -> None:
+    """Others fill memory meanwhile, and afterwards: what is leased stays."""
+    mine = only_on_disk(rank, keys)[:60]
+    other = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS))
+    switch.set("read_delay_s=0.4")
+    begun = time.monotonic()
+    found = rank.client.pin({0: mine})
+    assert time.monotonic() - begun < 0.2
+    assert (found.states[0].tolist(), found.promoting) == ([PENDING] * 60, 60)
+    assert len(found.boundaries) == 0
+    pressure = new_keys(np.random.default_rng(1), 600)
+    for start in range(0, 600, 60):
+        assert other.store_keys(pressure[start : start + 60]).outcome is Outcome.DONE
+    ready = rank.client.wait_ready(found, 5.0)
+    assert (ready.states[0].tolist(), ready.promoting, ready.lease) == ([HIT] * 60, 0, found.lease)
+    assert ready.boundaries.tolist()[0] == 60 * 16
+    for start in range(0, 600, 60):
+        assert other.store_keys(pressure[start : start + 60] ^ np.uint8(1)).outcome is Outcome.DONE
+    assert rank.states(mine) == [HIT] * 60
+    assert rank.loads_right(mine, lease=found.lease)
+    assert leases(daemon) == 60
+    rank.client.release(found.lease)
+    assert leases(daemon) == 0
+
+
+def test_released_before_it_is_ready(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
+    mine = only_on_disk(rank, keys)[:60]
+    switch.set("read_delay_s=0.3")
+    found = rank.client.pin({0: mine})
+    rank.client.release(found.lease)
+    ready = rank.client.wait_ready(found, 5.0)
+    assert ready.lease == 0
+    switch.set()
+    until(lambda: leases(daemon) == 0, "nothing is charged")
+    assert rank.loads_right(mine)
+
+
+def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
+    mine = only_on_disk(rank, keys)[:120]
+    switch.set("read_delay_s=0.4")
+    peer = daemon.peer()
+    peer.hello("scheduler", namespace={"model": "e2e"})
+    found = peer.ok("pin", groups=[{"group": 0, "keys": mine[:60].tobytes(), "first": 0}])
+    assert found["promoting"] == 60
+    peer.ok("prefetch", groups=[{"group": 0, "keys": mine[60:].tobytes(), "first": 0}])
+    peer.close()
+    until(lambda: leases(daemon) == 0, "its leases have ended", 2.0)
+    switch.set()
+    assert served(rank, mine).all()
+
+
+def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
+    """It joins the prefetch that reads its keys already, and hastens it before other prefetches."""
+    away = only_on_disk(rank, keys)
+    others, mine = away[:150], away[150:180]
+    switch.set("read_delay_s=0.05")
+    # One key a request: a read each, two at a time.
+    first = [rank.client.prefetch({0: key[None]}) for key in others]
+    last = rank.client.prefetch({0: mine})
+    assert last.promoting == 30
+    begun = time.monotonic()
+    blocks = rank.blocks_of(0, 0, 30)
+    rank.wipe()
+    assert rank.load({0: (mine, blocks)}).outcome is Outcome.DONE
+    took = time.monotonic() - begun
+    assert rank.wrong(0, mine, blocks) == 0
+    assert took < 2.0  # 150 reads before it would have taken 3.75 s
+    assert not first[-1].ready
+    assert rank.client.wait_ready(last, 5.0).states[0].tolist() == [HIT] * 30
+    assert disk(daemon)["promoted"]["keys"] >= 30
+    switch.set()
+    for found in first:
+        rank.client.wait_ready(found, 5.0)
+
+
+def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
+    """A prefix comes; the rest are misses now, and are not lost."""
+    away = only_on_disk(rank, keys)
+    assert len(away) > SLOTS + 100
+    found = rank.client.pin({0: away})
+    assert found.promoting == len(away)
+    ready = rank.client.wait_ready(found, 10.0)
+    states = ready.states[0]
+    came = int((states == HIT).sum())
+    assert SLOTS // 2 < came <= SLOTS
+    assert set(states[:came].tolist()) == {HIT}
+    assert HIT not in states[came:].tolist()
+    assert ready.boundaries.tolist()[0] == came * 16
+    assert rank.loads_right(away[:came], lease=ready.lease)
+    # All of memory is held: nothing else can come.
+    rank.wipe()
+    result = rank.load({0: (away[came : came + 10], rank.blocks_of(0, 0, 10))})
+    assert result.failed[0].tolist() == list(range(10))
+    assert rank.clean()
+    rank.client.release(ready.lease)
+    assert served(rank, away[came:]).all()
+
+
+def test_what_is_stored_meanwhile_is_not_told_to_be_held(
+    daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
+) -> None:
+    """A key that was a miss when it was pinned: if `ready` says HIT, the lease has to cover it."""
+    mine = only_on_disk(rank, keys)[:20]
+    late = new_keys(np.random.default_rng(2), 4)
+    wanted = np.concatenate([mine, late])
+    switch.set("read_delay_s=0.3")
+    found = rank.client.pin({0: wanted})
+    assert found.states[0].tolist() == [PENDING] * 20 + [MISS] * 4
+    other = daemon.welcome(Rank(daemon.socket))
+    assert other.store_keys(late).outcome is Outcome.DONE
+    ready = rank.client.wait_ready(found, 5.0)
+    hits = wanted[ready.states[0] == HIT]
+    assert len(hits) >= 20
+    assert rank.loads_right(hits, lease=ready.lease)
+
+
+def test_a_damaged_key_shortens_the_prefix(daemon: Daemon, rank: Rank, tmp_path: Path, keys: Keys) -> None:
+    mine = only_on_disk(rank, keys)[:60]
+    records_of(tmp_path / "disk", mine)[25].flip(5000)
+    found = rank.client.pin({0: mine})
+    ready = rank.client.wait_ready(found, 5.0)
+    assert ready.states[0].tolist() == [HIT] * 25 + [MISS] + [HIT] * 34
+    assert ready.boundaries.tolist()[0] == 25 * 16
+    assert rank.loads_right(mine[:25], lease=found.lease)
+
+
+TWO = (
+    Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 4096),)),
+    Group(1, GroupKind.MAMBA, 64, refs=(Ref(1, 0, 9000),)),
+)
+
+
+def test_two_groups(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """One `ready` for both."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
+    rng = np.random.default_rng(seed)
+    full, states = new_keys(rng, 40), new_keys(rng, 10)
+    rank = Rank(daemon.socket, TWO)
+    rank.store({0: (full, rank.blocks_of(0, 0, 40)), 1: (states, rank.blocks_of(1, 0, 10))})
+    until(lambda: disk(daemon)["keys"] == 50, "all is on disk")
+    rank.close()
+    daemon.stop()
+    daemon.start()
+    rank = daemon.welcome(Rank(daemon.socket, TWO))
+    found = rank.client.pin({0: full, 1: states})
+    assert found.promoting == 50
+    ready = rank.client.wait_ready(found, 5.0)
+    assert [s.tolist() for s in ready.states] == [[HIT] * 40, [HIT] * 10]
+    assert ready.boundaries.tolist()[0] == 640
+    rank.wipe()
+    wanted = {0: (full, rank.blocks_of(0, 0, 40)), 1: (states, rank.blocks_of(1, 40, 10))}
+    assert rank.load(wanted, lease=ready.lease).outcome is Outcome.DONE
+    assert [rank.wrong(group, *wanted[group]) for group in wanted] == [0, 0]
+
+
+def test_two_ranks(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """A scheduler's pin brings both parts; a key of which one part is damaged is a miss to both."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
+    keys = new_keys(np.random.default_rng(seed), 40)
+
+    def open_ranks() -> list[Rank]:
+        instance = os.urandom(16)
+        return [Rank(daemon.socket, group_of(4096, 2, part), instance=instance) for part in (0, 1)]
+
+    ranks = open_ranks()
+    for rank in ranks:
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+    until(lambda: disk(daemon)["keys"] == 40, "all is on disk")
+    for rank in ranks:
+        rank.close()
+    daemon.stop()
+    # The first record that has part 1 of some key.
+    path = next(path for path in segments(tmp_path / "disk") if b"KVORECD\n" in path.read_bytes())
+    raw = path.read_bytes()
+    at = next(at for at in range(0, len(raw), 4096) if raw[at : at + 8] == b"KVORECD\n" and raw[at + 12] == 1)
+    bad = raw[at + 48 : at + 80]
+    flip(path, at + 4096)
+    daemon.start()
+    ranks = [daemon.welcome(rank) for rank in open_ranks()]
+    found = ranks[0].client.pin({0: keys})
+    assert found.promoting == 40
+    ready = ranks[0].client.wait_ready(found, 5.0)
+    good = np.array([key.tobytes() != bad for key in keys])
+    assert (ready.states[0] == HIT).tolist() == good.tolist()
+    for rank in ranks:
+        assert rank.loads_right(keys[good], lease=ready.lease)
+        assert not served(rank, keys[~good]).any()
