@@ -81,10 +81,12 @@ class Run:
                     self._start_worker(row, 0)
                 self._chat()
                 self._report.note_chat()
-                self._measure_speed()
                 self._restart(observer)
                 self._restore()
-                self._report.note_disk(observer.status()["disk"], used_bytes(self._disk))
+                after = observer.status()["disk"]
+                self._report.disk_read_bytes = after["promoted"]["bytes"]
+                self._report.note_disk(after, used_bytes(self._disk))
+                self._measure_speed()
                 self._end_workers()
                 self._audit(observer, before)
             if (status := self._daemon.stop()) != 0:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from _chat import ROOT_TOKENS, ROOTS, Turn
 from _counters import Counters
+from _disk import is_idle
 from _engine import Engine
 from _geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
 from _oracle import Oracle
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 LAYERS, SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 24, 12, 8, 64, 128
 """gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""
 PROBE_CONVERSATION = 1 << 30
-READY_S = 30.0
+READY_S, REST_S = 30.0, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What became of a turn. `restored_tokens` need not be computed again; `references`: keys that were asked for;
-    `from_disk`: keys that came from there first. `loaded_bytes` took `load_s` from the question to the load's end.
+    `hits`: those that were there, `from_disk` of them brought from there for this turn.
     """
 
     restored_tokens: int
@@ -61,7 +62,6 @@ class Answer:
     hits: int
     from_disk: int
     loaded_bytes: int
-    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,6 @@ class Worker:
         pinned = rank.client.pin({group.number: asked for group in engine.geometry.groups})
         self._counters.took("pin", time.monotonic() - began)
         found = rank.client.wait_ready(pinned, READY_S)
-        took_s = time.monotonic() - began
         loaded_bytes = 0
         # The last token is always computed: its logits are what the engine is after.
         restorable = found.boundaries[found.boundaries < turn.prompt_tokens]
@@ -130,19 +129,25 @@ class Worker:
             ]
             opened = engine.load(rank, shares, lease=found.lease, pending=_pending(pinned, shares))
             engine.wait([opened])
-            took_s += opened.took_s
             loaded_bytes = opened.job.result.bytes if opened.job.result else 0
         rank.client.release(found.lease)
         if not restore_alone:
             engine.wait([self._store(keys, length)])
         hits = sum(int((state == KeyState.HIT).sum()) for state in found.states)
         from_disk = hits - sum(int((state == KeyState.HIT).sum()) for state in pinned.states) if pinned.promoting else 0
-        return Answer(tokens, 2 * len(asked), hits, from_disk, loaded_bytes, took_s)
+        return Answer(tokens, 2 * len(asked), hits, from_disk, loaded_bytes)
 
     def _store(self, keys: np.ndarray, first: int) -> OpenJob:
         rank = self._engine.ranks[0]
         shares = [self._engine.share(rank, group, 0, keys[first:], first) for group in self._engine.geometry.groups]
         return self._engine.store(rank, shares)
+
+    def _rest(self) -> None:
+        """Until the daemon has hashed and written what was stored."""
+        client = self._engine.ranks[0].client
+        until = time.monotonic() + READY_S
+        while not is_idle(client.status()) and time.monotonic() < until:
+            time.sleep(REST_S)
 
     def probe(self, rounds: int) -> Speed:
         """How fast it is, beside a memcpy of as many bytes, alternately; medians."""
@@ -158,6 +163,7 @@ class Worker:
             taken["memcpy"].append(time.perf_counter() - began)
             keys = self._oracle.keys(PROBE_CONVERSATION + number, BLOCK_TOKENS, count + ROOT_TOKENS // BLOCK_TOKENS)
             for what, start in (("store", engine.store), ("load", engine.load)):
+                self._rest()
                 opened = start(rank, [engine.share(rank, full, 0, keys[-count:], 0)])
                 engine.wait([opened])
                 taken[what].append(opened.took_s)

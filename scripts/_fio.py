@@ -1,4 +1,4 @@
-"""What fio makes of the same disk: the same number of bytes, in requests of the same size, as many at once."""
+"""fio, to know what the disk itself can do."""
 
 from __future__ import annotations
 
@@ -11,40 +11,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT_S = 300.0
+DEADLINE_S = 300.0
+
+
+def has_fio() -> bool:
+    """Whether it is installed."""
+    return shutil.which("fio") is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """`jobs` threads, each of which has one request of `block_bytes` under way; `total_bytes` all together."""
-
-    block_bytes: int
-    jobs: int
-    total_bytes: int
-
-    @property
-    def job_bytes(self) -> int:
-        """Of each thread: whole requests, at least one."""
-        return max(self.total_bytes // self.jobs // self.block_bytes, 1) * self.block_bytes
-
-
-def fio_version() -> str:
-    """Empty: there is no fio."""
-    if shutil.which("fio") is None:
-        return ""
-    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def fio_bytes_per_s(path: Path, load: Load, *, write: bool) -> float:
-    """Sequential, each thread in a stretch of its own of the file, which is there in full after the first write: space
-    is allocated before, and every later write overwrites.
+class Fio:
+    """Sequential reads and writes of `payload_bytes` by `threads` at once, each in its share of one preallocated file,
+    past the page cache.
     """
-    command = [
-        "fio", "--name=beside", f"--filename={path}", f"--rw={'write' if write else 'read'}", "--ioengine=psync",
-        "--direct=1", "--thread", f"--bs={load.block_bytes}", f"--numjobs={load.jobs}", f"--size={load.job_bytes}",
-        f"--offset_increment={load.job_bytes}", f"--filesize={load.job_bytes * load.jobs}", "--fallocate=posix",
-        "--overwrite=0", "--allow_file_create=1", "--group_reporting", "--output-format=json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
-    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
-    return float(found["io_bytes"] / found["runtime"] * 1e3)
+
+    file: Path
+    total_bytes: int
+    payload_bytes: int
+
+    def bytes_per_s(self, direction: str, threads: int) -> float:
+        """`direction`: read or write. Raises RuntimeError if fio fails."""
+        share = self.total_bytes // threads // self.payload_bytes * self.payload_bytes
+        command = [
+            "fio", "--name=limit", f"--filename={self.file}", f"--rw={direction}", f"--bs={self.payload_bytes}",
+            f"--numjobs={threads}", f"--size={share}", f"--offset_increment={share}", "--direct=1",
+            "--ioengine=psync", "--thread", "--fallocate=posix", "--group_reporting", "--output-format=json",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+        if done.returncode:
+            raise RuntimeError(f"fio failed: {done.stderr.strip()[:500]}")
+        figures = json.loads(done.stdout[done.stdout.index("{") :])
+        return float(figures["jobs"][0][direction]["bw_bytes"])

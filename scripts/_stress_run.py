@@ -35,7 +35,7 @@ VERIFY_S = 120.0
 ERRORS_MAX = 20
 CORRUPT_EVERY = 10
 PLANT_EVERY_S = 0.25
-AUDITED, AUDIT_WAIT_S = 0.75, 10.0
+AUDITED, AUDIT_WAIT_S = 0.8, 12.0
 """How often a kill waits until the audit after the last start has ended, and how long."""
 KILLED_IN_START, START_S = 0.2, 0.8
 """How often a daemon is killed while it starts, and up to what instant."""
@@ -199,7 +199,7 @@ class Run:
         options = self._options
         began = time.monotonic()
         kills = self._instants(min(max(options.seconds / 12, 0.5), 4.0)) if options.kill_workers else []
-        daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 12.0)) if options.kill_daemon else []
+        daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 14.0)) if options.kill_daemon else []
         plants = self._instants(PLANT_EVERY_S)
         with Live("stress", options.seconds) as live:
             while (now := time.monotonic() - began) < options.seconds:

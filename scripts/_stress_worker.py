@@ -76,7 +76,7 @@ class Worker:
             (6.0, self.reserve_all_parts),
             (4.0, self.reserve_and_release),
             (14.0, self.load_unpinned),
-            (20.0, self.load_again),
+            (30.0, self.load_again),
             (8.0, self.cancel_some),
             (5.0, self.hurry),
             (8.0, self.ask),

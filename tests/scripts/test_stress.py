@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scripts.running import run_script
 
 
@@ -35,10 +37,52 @@ def test_workers_outlive_the_daemon() -> None:
     assert done.figures["verified_loads"] > 0
 
 
-def test_wrong_usage_is_told() -> None:
-    done = run_script("stress.py", "--socket", "/nowhere/kvo.sock", "--kill-daemon")
+def test_keys_outlive_the_daemon_on_disk() -> None:
+    done = run_script(
+        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
+        "--kill-daemon",
+    )  # fmt: skip
+    figures, disk = done.figures, done.figures["disk"]
+    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
+    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == 0
+    assert figures["daemon_kills"] >= 1
+    assert figures["verified_loads_from_disk"] > 0
+    assert figures["verified_loads_from_memory"] == figures["verified_loads"] - figures["verified_loads_from_disk"] > 0
+    assert figures["loaded_keys_from_disk"] <= disk["promoted_keys"]
+    assert 0 < disk["most_bytes"] <= disk["capacity_bytes"] == 5 * 16 << 20
+    assert disk["samples_after_kills"] >= figures["daemon_kills"]
+    assert disk["audits"] >= 2
+    assert disk["records_audited"] > 0
+    assert disk["corrupt"] == disk["unreadable"] == disk["planted"] == 0
+    assert disk["demoted_keys"] > 0
+
+
+def test_corruption_that_is_planted_on_disk_ends_as_misses() -> None:
+    done = run_script(
+        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "4", "--memory", "8MiB", "--plant-corruption", "disk"
+    )
+    figures, disk = done.figures, done.figures["disk"]
+    assert (done.status, figures["good"]) == (1, False)  # whatever was found
+    assert (figures["said"], figures["errors"], figures["findings"]) == ([], [], [])
+    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == 0
+    assert disk["planted"] > 0
+    assert disk["corrupt"] + disk["planted_found_by_verify"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--socket", "/nowhere/kvo.sock", "--kill-daemon"), "--socket"),
+        (("--socket", "/nowhere/kvo.sock", "--disk", "/tmp"), "--socket"),
+        (("--disk-share", "0", "--plant-corruption", "disk"), "--disk-share"),
+        (("--disk-share", "-1"), "--disk-share"),
+        (("--plant-corruption", "everywhere"), "--plant-corruption"),
+    ],
+)
+def test_wrong_usage_is_told(arguments: tuple[str, ...], named: str) -> None:
+    done = run_script("stress.py", *arguments)
     assert done.status == 2
-    assert "--socket" in done.said
+    assert named in done.said
 
 
 def test_a_missing_daemon_is_told() -> None:
