@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
 BENCHMARKS := $(wildcard scripts/bench_*.py)
 
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test soak lint bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,10 @@ demo: $(READY) ## two workers, a chat workload larger than the memory tier, one 
 
 test: $(READY) ## the tests
 	@$(BIN)/python -m pytest -q
+
+soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
+	@$(BIN)/python -m pytest -q -m soak
+	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

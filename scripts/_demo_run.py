@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -170,7 +170,9 @@ class Run:
         self._report.unmap_s = unmap_s
         if unmap_s is None:
             self._report.errors.append(f"the killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
-        self._pending.insert(0, self._asked.pop(row))
+        # What it had stored of its turn before is known, too.
+        turn = self._asked.pop(row)
+        self._pending.insert(0, replace(turn, known_tokens=turn.prompt_tokens))
         self._start_worker(row, 1)
 
     # --- afterwards ----------------------------------------------------------------------------------

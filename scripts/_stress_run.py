@@ -19,8 +19,8 @@ from _leaks import Held, held, leaks, unreturned_slots
 from _output import Live, ratio
 from _prompts import ROOTS
 from _stress_disk import StressDisk
+from _stress_options import Options, WorkerOptions
 from _stress_report import Report
-from _stress_worker import Options as WorkerOptions
 from _watch import Watch, bad_entries
 
 from kvoffloadd.client import Client
@@ -39,26 +39,6 @@ AUDITED, AUDIT_WAIT_S = 0.8, 12.0
 """How often a kill waits until the audit after the last start has ended, and how long."""
 KILLED_IN_START, START_S = 0.2, 0.8
 """How often a daemon is killed while it starts, and up to what instant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line. `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads" or "disk". `socket`: of a running
-    daemon; None: start one.
-    """
-
-    seconds: float
-    workers: int
-    memory_bytes: int
-    working_set_bytes: int
-    disk_bytes: int
-    disk_folder: Path | None
-    kill_workers: bool
-    kill_daemon: bool
-    plant_corruption: str
-    slow_copies_s: float
-    seed: int
-    socket: Path | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,6 +289,7 @@ class Run:
                 disk.report.kills_in_start += 1
                 disk.sample(after_kill=True)
         daemon.start()
+        self._report.findings += observer.verify().findings
         if disk is not None:
             disk.started(observer.status(), daemon.socket, self._counters.total("clears"))
 

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from _geometry import Geometry, GroupShape, random_geometry
 from _oracle import Oracle
 from _promises import Findings, broken_in_answer
 from _prompts import ROOT_TOKENS, ROOTS, Prompts
+from _stress_options import WorkerOptions
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
@@ -41,27 +41,10 @@ NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
 """What a daemon that was started anew may say to one rank before the other has come back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What stress.py tells a worker. `conversations[n]`: how many namespace n has."""
-
-    socket: str
-    counters: str
-    rows: int
-    row: int
-    generation: int
-    seed: int
-    conversations: list[int]
-    rank_bytes: int
-    daemon_may_die: bool
-    disk: bool
-    memory_name: str
-
-
 class Worker:
     """Runs operations until it is told to stop."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: WorkerOptions) -> None:
         self.options = options
         self.rng = np.random.default_rng([options.seed, options.row, options.generation])
         self.counters = Counters(Path(options.counters), options.rows, options.row)
@@ -339,8 +322,7 @@ class Worker:
         rank.client.touch(keys)
         group = self.engine.geometry.groups[0]
         listed = rank.client.snapshot(group.number)
-        # With a disk tier, a key that is evicted to it meanwhile may be named by both.
-        if not self.options.disk and len(np.unique(listed, axis=0)) != len(listed):
+        if len(np.unique(listed, axis=0)) != len(listed):
             self.findings.broken(f"a snapshot of group {group.number} names a key twice")
 
     def _strewn(self, keys: U8Array, share: float) -> U8Array:
@@ -399,7 +381,7 @@ def _name(operation: Callable[[], None]) -> str:
 def main() -> int:
     """The whole life of a worker process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    Worker(Options(**json.loads(sys.argv[1]))).run()
+    Worker(WorkerOptions(**json.loads(sys.argv[1]))).run()
     return 0
 
 

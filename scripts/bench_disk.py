@@ -2,12 +2,14 @@
 """Demotion to disk and promotion from disk, beside fio, in one run on one machine.
 
 A round, for each payload size: fio writes, a worker stores as many bytes in new keys and the daemon demotes them, fio
-reads, the daemon is restarted and a `prefetch` brings all of them back. Both sides use O_DIRECT on preallocated files
-of the same file system, the same size of one operation's payload and as many operations at once
-(`disk.write_threads`, `disk.read_threads`). The daemon also makes and checks checksums, and keeps its catalog.
+reads, the daemon is restarted and a `prefetch` brings all of them back. Both sides use O_DIRECT on files of the same
+file system that are preallocated and written over in each round, the same size of one operation's payload, and as many
+operations at once (`disk.write_threads`, `disk.read_threads`). The daemon also makes and checks checksums, syncs each
+segment when it is full, and keeps its catalog.
 
-Demote: bytes written between two looks at the daemon's counters, the first while little and the last when all is
-written, by the time between them. Stores (memory to memory) run at the beginning. Promote: from the request to `ready`.
+Demote: bytes written between two looks at the daemon's counters, by the time between them: the last when all is
+written, the first when the stores (memory to memory) have ended, or, where then less than 30 % are left to write, when
+10 % are written. Promote: from the request to `ready`.
 `ratio_to_limit` is the median over the rounds of ours by fio's of the same round. Lag: how late the daemon's event loop
 came to a beat of 5 ms, at worst (`status`, "loop"), and the same of an idle process beside it, which tells what the
 machine itself adds.
@@ -44,11 +46,12 @@ PAYLOADS = (64 << 10, MIB, 2 * MIB, 8 * MIB)
 BOUND_FROM_BYTES = MIB
 RATIO_MIN, LAG_MAX_MS = 0.95, 20.0
 KEYS_PER_JOB = 256
+WARM_UP = 2
 WAIT_S = 120.0
 LOOK_EVERY_S = 0.002
 BEAT_S = 0.005
-BEGUN = 0.1
-"""Share of the bytes that is written before the clock starts: the pipeline is full then."""
+BEGUN, LEFT = 0.1, 0.3
+"""Share of the bytes that is written before the clock starts, and that must be left when the stores have ended."""
 
 WHATS = ("demote", "promote")
 NAMESPACE = NamespaceSpec(model="bench_disk", key_bytes=KEY_BYTES)
@@ -62,7 +65,8 @@ class Bench:
         self.bytes = self.count * payload_bytes
         # A slab that a payload does not divide would leave slots out.
         settings = {
-            "disk.roots": f'[{{ path = "{root}", capacity = {3 * self.bytes + 64 * MIB} }}]',
+            "disk.roots": f'[{{ path = "{root}", capacity = {2 * self.bytes + 768 * MIB} }}]',
+            "disk.rewrite_hot": "false",  # what comes back for the second time would be written again
             "disk.min_free_bytes": "0",
             "disk.backlog_bytes": str(2 * self.bytes),
             "disk.read_threads": str(arguments.read_threads),
@@ -86,11 +90,17 @@ class Bench:
                 registration = client.register(KvCache([self._tensor], [self._group]))
                 noise = Noise(self._noise_log)
                 before = watcher.status()["disk"]["demoted"]["bytes"]
+                started = (time.perf_counter(), 0)
                 jobs = self._store(client, registration)
-                first, last = self._watch(watcher, before)
+                begun = self._look(watcher, before, BEGUN * self.bytes)
                 for job in jobs:
                     if client.wait(job, WAIT_S).outcome is not Outcome.DONE:
                         raise SystemExit(f"{job} failed")
+                stored = self._look(watcher, before, 0)
+                last = self._look(watcher, before, self.bytes)
+                first = stored if stored[1] <= (1 - LEFT) * self.bytes else begun
+                if first[1] == self.bytes:  # too little to be seen under way
+                    first = started
                 rate = (last[1] - first[1]) / (last[0] - first[0])
                 return {"bytes_per_s": rate, **self._lags(watcher, noise)}
         finally:
@@ -122,17 +132,14 @@ class Bench:
         self._stored += self.count
         return jobs
 
-    def _watch(self, watcher: Client, before: int) -> tuple[tuple[float, int], tuple[float, int]]:
-        """(seconds, bytes) at the first look with the pipeline full, and when all is on disk."""
-        first = (time.perf_counter(), 0)
+    def _look(self, watcher: Client, before: int, least: float) -> tuple[float, int]:
+        """(seconds, bytes) as soon as at least so many bytes are on disk."""
         until = time.perf_counter() + WAIT_S
         while True:
             written = watcher.status()["disk"]["demoted"]["bytes"] - before
             now = time.perf_counter()
-            if written >= self.bytes:
-                return first, (now, written)
-            if not first[1] and written >= BEGUN * self.bytes:
-                first = (now, written)
+            if written >= least:
+                return now, written
             if now > until:
                 raise SystemExit(f"only {written} of {self.bytes} bytes were demoted: {watcher.status()['disk']}")
             time.sleep(LOOK_EVERY_S)
@@ -192,12 +199,12 @@ def _shared_bytes(pid: int) -> int:
 
 
 def run_case(payload_bytes: int, arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """All rounds of one payload size; the first warms up."""
+    """All rounds of one payload size; the first WARM_UP are not counted: files are written for the first time."""
     samples: dict[str, list[float]] = {}
     with private_folder() as name, disk_folder(arguments.path) as place:
         bench = Bench(Path(name), Path(place) / "root", payload_bytes, arguments)
         fio = Fio(Path(place) / "fio", bench.bytes, payload_bytes) if has_fio() else None
-        for number in range(-1, arguments.rounds):
+        for number in range(-WARM_UP, arguments.rounds):
             kept = samples if number >= 0 else {}
             for what, run, direction, threads in (
                 ("demote", bench.demote, "write", arguments.write_threads),

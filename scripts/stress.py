@@ -19,8 +19,9 @@ from pathlib import Path
 from _daemon import DaemonError, obey_signals, private_folder
 from _disk import disk_folder
 from _output import print_json
+from _stress_options import Options
 from _stress_report import print_report
-from _stress_run import Options, Run
+from _stress_run import Run
 
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import PAGE_BYTES

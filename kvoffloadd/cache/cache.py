@@ -370,7 +370,7 @@ class Cache:
                 self.entries.spaces.pop(space.id, None)  # otherwise its last row takes it along
 
     def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
-        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); keys on disk alone come last."""
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last."""
         if cursor >= _ON_DISK and self.disk:
             packed, after = self.disk.snapshot(space, cursor - _ON_DISK, SCAN_ROWS)
             return packed, after + _ON_DISK if after else 0

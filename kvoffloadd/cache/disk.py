@@ -249,13 +249,14 @@ class Disk:
         return self.catalog.complete(space.shelf, keys)
 
     def snapshot(self, space: Space, cursor: int, count: int) -> tuple[bytes, int]:
-        """Packed keys that are on disk and not in memory, from a catalog row on; and the next row, 0 at the end."""
+        """Packed keys that are on disk, from a catalog row on; and the next row, 0 at the end. Also those in memory:
+        one that was brought there since memory was listed would be missing otherwise.
+        """
         if space.shelf is None or not space.shelf.open:
             return b"", 0
         keys = self.catalog.index.keys[self.catalog.listing(space.shelf, cursor, count)]
-        alone = ~self.cache.find(space, keys).hits
         after = cursor + count
-        return pack(keys[alone], space.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
+        return pack(keys, space.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
 
     # --- what goes ---
 

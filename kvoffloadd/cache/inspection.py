@@ -34,7 +34,11 @@ class Inspection:
                     if not len(some) or segment.ordinal not in root.segments:
                         continue
                     pages = catalog.page[some].copy()
-                    good = await root.reader.inspect(segment, pages)
+                    try:
+                        good = await root.reader.inspect(segment, pages)
+                    except OSError as error:
+                        findings.append(f"disk: {len(some)} records of {root.path}/segments/{segment.name}: {error}")
+                        continue
                     same = (catalog.segment[some] == segment.ordinal) & (catalog.page[some] == pages)
                     bad = some[~good & same]
                     count += len(some)

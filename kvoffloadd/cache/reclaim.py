@@ -15,13 +15,14 @@ from kvoffloadd.cache.catalog import STEP_RECORDS, Shelf
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.tiers.disk.format import ENTRY
+from kvoffloadd.tiers.disk.format import ENTRY, record_pages
 from kvoffloadd.tiers.disk.records import OK, READ
 from kvoffloadd.tiers.disk.segment import Batch, Segment
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.model import I64Array, U8Array, U64Array
+    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.model import I64Array, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Records
 
@@ -69,7 +70,12 @@ class Reclaim:
         catalog = self._disk.catalog
         again = []
         if self._rewrite_hot:
-            again = await self._rewrite(root, segment)
+            # What is written meanwhile must not take the room: then all that is used would be lost.
+            root.kept_pages = segment.size_bytes // REWRITE_SHARE // PAGE_BYTES
+            try:
+                again = await self._rewrite(root, segment)
+            finally:
+                root.kept_pages = 0
         for rows in await self.forget(segment.ordinal):
             self.keys_evicted += len(rows)
         catalog.close_segment(segment.ordinal)
@@ -93,41 +99,59 @@ class Reclaim:
 
     async def _rewrite(self, root: Root, segment: Segment) -> list[np.ndarray]:
         """Write the used records of a segment again. Returns memory rows of keys that are better written from there."""
-        catalog, entries = self._disk.catalog, self._disk.cache.entries
-        records = catalog.in_segment(segment.ordinal)
-        records = records[catalog.missing[catalog.row[records]] == 0]
+        catalog = self._disk.catalog
         left = segment.size_bytes // REWRITE_SHARE
         from_memory = []
+        records = catalog.in_segment(segment.ordinal)
         for number in np.unique(catalog.index.space[catalog.row[records]]).tolist():
-            # Looked at anew each time: a clear may have passed while others were moved.
             shelf = catalog.shelves.get(number)
-            records = records[(catalog.segment[records] == segment.ordinal) & (catalog.page[records] != 0)]
-            mine = records[catalog.index.space[catalog.row[records]] == number]
             if shelf is None or not shelf.open:
-                continue
+                continue  # cleared, before this or while others were moved
+            # From disk even where memory has them: it may evict them before they are written from there.
+            mine = self._complete(segment, shelf)
+            moved = await self._move_used(root, segment, shelf, mine[catalog.used[catalog.row[mine]] != 0], left)
+            if moved is None:
+                break
+            left -= moved
+            # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
             space = self._disk.space_of(shelf)
             if space is not None:
-                keys = catalog.index.keys[catalog.row[mine]]
-                rows = entries.index.find(space.id, keys)
-                resident = rows >= 0
-                resident[resident] = entries.complete(rows[resident])
-                # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
-                again = np.unique(rows[resident]).astype(np.uint32)[: max(left, 0) // sum(space.part_bytes)]
-                left -= len(again) * sum(space.part_bytes)
+                size = sum(space.part_bytes)
+                again = self._resident(space, self._complete(segment, shelf))[: left // size]
+                left -= len(again) * size
                 from_memory.append(again)
-                mine = mine[~resident]
-            mine = mine[catalog.used[catalog.row[mine]] != 0]
-            sizes = self._disk.payload_bytes(shelf, mine)
-            if sizes is None:
-                continue  # nobody has registered this group since the start: nobody has used it either
-            mine, sizes = mine[np.cumsum(sizes) <= left], sizes[np.cumsum(sizes) <= left]
-            step = max(1, REWRITE_BYTES // max(int(sizes.max(initial=1)), 1))
-            for at in range(0, len(mine), step):
-                some = slice(at, at + step)
-                left -= int(sizes[some].sum())
-                if not await self._move(root, segment, shelf, mine[some], sizes[some]):
-                    return from_memory
         return from_memory
+
+    def _complete(self, segment: Segment, shelf: Shelf) -> I64Array:
+        """Records of a shelf that lie in this segment now, of keys that are complete."""
+        catalog = self._disk.catalog
+        records = catalog.in_segment(segment.ordinal)
+        rows = catalog.row[records]
+        found: I64Array = records[(catalog.index.space[rows] == shelf.id) & (catalog.missing[rows] == 0)]
+        return found
+
+    def _resident(self, space: Space, records: I64Array) -> U32Array:
+        """Memory rows of the keys of these records that are there, too."""
+        entries = self._disk.cache.entries
+        rows = entries.index.find(space.id, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
+        rows = rows[rows >= 0]
+        found: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
+        return found
+
+    async def _move_used(self, root: Root, segment: Segment, shelf: Shelf, records: I64Array, left: int) -> int | None:
+        """Write as many of these records again as `left` bytes take. Returns their bytes; None: there is no room."""
+        sizes = self._disk.payload_bytes(shelf, records)
+        if sizes is None:
+            return 0  # nobody has registered this group since the start: nobody has used it either
+        costs = record_pages(sizes) * PAGE_BYTES
+        fits = np.cumsum(costs) <= left
+        records, sizes = records[fits], sizes[fits]
+        step = max(1, REWRITE_BYTES // max(int(sizes.max(initial=1)), 1))
+        for at in range(0, len(records), step):
+            some = slice(at, at + step)
+            if not await self._move(root, segment, shelf, records[some], sizes[some]):
+                return None
+        return int(costs[fits].sum())
 
     async def _move(self, root: Root, segment: Segment, shelf: Shelf, records: I64Array, sizes: I64Array) -> bool:
         """Read records and write them behind the newest. False: there is no room for more."""
@@ -156,7 +180,7 @@ class Reclaim:
         entries["sequence"] = self._disk.numbers.sequences(len(entries))
         written: asyncio.Future[None] = self._disk.loop.create_future()
         batch = Batch(shelf.name, entries, digests[good], reads["address"][good])
-        took = root.append(batch, partial(self._moved, shelf, root, written))
+        took = root.append(batch, partial(self._moved, shelf, root, written), moves=True)
         if took:
             await written  # `staging` must live as long
         return took == len(entries)

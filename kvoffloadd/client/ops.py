@@ -300,5 +300,8 @@ def snapshot(group: int, cursor: int, key_bytes: int) -> Op[tuple[U8Array, int]]
 
 
 def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:
-    """One u8 (keys, key_bytes) of a snapshot's pages."""
-    return np.concatenate(pages) if pages else np.empty((0, key_bytes), np.uint8)
+    """One u8 (keys, key_bytes) of a snapshot's pages; each key once, though memory and disk may both have named it."""
+    keys = np.concatenate([np.empty((0, key_bytes), np.uint8), *pages])
+    _, first = np.unique(keys.view(np.dtype((np.void, key_bytes))).ravel(), return_index=True)
+    once: U8Array = keys[np.sort(first)]
+    return once

@@ -275,7 +275,9 @@ class Subscribe(Request, frozen=True, tag="subscribe"):
 
 
 class Snapshot(Request, frozen=True, tag="snapshot"):
-    """Some of the complete keys of a group of the own namespace; start with `cursor` 0, end when it answers 0."""
+    """Some of the complete keys of a group of the own namespace; start with `cursor` 0, end when it answers 0. A key
+    that is in memory and on disk is named twice.
+    """
 
     reply: ClassVar[str] = "listing"
     group: Small
@@ -356,7 +358,9 @@ class Accepted(Reply, frozen=True, tag="accepted"):
 
 
 class Cleared(Reply, frozen=True, tag="cleared"):
-    """What the clear dropped; keys under a read lease go when it ends, and hit no more from now on."""
+    """What the clear dropped from memory; keys under a read lease go when it ends, and hit no more from now on. What
+    was on disk is gone for good, restarts included.
+    """
 
     keys: Count
     bytes: Count

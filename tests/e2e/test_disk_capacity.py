@@ -86,7 +86,7 @@ def test_ten_times_the_capacity(start_daemon: Start, tmp_path: Path, seed: int) 
     assert told["keys"] >= 70
     assert told["evicted_keys"] + told["keys"] >= 1280  # more, where some were written again
     assert served(rank, keys[-60:], 20).all()
-    assert not served(rank, keys[:1000], 20).any()
+    assert served(rank, keys[:1000], 20).mean() < 0.2  # some may have moved on, since memory had them
 
 
 def test_used_keys_move_on(start_daemon: Start, tmp_path: Path, seed: int) -> None:

@@ -39,7 +39,7 @@ def test_workers_outlive_the_daemon() -> None:
 
 def test_keys_outlive_the_daemon_on_disk() -> None:
     done = run_script(
-        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
+        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
         "--kill-daemon",
     )  # fmt: skip
     figures, disk = done.figures, done.figures["disk"]
@@ -59,7 +59,7 @@ def test_keys_outlive_the_daemon_on_disk() -> None:
 
 def test_corruption_that_is_planted_on_disk_ends_as_misses() -> None:
     done = run_script(
-        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "4", "--memory", "8MiB", "--plant-corruption", "disk"
+        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "4", "--memory", "8MiB", "--plant-corruption", "disk"
     )
     figures, disk = done.figures, done.figures["disk"]
     assert (done.status, figures["good"]) == (1, False)  # whatever was found

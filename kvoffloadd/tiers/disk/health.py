@@ -59,6 +59,10 @@ class Health:
         """A write has worked."""
         self.writes_failed = 0
 
+    def figures(self) -> dict[str, str | int]:
+        """For `status`."""
+        return {"state": self.state, "reason": self.reason, "write_errors": self.write_errors}
+
     def forget(self) -> None:
         """Count anew."""
         self.reads_failed = self.writes_failed = 0

@@ -5,6 +5,7 @@ Blocking methods run in the write lane's threads, one at a time; the fields chan
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import logging
@@ -42,6 +43,7 @@ class Home:
         self._wants_direct = direct
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""
+        self._writing = asyncio.Lock()
 
     def enter(self) -> None:
         """Take the directory, made if it is new; blocks.
@@ -101,9 +103,13 @@ class Home:
         if self.manifest is None or not self._uuid:
             raise DiskError(f"{self.path} is off")
         manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
-        if manifest != self.manifest:
-            await write_manifest(self.path, manifest)
-            self.manifest = manifest
+        # Clears of several sessions, and whoever looks after the root: one at a time, in order.
+        async with self._writing:
+            if self.manifest is None:
+                raise DiskError(f"{self.path} is off")
+            if manifest != self.manifest:
+                await write_manifest(self.path, manifest)
+                self.manifest = manifest
 
     def segment_names(self) -> list[str]:
         """Files that look like segments; blocks."""
@@ -116,6 +122,12 @@ class Home:
             return stat.S_ISREG(os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_mode)
         except FileNotFoundError:
             return False
+
+    def remove(self, names: list[str]) -> None:
+        """Remove segment files, durably; blocks. Raises OSError."""
+        for name in names:
+            self.files.unlink(self.segments_fd, name)
+        self.files.sync_directory(self.segments_fd)
 
     def size_bytes(self, name: str) -> int:
         """Size of a segment file; blocks."""

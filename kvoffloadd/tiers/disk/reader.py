@@ -75,7 +75,7 @@ class Reader:
         return self.lane.submit(work, finish, urgent=urgent)
 
     async def inspect(self, segment: Segment, pages: U32Array) -> BoolArray:
-        """Which of the records at these pages are whole. Reads behind everything else."""
+        """Which of the records at these pages are whole. Reads behind everything else. OSError: nothing is known."""
         segment.readers += 1
         work = partial(
             inspect_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, pages,
@@ -85,7 +85,11 @@ class Reader:
             return await self.lane.perform(work, urgent=LAST)
         except OSError:
             self.read_errors += 1
-            return np.zeros(len(pages), bool)
+            raise
         finally:
             segment.readers -= 1
             self._changed.set()
+
+    def figures(self) -> dict[str, int]:
+        """For `status`."""
+        return {"read_bytes": self.read_bytes, "read_errors": self.read_errors}

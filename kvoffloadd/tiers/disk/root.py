@@ -106,6 +106,7 @@ class Root:
         self._spare: Segment | None = None
         self._void: list[tuple[str, int]] = []  # segment files without contents: name, bytes
         self._foreign_bytes = 0
+        self.kept_pages = 0  # at the end of the open segment, for records that move on
         self.is_known = False  # all that may ever be served from here was looked at
         self._trusted = True
         self._grow_after = 0.0
@@ -156,10 +157,8 @@ class Root:
 
     async def _begin_anew(self, void: list[tuple[str, int]]) -> None:
         """A manifest vouches for all that is here, so the old contents go before there is a new one."""
-        while void:
-            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, void[-1][0]))
-            void.pop()
-        await self.write_lane.perform(partial(self._files.sync_directory, self.home.segments_fd))
+        await self.write_lane.perform(partial(self.home.remove, [name for name, _ in void]))
+        void.clear()
         await self.home.begin()
         self._trusted = True
 
@@ -293,10 +292,13 @@ class Root:
         """The directory and its manifest are ours."""
         return self.home.manifest is not None
 
-    def append(self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None]) -> int:
+    def append(
+        self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None], *, moves: bool = False
+    ) -> int:
         """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
 
-        `done(segment, entries, error)` is called once, later, if any were taken; with an error none of them is valid.
+        `moves`: they may take `kept_pages`, too. `done(segment, entries, error)` is called once, later, if any were
+        taken; with an error none of them is valid.
         """
         segment = self._open
         if self.state != State.OK or segment is None:
@@ -305,9 +307,11 @@ class Root:
         ends = segment.next_page + np.cumsum(pages)
         room = segment.size_bytes // PAGE_BYTES
         room -= footer_pages(segment.num_entries + len(pages), len(segment.space_list) + 1)
-        count = int(np.searchsorted(ends, room, side="right"))
-        if count == 0 or segment.broken:
+        if ends[0] > room or segment.broken:
             self._roll(segment)
+            return 0
+        count = int(np.searchsorted(ends, room if moves else room - self.kept_pages, side="right"))
+        if count == 0:
             return 0
         entries = batch.entries[:count].copy()
         entries["page"] = ends[:count] - pages[:count]
@@ -428,9 +432,7 @@ class Root:
         now = time.monotonic()
         return {
             "path": str(self.path),
-            "state": self.state,
-            "reason": self.health.reason,
-            "write_errors": self.health.write_errors,
+            **self.health.figures(),
             "capacity_bytes": self.capacity_bytes,
             "used_bytes": self.used_bytes if self.state != State.OFF else 0,
             "segment_bytes": self.segment_bytes,
@@ -439,8 +441,7 @@ class Root:
             "writing": self.writing,
             "reads_queued": self.read_lane.queued,
             "slowest_s": round(max(self.read_lane.oldest_running_s(now), self.write_lane.oldest_running_s(now)), 3),
-            "read_bytes": self.reader.read_bytes,
-            "read_errors": self.reader.read_errors,
+            **self.reader.figures(),
             **asdict(self.counters),
         }
 

@@ -1,0 +1,46 @@
+"""What a stress run is told, and what it tells its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line. `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads" or "disk". `socket`: of a running
+    daemon; None: start one.
+    """
+
+    seconds: float
+    workers: int
+    memory_bytes: int
+    working_set_bytes: int
+    disk_bytes: int
+    disk_folder: Path | None
+    kill_workers: bool
+    kill_daemon: bool
+    plant_corruption: str
+    slow_copies_s: float
+    seed: int
+    socket: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What stress.py tells a worker. `conversations[n]`: how many namespace n has."""
+
+    socket: str
+    counters: str
+    rows: int
+    row: int
+    generation: int
+    seed: int
+    conversations: list[int]
+    rank_bytes: int
+    daemon_may_die: bool
+    disk: bool
+    memory_name: str
