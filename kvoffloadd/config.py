@@ -108,6 +108,17 @@ class CopyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CudaConfig:
+    """GPUs. Nothing is loaded and no GPU touched before a worker names one."""
+
+    enabled: bool = _key(True, checks.flag)
+    batch: bool = _key(True, checks.flag)
+    batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
+    pin_bytes: int = _key(64 * GIB, checks.size(PAGE_BYTES, 256 * GIB))
+    stuck_s: float = _key(30.0, checks.seconds(0.1, 3600))
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsConfig:
     """Caps. The first five hold for all sessions of one uid together, the others for one session."""
 
@@ -139,6 +150,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
+    cuda: CudaConfig = field(default_factory=CudaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -149,6 +161,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "memory": MemoryConfig,
         "disk": DiskConfig,
         "copy": CopyConfig,
+        "cuda": CudaConfig,
         "limits": LimitsConfig,
         "log": LogConfig,
     }

@@ -19,10 +19,14 @@ from kvoffloadd.cache.disk import Disk, DiskSettings
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.config import check_memory_fits
+from kvoffloadd.device.cuda.gpus import CudaGpus
+from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
 from kvoffloadd.device.host import HostDevice
+from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.lanes import Lane
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from kvoffloadd.config import Config
-    from kvoffloadd.device.base import Device
+    from kvoffloadd.device.base import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +149,14 @@ class Daemon:
         cache = Cache(tier, policy, secrets.randbits(63))
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
-        device: Device = host
+        device: HostMemory = host
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
         if config.disk.roots:
             self._add_disk(cache, loop)
+        arena = Arena(tier.mapping.address, tier.mapping.size_bytes, tier.slab_pages * PAGE_BYTES)
+        signals = Signals(loop)
         limits = config.limits
         caps = {
             "sessions": limits.sessions,
@@ -164,8 +170,10 @@ class Daemon:
             boot_id=secrets.token_bytes(16),
             loop=loop,
             cache=cache,
-            transfers=Transfers(cache, hash_lane, config.memory.verify_loads),
-            devices={"host": device},
+            transfers=Transfers(cache, hash_lane, signals, config.memory.verify_loads),
+            host=device,
+            gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal),
+            signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,
             accounts=Accounts(caps),
@@ -213,7 +221,8 @@ class Daemon:
 
     async def _close(self, context: Context) -> int:
         """Lanes before memory: nothing is unmapped while a thread may touch it."""
-        for device in context.devices.values():
+        context.signals.close()
+        for device in context.devices:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
         if context.cache.disk is not None:
@@ -225,6 +234,8 @@ class Daemon:
             self._fatal("the hash lane does not end")
         if context.tasks:
             await asyncio.wait(context.tasks, timeout=CLOSE_S)
+        if not await context.gpus.close(self._config.cuda.stuck_s):
+            self._fatal("the CUDA driver does not answer")
         context.cache.tier.close()
         log.info("closed")
         return EXIT_OK

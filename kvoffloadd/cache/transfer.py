@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.promotion import Away
     from kvoffloadd.device.base import Copy, Device
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.device.signals import Ready, Signals
     from kvoffloadd.lanes import Lane
     from kvoffloadd.model import I64Array, U32Array, U64Array
 
@@ -44,6 +45,18 @@ class TransferResult:
     seconds: float
     bad: BoolArray
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """How a job is to be copied. `deadline_s`: loop time after which no further piece of it begins. `urgent`: before
+    others of its direction. `ready`: nothing is copied before; None: at once.
+    """
+
+    device: Device
+    deadline_s: float
+    urgent: bool = False
+    ready: Ready | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +113,7 @@ class Transfers:
 
     cache: Cache
     hash_lane: Lane
+    signals: Signals
     verify_loads: bool
     running: set[Transfer] = field(default_factory=set)
     unsealed: int = 0
@@ -120,18 +134,12 @@ class Transfers:
 
     # --- store ---
 
-    def store(
-        self, device: Device, parts: I64Array, copies: Copies, deadline: float, done: Callable[[TransferResult], None]
-    ) -> Transfer:
-        """Copy into reserved parts, one per key, that the job owns from here on; commit or abort them at the end.
-
-        `deadline`: loop time after which no further piece of it begins.
-        """
+    def store(self, parts: I64Array, copies: Copies, terms: Terms, done: Callable[[TransferResult], None]) -> Transfer:
+        """Copy into reserved parts, one per key, that the job owns from here on; commit or abort them at the end."""
         self.cache.begin(parts)
         transfer = Transfer(Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool))
         self.running.add(transfer)
-        finish = partial(self._stored, transfer)
-        transfer.copy = device.submit(Direction.STORE, copies, deadline_s=deadline, urgent=False, done=finish)
+        self._begin(transfer, lambda: copies, terms, partial(self._stored, transfer))
         return transfer
 
     def _stored(self, transfer: Transfer, result: CopyResult) -> None:
@@ -166,13 +174,7 @@ class Transfers:
     # --- load ---
 
     def load(
-        self,
-        device: Device,
-        plan: Callable[[], LoadPlan],
-        away: list[Away],
-        deadline: float,
-        urgent: bool,
-        done: Callable[[TransferResult], None],
+        self, plan: Callable[[], LoadPlan], away: list[Away], terms: Terms, done: Callable[[TransferResult], None]
     ) -> Transfer:
         """Copy one part of each of the plan's keys out, which are complete; they are held until the end.
 
@@ -183,7 +185,7 @@ class Transfers:
         self.running.add(transfer)
         first = plan()
         self._take(transfer, first)
-        run = partial(self._load, transfer, device, deadline, urgent)
+        run = partial(self._load, transfer, terms)
         if self.cache.disk is None or not away:
             run(first)
         else:
@@ -198,7 +200,7 @@ class Transfers:
 
             fetch = promotion.fetch(away, Urgency.LOAD, fetched)
             transfer.give_up = partial(self._give_up, transfer, partial(promotion.cancel, fetch))
-            timer = self.cache.disk.loop.call_at(deadline, transfer.give_up, Outcome.EXPIRED)
+            timer = self.cache.disk.loop.call_at(terms.deadline_s, transfer.give_up, Outcome.EXPIRED)
             transfer.timer = timer
         return transfer
 
@@ -215,8 +217,8 @@ class Transfers:
         cancel()
         self._loaded(transfer, CopyResult(outcome, 0, 0, 0, 0.0))
 
-    def _load(self, transfer: Transfer, device: Device, deadline: float, urgent: bool, plan: LoadPlan) -> None:
-        begin = partial(self._begin_load, transfer, device, plan.build, deadline, urgent)
+    def _load(self, transfer: Transfer, terms: Terms, plan: LoadPlan) -> None:
+        begin = partial(self._begin_load, transfer, terms, plan.build)
         sealed = np.flatnonzero(self.cache.entries.parts.state[plan.parts] == PartState.SEALED)
         if self.verify_loads and len(sealed):
             wanted = plan.parts[sealed]
@@ -238,26 +240,48 @@ class Transfers:
             self.cache.drop(transfer.rows[transfer.bad])
         begin()
 
-    def _begin_load(
-        self,
-        transfer: Transfer,
-        device: Device,
-        build: Callable[[BoolArray], Copies],
-        deadline: float,
-        urgent: bool,
-    ) -> None:
-        if transfer.cancelled:
-            self._loaded(transfer, CopyResult(Outcome.CANCELLED, 0, 0, 0, 0.0))
-            return
+    def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Copies]) -> None:
         finish = partial(self._loaded, transfer)
-        copies = build(~transfer.bad)
-        transfer.copy = device.submit(Direction.LOAD, copies, deadline_s=deadline, urgent=urgent, done=finish)
+        if transfer.cancelled:
+            finish(CopyResult(Outcome.CANCELLED, 0, 0, 0, 0.0))
+        else:
+            self._begin(transfer, lambda: build(~transfer.bad), terms, finish)
 
     def _loaded(self, transfer: Transfer, result: CopyResult) -> None:
         self.cache.unhold(transfer.rows)
         self._finish(transfer, result)
 
     # --- both ---
+
+    def _begin(
+        self, transfer: Transfer, build: Callable[[], Copies], terms: Terms, finish: Callable[[CopyResult], None]
+    ) -> None:
+        """Start the copy, or the wait for the worker's signal before it."""
+
+        def submit() -> None:
+            transfer.copy = terms.device.submit(
+                transfer.direction, build(), deadline_s=terms.deadline_s, urgent=terms.urgent, done=finish
+            )
+
+        if terms.ready is None:
+            submit()
+            return
+
+        def settled(outcome: Outcome) -> None:
+            transfer.give_up = None
+            if transfer.cancelled:
+                outcome = Outcome.CANCELLED
+            if outcome is Outcome.DONE:
+                submit()
+            else:
+                finish(CopyResult(outcome, 0, 0, 0, 0.0, "the worker's signal had not come"))
+
+        def give_up(outcome: Outcome) -> None:
+            if self.signals.cancel(wait):
+                settled(outcome)
+
+        wait = self.signals.wait(terms.ready, terms.deadline_s, settled)
+        transfer.give_up = give_up
 
     def _finish(self, transfer: Transfer, result: CopyResult) -> None:
         self.running.remove(transfer)

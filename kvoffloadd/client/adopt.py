@@ -34,7 +34,7 @@ class Extent:
         return (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
 
 
-def _extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> Extent:
+def rows_extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> Extent:
     """Rows along dim 0. `strides` in bytes. Raises UsageError if they are no rows."""
     if len(shape) < 2 or math.prod(shape) == 0:
         raise UsageError(f"shape {shape} has no blocks along dim 0 with bytes behind them")
@@ -51,7 +51,7 @@ def _extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], item
 
 def numpy_extent(array: npt.NDArray[Any]) -> tuple[Extent, Allocation]:
     """Where a numpy array's rows lie, and the shared memory they lie in. Raises UsageError if they lie in none."""
-    extent = _extent(array.ctypes.data, array.shape, array.strides, array.itemsize)
+    extent = rows_extent(array.ctypes.data, array.shape, array.strides, array.itemsize)
     known = Allocation.around(extent.address, extent.size_bytes)
     return extent, known if known is not None else _of_memmap(array)
 
@@ -77,12 +77,12 @@ def torch_extent(tensor: Any) -> tuple[Extent, Allocation, U8Array]:
         raise UsageError("only dense CPU tensors can be moved to shared memory")
     item_bytes = tensor.element_size()
     strides = tuple(stride * item_bytes for stride in tensor.stride())
-    _extent(0, tuple(tensor.shape), strides, item_bytes)  # before anything is moved
+    rows_extent(0, tuple(tensor.shape), strides, item_bytes)  # before anything is moved
     storage = tensor.untyped_storage()
     allocation = Allocation.around(storage.data_ptr(), storage.nbytes())
     if allocation is None:
         allocation = _move(storage)
-    extent = _extent(tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
+    extent = rows_extent(tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
     start = extent.address - storage.data_ptr()
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(storage, start, (extent.num_blocks, extent.page_bytes), (extent.stride_bytes, 1))

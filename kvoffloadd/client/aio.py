@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client.ops import First, Groups, Op, Transfers
     from kvoffloadd.client.registration import Registration
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
+    from kvoffloadd.client.timeline import Ready
     from kvoffloadd.client.waitable import Steps, Wait
     from kvoffloadd.protocol.messages import NamespaceSpec
 
@@ -202,10 +203,11 @@ class AsyncClient:
         lease: int = 0,
         first: First = 0,
         deadline_s: float = 60.0,
+        ready: Ready | None = None,
     ) -> Job:
         """As `Client.store`."""
-        key_bytes = self._exchange.key_bytes
-        what = ops.transfer(Direction.STORE, registration, groups, first, lease, deadline_s, key_bytes)
+        terms = ops.Terms(first, lease, deadline_s, ready)
+        what = ops.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms)
         return await self._run(self._exchange.submit(what, self._until()))
 
     async def load(
@@ -216,13 +218,12 @@ class AsyncClient:
         lease: int = 0,
         first: First = 0,
         deadline_s: float = 60.0,
+        ready: Ready | None = None,
         expedited: bool = False,
     ) -> Job:
         """As `Client.load`."""
-        key_bytes = self._exchange.key_bytes
-        what = ops.transfer(
-            Direction.LOAD, registration, groups, first, lease, deadline_s, key_bytes, expedited=expedited
-        )
+        terms = ops.Terms(first, lease, deadline_s, ready, expedited)
+        what = ops.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms)
         return await self._run(self._exchange.submit(what, self._until()))
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client.ops import First, Groups, Op, Transfers
     from kvoffloadd.client.registration import Registration
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
+    from kvoffloadd.client.timeline import Ready
     from kvoffloadd.client.waitable import Steps, Wait
     from kvoffloadd.protocol.messages import NamespaceSpec
 
@@ -242,6 +243,7 @@ class Client:
         lease: int = 0,
         first: First = 0,
         deadline_s: float = 60.0,
+        ready: Ready | None = None,
     ) -> Job:
         """Start copying blocks to the daemon. The blocks must not be written until the job is done.
 
@@ -251,13 +253,14 @@ class Client:
             lease: a reservation that covers the keys; 0: the job reserves this rank's part itself.
             first: as in `lookup`.
             deadline_s: the daemon gives the job up after so long. The request's own deadline is the client's.
+            ready: when the blocks are final; None: they are. The daemon touches none of them before, and gives the job
+                up at its deadline if that does not come.
 
         Raises JobDeadlineError or JobConnectionLostError where the daemon may have taken the job: its `job` owns the
         blocks until it is done. After any other error the blocks are free.
         """
-        return self._submit(
-            ops.transfer(Direction.STORE, registration, groups, first, lease, deadline_s, self._exchange.key_bytes)
-        )
+        terms = ops.Terms(first, lease, deadline_s, ready)
+        return self._submit(ops.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms))
 
     def load(
         self,
@@ -267,6 +270,7 @@ class Client:
         lease: int = 0,
         first: First = 0,
         deadline_s: float = 60.0,
+        ready: Ready | None = None,
         expedited: bool = False,
     ) -> Job:
         """Start copying keys into blocks, which are the daemon's to write until the job is done.
@@ -274,10 +278,8 @@ class Client:
         As `store`; `lease`: a pin that covers the keys; 0: held for the job's time. `expedited`: before other loads.
         Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`.
         """
-        key_bytes = self._exchange.key_bytes
-        return self._submit(
-            ops.transfer(Direction.LOAD, registration, groups, first, lease, deadline_s, key_bytes, expedited=expedited)
-        )
+        terms = ops.Terms(first, lease, deadline_s, ready, expedited)
+        return self._submit(ops.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms))
 
     def wait(self, job: Job, deadline_s: float) -> JobResult:
         """How the job ended. Outcome LOST: nobody can tell, but its blocks are free.

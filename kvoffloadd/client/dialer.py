@@ -9,13 +9,15 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from kvoffloadd.client import ops
+from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.gpu import IpcMemory, VmmMemory
 from kvoffloadd.client.waitable import Steps, Wait, Waitable
 from kvoffloadd.client.wire import TRANSIENT, unreachable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, NamespaceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from kvoffloadd.client.lines import Lines
     from kvoffloadd.client.link import Link, Pending
@@ -135,16 +137,29 @@ class Dialer:
 
     def enroll(self, link: Link, registration: Registration, until: float) -> Steps[None]:
         """Attach a registration's memory and register its tensors and groups on this connection. Raises as `ask_on`."""
-        numbers: dict[tuple[int, int], int] = {}
+        numbers: dict[Hashable, int] = {}
         allocations = registration.caches.allocations()
         allowed = FDS_PER_FRAME_MAX if link.limits is None else link.limits.fds_per_frame
         at_once = max(1, min(FDS_PER_FRAME_MAX, allowed))
-        for start in range(0, len(allocations), at_once):
-            batch = allocations[start : start + at_once]
+        shared = [allocation for allocation in allocations if isinstance(allocation, Allocation)]
+        for start in range(0, len(shared), at_once):
+            batch = shared[start : start + at_once]
             fds = tuple(allocation.fd for allocation in batch)
             found = yield from self.ask_on(link, ops.attach(fds, registration), until)
             numbers.update(zip((allocation.identity for allocation in batch), found, strict=True))
+        for memory in allocations:
+            if isinstance(memory, IpcMemory):
+                (numbers[memory.identity],) = yield from self.ask_on(link, ops.attach_ipc(memory), until)
+            elif isinstance(memory, VmmMemory):
+                numbers[memory.identity] = yield from self._attach_chunks(link, memory, at_once, until)
         registration.id = yield from self.ask_on(link, ops.register(registration, numbers), until)
+
+    def _attach_chunks(self, link: Link, memory: VmmMemory, at_once: int, until: float) -> Steps[int]:
+        number = 0
+        for start in range(0, len(memory.chunks), at_once):
+            chunks = range(start, min(start + at_once, len(memory.chunks)))
+            (number,) = yield from self.ask_on(link, ops.attach_vmm(memory, chunks, number), until)
+        return number
 
     def _await_close(self, until: float) -> Steps[None]:
         # A greeting proves that old copies have ended only if it comes after the daemon closed their connection.

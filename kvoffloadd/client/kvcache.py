@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import GroupKind, Ref
-from kvoffloadd.protocol.messages import GroupSpec, RefSpec
+from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvoffloadd.client.allocation import Allocation
-    from kvoffloadd.client.tensor import SharedTensor
+    from kvoffloadd.client.gpu import GpuAllocation
+    from kvoffloadd.client.tensor import CanonicalTensor
+    from kvoffloadd.client.timeline import Ready, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,17 @@ class Group:
 
 
 class KvCache:
-    """Tensors and groups of one worker. Raises UsageError where they do not fit each other.
+    """Tensors and groups of one worker, all tensors on one device. Raises UsageError where they do not fit each other.
 
-    Tensors that lie in the same memory are attached once.
+    Tensors that lie in the same memory are attached once. `timelines`: those that jobs' `ready` may be of.
     """
 
-    def __init__(self, tensors: Sequence[SharedTensor], groups: Sequence[Group]) -> None:
+    def __init__(
+        self, tensors: Sequence[CanonicalTensor], groups: Sequence[Group], timelines: Sequence[Timeline] = ()
+    ) -> None:
         self.tensors = tuple(tensors)
         self.groups = tuple(groups)
+        self.timelines = tuple(timelines)
         self._by_number = {group.group: group for group in self.groups}
         if len(self._by_number) != len(self.groups):
             raise UsageError("a group is named twice")
@@ -83,6 +88,14 @@ class KvCache:
             raise UsageError(f"group {number} is not registered; these are: {sorted(self._by_number)}")
         return found
 
-    def allocations(self) -> list[Allocation]:
-        """The memory behind the tensors, each one once."""
-        return list({tensor.allocation.identity: tensor.allocation for tensor in self.tensors}.values())
+    def ready_spec(self, ready: Ready) -> ReadySpec:
+        """As it travels. Raises UsageError for a timeline that is not named here."""
+        if ready.timeline not in self.timelines:
+            raise UsageError("`ready` is of a timeline that was not registered with the KV cache")
+        return ReadySpec(signal=self.timelines.index(ready.timeline), offset=0, value=ready.value)
+
+    def allocations(self) -> list[Allocation | GpuAllocation]:
+        """The memory behind the tensors and the timelines, each one once."""
+        every: list[Allocation | GpuAllocation] = [tensor.allocation for tensor in self.tensors]
+        every += [timeline.allocation for timeline in self.timelines]
+        return list({allocation.identity: allocation for allocation in every}.values())

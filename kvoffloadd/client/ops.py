@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,8 +17,10 @@ from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Request
 
 if TYPE_CHECKING:
+    from kvoffloadd.client.gpu import IpcMemory, VmmMemory
     from kvoffloadd.client.job import Job
     from kvoffloadd.client.registration import Registration
+    from kvoffloadd.client.timeline import Ready
 
 R = TypeVar("R")
 
@@ -115,14 +117,51 @@ def attach(fds: tuple[int, ...], owner: object) -> Op[list[int]]:
     return Op(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
 
 
-def register(registration: Registration, allocations: Mapping[tuple[int, int], int]) -> Op[int]:
+def attach_ipc(memory: IpcMemory) -> Op[list[int]]:
+    """Announces memory of a GPU by its handle; the value is one allocation id."""
+
+    def build(seq: int) -> Request:
+        return messages.AttachIpc(seq=seq, device=memory.uuid, handles=memory.handle)
+
+    return Op(build, _one_allocation)
+
+
+def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Op[list[int]]:
+    """Announces some chunks of a GPU's memory; the value is the id of the allocation that they are part of.
+
+    Raises UsageError where the driver gives no descriptors.
+    """
+    descriptors = memory.export(chunks.start, len(chunks))
+    sizes = np.array(memory.chunks[chunks.start : chunks.stop], "<u8").tobytes()
+
+    def build(seq: int) -> Request:
+        return messages.AttachVmm(
+            seq=seq,
+            device=memory.uuid,
+            fds=len(chunks),
+            chunks=sizes,
+            total_bytes=memory.size_bytes,
+            extends=extends,
+        )
+
+    return Op(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors)
+
+
+def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
+    if len(reply.allocations) != 1:
+        raise MessageError(f"one allocation was attached, {len(reply.allocations)} answered")
+    return reply.allocations
+
+
+def register(registration: Registration, allocations: Mapping[Hashable, int]) -> Op[int]:
     """Names the tensors in `allocations` (identity of the memory -> id) and the groups; the value is the id."""
     caches = registration.caches
+    signals = [allocations[timeline.allocation.identity] for timeline in caches.timelines]
     tensors = [tensor.spec(allocations[tensor.allocation.identity]) for tensor in caches.tensors]
     groups = [group.spec() for group in caches.groups]
 
     def build(seq: int) -> Request:
-        return messages.Register(seq=seq, tensors=tensors, groups=groups)
+        return messages.Register(seq=seq, tensors=tensors, groups=groups, signals=signals)
 
     return Op(build, lambda reply, _boot_id: int(reply.registration), undo=_unregister_number)
 
@@ -198,6 +237,17 @@ def reserve(groups: Groups, first: First, parts: list[int] | None, key_bytes: in
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """How a job is asked for; see `Client.store` and `Client.load`."""
+
+    first: First = 0
+    lease: int = 0
+    deadline_s: float = 60.0
+    ready: Ready | None = None
+    expedited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """A store or load, packed and checked, before it is a job."""
 
@@ -205,21 +255,16 @@ class Transfer:
     registration: Registration
     lists: list[GroupBlocks]
     counts: tuple[int, ...]
-    lease: int
-    deadline_s: float
-    expedited: bool = False
+    terms: Terms
+
+    @property
+    def lease(self) -> int:
+        """The lease that it names; 0: none."""
+        return self.terms.lease
 
 
 def transfer(
-    direction: Direction,
-    registration: Registration,
-    groups: Transfers,
-    first: First,
-    lease: int,
-    deadline_s: float,
-    key_bytes: int,
-    *,
-    expedited: bool = False,
+    direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, terms: Terms
 ) -> Transfer:
     """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
     lists, counts = [], []
@@ -227,29 +272,33 @@ def transfer(
         packed = pack_keys(keys, key_bytes)
         count = len(packed) // key_bytes
         blocks = pack_blocks(block_ids, count, registration.caches.group(group).blocks_per_key)
-        start = first if isinstance(first, int) else first.get(group, 0)
+        start = terms.first if isinstance(terms.first, int) else terms.first.get(group, 0)
         lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
         counts.append(count)
-    if not deadline_s > 0:
-        raise UsageError(f"a job's deadline is above 0 seconds, not {deadline_s}")
-    return Transfer(direction, registration, lists, tuple(counts), lease, float(deadline_s), expedited)
+    if not terms.deadline_s > 0:
+        raise UsageError(f"a job's deadline is above 0 seconds, not {terms.deadline_s}")
+    if terms.ready is not None:
+        registration.caches.ready_spec(terms.ready)
+    return Transfer(direction, registration, lists, tuple(counts), terms)
 
 
 def submit(what: Transfer, job: Job) -> Op[list[U8Array]]:
     """The request that makes `job`; the value is the key states at admission."""
 
     def build(seq: int) -> Request:
+        terms = what.terms
         common: dict[str, Any] = {
             "seq": seq,
             "job": job.id,
             "registration": what.registration.named_id(),
             "groups": what.lists,
-            "lease": int(what.lease),
-            "deadline_s": what.deadline_s,
+            "lease": int(terms.lease),
+            "deadline_s": float(terms.deadline_s),
+            "ready": None if terms.ready is None else what.registration.caches.ready_spec(terms.ready),
         }
         if what.direction is Direction.STORE:
             return messages.Store(**common)
-        return messages.Load(**common, expedited=what.expedited)
+        return messages.Load(**common, expedited=terms.expedited)
 
     def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
         if reply.job != job.id:

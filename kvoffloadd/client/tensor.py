@@ -1,4 +1,4 @@
-"""A canonical tensor in shared memory: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
+"""A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
 
 from __future__ import annotations
 
@@ -14,22 +14,46 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import TensorSpec
 
 if TYPE_CHECKING:
+    from kvoffloadd.client.gpu import GpuAllocation
     from kvoffloadd.model import U8Array
 
 
-class SharedTensor:
-    """A canonical tensor that the daemon can be given.
+class CanonicalTensor:
+    """Rows in memory that the daemon can be given. `offset`: byte of the allocation where block 0 begins."""
 
-    `array`: u8 (num_blocks, page_bytes), a view with row stride `stride_bytes`; it keeps the memory alive. `offset`:
-    byte of the allocation where block 0 begins. Made by `allocate` or `adopt`.
-    """
-
-    def __init__(self, allocation: Allocation, extent: Extent, array: U8Array) -> None:
-        self.allocation = allocation
+    def __init__(self, allocation: Allocation | GpuAllocation, extent: Extent) -> None:
+        self.allocation: Allocation | GpuAllocation = allocation
         self.offset = extent.address - allocation.address
         self.num_blocks = extent.num_blocks
         self.page_bytes = extent.page_bytes
         self.stride_bytes = extent.stride_bytes
+
+    def spec(self, allocation: int) -> TensorSpec:
+        """As it travels; `allocation` is the daemon's number for the memory."""
+        return TensorSpec(
+            allocation=allocation,
+            offset=self.offset,
+            num_blocks=self.num_blocks,
+            page_bytes=self.page_bytes,
+            stride_bytes=self.stride_bytes,
+        )
+
+    def __repr__(self) -> str:
+        rows = f"{self.num_blocks} blocks of {self.page_bytes} bytes, {self.stride_bytes} apart"
+        return f"<{type(self).__name__} {rows}>"
+
+
+class SharedTensor(CanonicalTensor):
+    """A canonical tensor in shared memory.
+
+    `array`: u8 (num_blocks, page_bytes), a view with row stride `stride_bytes`; it keeps the memory alive. Made by
+    `allocate` or `adopt`.
+    """
+
+    allocation: Allocation
+
+    def __init__(self, allocation: Allocation, extent: Extent, array: U8Array) -> None:
+        super().__init__(allocation, extent)
         self.array = array
 
     @classmethod
@@ -62,26 +86,16 @@ class SharedTensor:
             extent, allocation = numpy_extent(tensor)
             return cls(allocation, extent, _rows_of(tensor, extent))
         if type(tensor).__module__.partition(".")[0] != "torch":
-            raise UsageError(f"can't share a {type(tensor).__name__}: numpy arrays and torch CPU tensors only")
+            raise UsageError(
+                f"can't share a {type(tensor).__name__}: numpy arrays and torch CPU tensors only "
+                "(GpuTensor.adopt takes those of a GPU)"
+            )
         extent, allocation, rows = torch_extent(tensor)
         return cls(allocation, extent, rows)
 
     def torch(self) -> Any:
         """The same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""
         return importlib.import_module("torch").from_numpy(self.array.view(np.int8))
-
-    def spec(self, allocation: int) -> TensorSpec:
-        """As it travels; `allocation` is the daemon's number for the memory."""
-        return TensorSpec(
-            allocation=allocation,
-            offset=self.offset,
-            num_blocks=self.num_blocks,
-            page_bytes=self.page_bytes,
-            stride_bytes=self.stride_bytes,
-        )
-
-    def __repr__(self) -> str:
-        return f"<SharedTensor {self.num_blocks} blocks of {self.page_bytes} bytes, {self.stride_bytes} apart>"
 
 
 def _rows_of(array: npt.NDArray[Any], extent: Extent) -> U8Array:

@@ -6,22 +6,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvoffloadd.device.plan import Copies
     from kvoffloadd.model import Direction, Outcome
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory of a worker that is mapped into this process, from `map` to `unmap`.
+    """Memory of a worker that is mapped into this process, until `unmap`.
 
-    Devices add what they need to unmap it. `size_bytes` is the kernel's or the driver's word, never the peer's.
+    Devices add what they need to unmap it. `size_bytes` is the kernel's or the driver's word, never the peer's. One
+    that is made in pieces grows until it is `whole`.
     """
 
     kind: str
     size_bytes: int
     base_address: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is mapped."""
+        return True
+
+    @property
+    def charged_bytes(self) -> int:
+        """What it counts for against the peer's caps, from the beginning."""
+        return self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +65,6 @@ class Device(Protocol):
     """All methods are for the event loop's thread."""
 
     kind: str
-
-    def map(self, fd: int, peer_uid: int) -> Allocation:
-        """Maps the whole of a worker's memory. `fd` stays the caller's. Commits no memory and does not wait.
-
-        Effect: address space only; the caller counts it against the peer's caps, and owes an `unmap`.
-
-        Raises:
-            MemoryKindError: memory that may not be registered, with what to do about it.
-            LimitError: the kernel has no address space for it.
-        """
 
     async def unmap(self, allocation: Allocation) -> None:
         """Ends a mapping, off the loop. The caller guarantees that no copy uses it, and none will.
@@ -105,3 +106,61 @@ class Device(Protocol):
         True: no thread touches any mapping any more. False: one does; the caller must end the process without
         unmapping. Mappings stay as they are.
         """
+
+
+class HostMemory(Device, Protocol):
+    """The device of shared memory."""
+
+    def map(self, fd: int, peer_uid: int) -> Allocation:
+        """Maps the whole of a worker's memory. `fd` stays the caller's. Commits no memory and does not wait.
+
+        Effect: address space only; the caller counts it against the peer's caps, and owes an `unmap`.
+
+        Raises:
+            MemoryKindError: memory that may not be registered, with what to do about it.
+            LimitError: the kernel has no address space for it.
+        """
+
+
+class GpuMemory(Device, Protocol):
+    """The device of one GPU. The driver's calls take milliseconds: they run off the loop."""
+
+    async def open_handle(self, handle: bytes) -> Allocation:
+        """Opens a CUDA IPC handle of 64 bytes. The caller owes an `unmap`, for each opening of the same handle.
+
+        Raises:
+            MemoryKindError: the driver doesn't open it, with what may be the reason.
+            DeviceError: the driver fails otherwise.
+        """
+
+    async def reserve_chunks(self, total_bytes: int) -> Allocation:
+        """Address space for an allocation that comes in chunks. The caller owes an `unmap`.
+
+        Raises:
+            MemoryKindError: no size that chunks can add up to.
+            LimitError: there is no address space for it.
+        """
+
+    async def add_chunks(self, allocation: Allocation, fds: Sequence[int], sizes: Sequence[int]) -> None:
+        """Maps the next chunks of it, in order: `sizes` in bytes. `fds` stay the caller's. All of them or none.
+
+        Raises:
+            MemoryKindError: not chunks of memory of this GPU, or of other sizes, or more than was reserved.
+        """
+
+
+class Gpus(Protocol):
+    """The GPUs of this machine, each made usable when it is first asked for."""
+
+    async def device(self, uuid: bytes) -> GpuMemory:
+        """The GPU of this name of 16 bytes.
+
+        Raises:
+            MemoryKindError: there is none, or this daemon does without CUDA; with what to do about it.
+        """
+
+    def devices(self) -> list[Device]:
+        """Those in use."""
+
+    async def close(self, deadline_s: float) -> bool:
+        """Gives back what belongs to no single GPU; the devices are closed. False: not within `deadline_s` seconds."""

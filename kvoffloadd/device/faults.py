@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
-from kvoffloadd.device.base import Allocation, Copy, CopyResult, Device
+from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import Direction, Outcome, U64Array
 
@@ -27,7 +27,7 @@ class Faults(TypedDict, total=False):
     fail_every: int
 
 
-class MovingDevice(Device, Protocol):
+class MovingDevice(HostMemory, Protocol):
     """A device whose chunks are copied by a function that can be replaced."""
 
     mover: CopyRuns
@@ -58,7 +58,7 @@ class FaultyDevice:
             inner.mover = self._move_late
 
     def map(self, fd: int, peer_uid: int) -> Allocation:
-        """See `Device.map`."""
+        """See `HostMemory.map`."""
         return self._inner.map(fd, peer_uid)
 
     async def unmap(self, allocation: Allocation) -> None:

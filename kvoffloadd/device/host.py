@@ -1,13 +1,6 @@
 """The `host` device: workers' shared memory, copied by this machine's cores.
 
-Ownership
-    HostDevice      the event loop alone, but for `mover`, which the lanes' threads call.
-    HostCopy        the event loop, except for these, which the threads of its lane share:
-        _chunks     filled before the first thread sees it; then popped by threads, cleared by whoever stops the copy.
-        _moved      appended by threads; read by the loop when no thread is at the copy any more.
-        _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure). A copy that
-                    both ends and is stopped at the same time is judged by what was moved.
-    All of them are changed by single operations on built-in types, which the GIL makes atomic.
+Ownership: the event loop alone, but for `mover`, which the lanes' threads call.
 """
 
 from __future__ import annotations
@@ -17,17 +10,16 @@ import ctypes
 import fcntl
 import os
 import stat
-import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffloadd.device.base import Allocation, CopyResult
+from kvoffloadd.device.chunked import ChunkedCopy
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import MemoryKindError, UsageError
-from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
-from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.lanes import Lane
+from kvoffloadd.model import Direction
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
 if TYPE_CHECKING:
@@ -37,12 +29,11 @@ SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
 
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
-_URGENT, _ORDINARY = 0, 1
 _TMPFS_MAGIC, _HUGETLBFS_MAGIC = 0x01021994, 0x958458F6
 _ROOT_UID = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HostAllocation(Allocation):
     """An `Allocation` of the host device, which owns `mapping`."""
 
@@ -65,11 +56,11 @@ class HostDevice:
         self._copy_threads = copy_threads
         self._chunk_bytes = chunk_bytes
         self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
-        self._copies: set[HostCopy] = set()
+        self._copies: set[ChunkedCopy] = set()
         self._mapped: set[HostAllocation] = set()
 
     def map(self, fd: int, peer_uid: int) -> HostAllocation:
-        """See `Device.map`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
+        """See `HostMemory.map`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
 
         A peer that could shorten its file could kill the daemon by SIGBUS. So the file must be sealed against
         shrinking, unless the peer runs as the daemon's own user or root, who could kill it anyway.
@@ -95,7 +86,7 @@ class HostDevice:
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
-    ) -> HostCopy:
+    ) -> ChunkedCopy:
         """See `Device.submit`."""
         threads = self._copy_threads if copies.total_bytes >= SPLIT_BYTES_MIN else 1
         chunks = split(copies, threads, _PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
@@ -104,10 +95,13 @@ class HostDevice:
             self._copies.discard(copy)
             done(result)
 
-        copy = HostCopy(self, chunks, deadline_s, on_end)
-        copy.start(self._loop, self._lanes[direction], min(threads, len(chunks)), _URGENT if urgent else _ORDINARY)
+        copy = ChunkedCopy(chunks, self._move, deadline_s, on_end)
+        copy.start(self._loop, self._lanes[direction], min(threads, len(chunks)), urgent=urgent)
         self._copies.add(copy)
         return copy
+
+    def _move(self, chunk: Copies) -> None:
+        self.mover(chunk.src, chunk.dst, chunk.size)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
@@ -129,87 +123,6 @@ class HostDevice:
         for copy in self._copies:
             copy.cancel()
         return all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
-
-
-class HostCopy:
-    """One copy: some threads take its chunks, one at a time and in turn with other copies', until none is left."""
-
-    def __init__(
-        self, device: HostDevice, chunks: list[Copies], deadline_s: float, done: Callable[[CopyResult], None]
-    ) -> None:
-        self._device = device
-        self._chunks = deque(chunks)
-        self._moved: list[Copies] = []
-        self._stop: Outcome | None = None
-        self._num_chunks = len(chunks)
-        self._deadline_s = deadline_s
-        self._done = done
-        self._reason = ""
-        self._began_s = time.monotonic()
-        self._tickets: list[Ticket] = []
-        self._open_tickets = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop, lane: Lane, threads: int, urgent: int) -> None:
-        """Queues it for some threads of `lane` (for one, if there is nothing to copy: its end comes the same way)."""
-        self._open_tickets = max(threads, 1)
-        self._tickets = [
-            lane.submit(self._copy_chunk, self._on_ticket_end, urgent=urgent) for _ in range(self._open_tickets)
-        ]
-        self._timer = loop.call_at(self._deadline_s, self._drop, Outcome.EXPIRED)
-
-    def cancel(self) -> None:
-        """See `Copy.cancel`."""
-        self._drop(Outcome.CANCELLED)
-
-    def _drop(self, outcome: Outcome) -> None:
-        self._stop = self._stop or outcome
-        self._chunks.clear()
-        for ticket in self._tickets:
-            ticket.cancel()
-
-    # --- the lane's threads -----------------------------------------------------------------------
-
-    def _copy_chunk(self) -> Again | None:
-        if time.monotonic() >= self._deadline_s:  # the loop's timer may be late
-            self._stop = self._stop or Outcome.EXPIRED
-            self._chunks.clear()
-        try:
-            chunk = self._chunks.popleft()
-        except IndexError:
-            return None
-        try:
-            self._device.mover(chunk.src, chunk.dst, chunk.size)
-        except BaseException:
-            self._stop = Outcome.FAILED
-            self._chunks.clear()
-            raise
-        self._moved.append(chunk)
-        return AGAIN if self._chunks else None
-
-    # --- the event loop -----------------------------------------------------------------------------
-
-    def _on_ticket_end(self, value: Again | BaseException | None) -> None:
-        if isinstance(value, BaseException) and not isinstance(value, CancelledWork):
-            self._reason = self._reason or f"{type(value).__name__}: {value}"
-        self._open_tickets -= 1
-        if self._open_tickets == 0:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._done(self._result())
-
-    def _result(self) -> CopyResult:
-        complete = len(self._moved) == self._num_chunks
-        # Chunks are left behind without a reason only when the lane is closed, which is a cancel as well.
-        outcome = Outcome.DONE if complete else self._stop or Outcome.CANCELLED
-        return CopyResult(
-            outcome,
-            sum(chunk.total_bytes for chunk in self._moved),
-            sum(chunk.descriptors for chunk in self._moved),
-            sum(map(len, self._moved)),
-            time.monotonic() - self._began_s,
-            self._reason,
-        )
 
 
 def _check_memory(fd: int, peer_uid: int) -> int:

@@ -27,6 +27,11 @@ Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+IPC_HANDLE_BYTES = 64
+CHUNKS_BYTES_MAX = 8 * FDS_PER_FRAME_MAX
+SIGNALS_MAX = 256
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -119,6 +124,16 @@ class GroupBlocks(Part, frozen=True):
     first: Small = 0
 
 
+class ReadySpec(Part, frozen=True):
+    """When a job's blocks are final: once the u64 at `offset` of the registration's signal number `signal`, read as
+    little-endian, is at least `value`.
+    """
+
+    signal: Small
+    offset: Count
+    value: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+
+
 class Limits(Part, frozen=True):
     """What the daemon will take from this session."""
 
@@ -147,19 +162,49 @@ class Ping(Request, frozen=True, tag="ping"):
 
 
 class Attach(Request, frozen=True, tag="attach"):
-    """Announces memory: the frame carries `fds` descriptors, each one becomes an allocation."""
+    """Announces shared memory: the frame carries `fds` descriptors, each one becomes an allocation."""
 
     reply: ClassVar[str] = "attached"
     kind: Literal["shm"]
     fds: Annotated[int, msgspec.Meta(ge=1, le=FDS_PER_FRAME_MAX)]
 
 
+class AttachIpc(Request, frozen=True, tag="attach_ipc"):
+    """Announces memory of a GPU: CUDA IPC handles of 64 bytes each, each one becomes an allocation. `device`: the
+    GPU's UUID.
+    """
+
+    reply: ClassVar[str] = "attached"
+    device: Uuid
+    handles: Annotated[bytes, msgspec.Meta(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES * 64)]
+
+
+class AttachVmm(Request, frozen=True, tag="attach_vmm"):
+    """Announces memory of a GPU that was made in chunks (cuMemCreate): the frame carries a descriptor for each, in the
+    order of their addresses; together they become one allocation. `chunks`: their sizes, u64 each.
+
+    `extends` 0: a new allocation that will have `total_bytes` in the end; else the one that these chunks go on with.
+    Until it is whole it can't be registered.
+    """
+
+    reply: ClassVar[str] = "attached"
+    device: Uuid
+    fds: Annotated[int, msgspec.Meta(ge=1, le=FDS_PER_FRAME_MAX)]
+    chunks: Annotated[bytes, msgspec.Meta(min_length=8, max_length=CHUNKS_BYTES_MAX)]
+    total_bytes: Count
+    extends: Id = 0
+
+
 class Register(Request, frozen=True, tag="register"):
-    """Names tensors in attached memory, and groups. A scheduler registers groups without refs."""
+    """Names tensors in attached memory, all on one device, and groups. A scheduler registers groups without refs.
+
+    `signals`: attached shared memory in which this worker says when the blocks of its jobs are final (`ready`).
+    """
 
     reply: ClassVar[str] = "registered"
     tensors: list[TensorSpec]
     groups: list[GroupSpec]
+    signals: Annotated[list[Id], msgspec.Meta(max_length=SIGNALS_MAX)] = []
 
 
 class Unregister(Request, frozen=True, tag="unregister"):
@@ -210,7 +255,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class Store(Request, frozen=True, tag="store"):
-    """A job: worker memory -> daemon. `lease` 0: reserves this rank's part itself."""
+    """A job: worker memory -> daemon. `lease` 0: reserves this rank's part itself. `ready`: nothing is read before."""
 
     reply: ClassVar[str] = "accepted"
     job: Id
@@ -218,10 +263,13 @@ class Store(Request, frozen=True, tag="store"):
     groups: list[GroupBlocks]
     lease: Id = 0
     deadline_s: Seconds = 60.0
+    ready: ReadySpec | None = None
 
 
 class Load(Request, frozen=True, tag="load"):
-    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time. Keys on disk are read first."""
+    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time. Keys on disk are read first.
+    `ready`: nothing is written before.
+    """
 
     reply: ClassVar[str] = "accepted"
     job: Id
@@ -230,6 +278,7 @@ class Load(Request, frozen=True, tag="load"):
     lease: Id = 0
     deadline_s: Seconds = 60.0
     expedited: bool = False
+    ready: ReadySpec | None = None
 
 
 class Cancel(Request, frozen=True, tag="cancel"):

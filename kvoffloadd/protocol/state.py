@@ -43,7 +43,7 @@ DAEMON_MOVES: dict[State, dict[str, State]] = {
 }
 
 _OBSERVER = frozenset({"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"})
-_SCHEDULER = frozenset(REQUESTS) - {"attach", "store", "load", "cancel"}
+_SCHEDULER = frozenset(REQUESTS) - {"attach", "attach_ipc", "attach_vmm", "store", "load", "cancel"}
 
 ROLE_MAY: dict[str, frozenset[str]] = {
     "observer": _OBSERVER,

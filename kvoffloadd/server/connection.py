@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError, StateError
@@ -146,7 +147,9 @@ class PeerConnection:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             else:
-                self._start_task(answer, seq, last=isinstance(message, m.Bye))
+                task = self._start_task(answer, seq, last=isinstance(message, m.Bye))
+                task.add_done_callback(partial(_close_later, fds))
+                fds = []
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception:
@@ -163,10 +166,11 @@ class PeerConnection:
         else:
             self._send(reply)
 
-    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
+    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> asyncio.Task[None]:
         task = self._loop.create_task(self._finish_request(answer, seq, last=last))
         self._tasks[task] = seq
         task.add_done_callback(self._tasks.pop)
+        return task
 
     async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
         try:
@@ -317,6 +321,10 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return list(fds)
+
+
+def _close_later(fds: list[int], _task: asyncio.Task[None]) -> None:
+    _close_all(fds)
 
 
 def _close_all(fds: list[int] | tuple[int, ...]) -> None:

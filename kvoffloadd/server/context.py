@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache import audit
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.transfer import Transfers
     from kvoffloadd.config import Config
-    from kvoffloadd.device.base import Device
+    from kvoffloadd.device.base import Device, Gpus, HostMemory
+    from kvoffloadd.device.signals import Signals
     from kvoffloadd.lanes import Lane
     from kvoffloadd.server.account import Accounts
     from kvoffloadd.server.lag import Lag
@@ -54,7 +56,9 @@ class Context:
     loop: asyncio.AbstractEventLoop
     cache: Cache
     transfers: Transfers
-    devices: dict[str, Device]
+    host: HostMemory
+    gpus: Gpus
+    signals: Signals
     hash_lane: Lane
     fatal: Callable[[str], None]
     accounts: Accounts
@@ -68,17 +72,27 @@ class Context:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task that the daemon owns: kept until it ends, its failure logged."""
+    def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_told: bool = False) -> asyncio.Task[Any]:
+        """A task that the daemon owns: kept until it ends, its failure logged unless somebody else is told of it."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, errors_are_told))
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, errors_are_told: bool, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
+        if not task.cancelled() and task.exception() is not None and not errors_are_told:
             log.error("a background task failed", exc_info=task.exception())
+
+    @property
+    def devices(self) -> list[Device]:
+        """Those in use."""
+        return [self.host, *self.gpus.devices()]
+
+    def features(self) -> list[str]:
+        """What a client may count on."""
+        optional = {"disk": self.cache.disk is not None, "cuda": self.config.cuda.enabled}
+        return ["host", "memory", *(name for name, has in optional.items() if has)]
 
     def end_leases(self, leases: list[ReadLease | WriteLease], uid: int) -> None:
         """What nobody holds any more may be evicted; reserved slots that no job fills are freed."""
@@ -127,7 +141,7 @@ class Context:
             },
             "running": {"jobs": len(self.transfers.running), "holds": self.transfers.holds},
             "server": {name: getattr(self.counters, name) for name in self.counters.__slots__},
-            "devices": {kind: device.gauges() for kind, device in self.devices.items()},
+            "devices": {device.kind: device.gauges() for device in self.devices},
             "loop": {"worst_lag_s": round(self.lag.worst_s, 6), "recent_lag_s": round(self.lag.recent_s, 6)},
             "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
             "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},

@@ -11,7 +11,7 @@ import numpy as np
 from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.cache.transfer import LoadPlan, Transfer, TransferResult
+from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
 from kvoffloadd.device.plan import DESCRIPTORS_MAX, Copies, check_destinations, concatenate, make_copies
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U8Array, U32Array, U64Array
@@ -76,6 +76,7 @@ class Jobs:
     def store(self, message: Store, registration: Registration) -> Accepted:
         """Reserve (or take reserved slots of the named lease), and start copying in."""
         shares = self._check(message.groups, registration)
+        terms = self._terms(message, registration)
         self._admit(message)
         for share in shares:
             if (share.blocks == NO_BLOCK).any():
@@ -101,10 +102,7 @@ class Jobs:
         job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
-            device = self.context.devices["host"]
-            return self.context.transfers.store(
-                device, np.concatenate(parts), concatenate(copies), self._deadline(message), done
-            )
+            return self.context.transfers.store(np.concatenate(parts), concatenate(copies), terms, done)
 
         self._start(job, start if any(map(len, chosen)) else None)
         return Accepted(seq=message.seq, job=message.job, states=states)
@@ -112,6 +110,7 @@ class Jobs:
     def load(self, message: Load, registration: Registration) -> Accepted:
         """Copy out what hits; what does not is named in the completion."""
         shares = self._check(message.groups, registration)
+        terms = self._terms(message, registration, urgent=message.expedited)
         self._admit(message)
         founds, away = self._find(shares)
         if message.lease:
@@ -137,9 +136,7 @@ class Jobs:
                 self.context.cache.use(share.space, found, share.first)
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
-            device = self.context.devices["host"]
-            deadline = self._deadline(message)
-            return self.context.transfers.load(device, plan, fetched, deadline, message.expedited, done)
+            return self.context.transfers.load(plan, fetched, terms, done)
 
         self._start(job, start if any(mask.any() for mask in wanted) else None)
         states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
@@ -290,8 +287,10 @@ class Jobs:
         memory, payload, sizes = share.group.plan.expand(share.blocks[at], addresses)
         return make_copies(direction, memory, payload, sizes, len(sizes))
 
-    def _deadline(self, message: Store | Load) -> float:
-        return self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
+    def _terms(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> Terms:
+        deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
+        ready = registration.ready(message.ready) if message.ready else None
+        return Terms(registration.device or self.context.host, deadline, urgent, ready)
 
     # --- the life of a job ---
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.device.plan import GroupPlan, Tensor
-from kvoffloadd.errors import DuplicateError, ExtentError, LimitError, SchemaError, UnknownNameError
+from kvoffloadd.device.signals import Ready
+from kvoffloadd.errors import (
+    DuplicateError,
+    ExtentError,
+    LimitError,
+    MemoryKindError,
+    SchemaError,
+    UnknownNameError,
+)
 from kvoffloadd.model import GroupKind, GroupSchema, Ref
 
 if TYPE_CHECKING:
@@ -15,13 +23,14 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.cache.transfer import Transfer
-    from kvoffloadd.device.base import Allocation
-    from kvoffloadd.protocol.messages import GroupSpec, TensorSpec
+    from kvoffloadd.device.base import Allocation, Device
+    from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, Register, TensorSpec
 
 
 PLAN_BASE = 32
 """A registration or a group without descriptors costs about as much as so many."""
 GROUPS_PER_NAMESPACE_MAX = 256
+SIGNAL_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +38,7 @@ class Attached:
     """An allocation, and how many registrations name it."""
 
     allocation: Allocation
+    device: Device
     uses: int = 0
 
 
@@ -43,11 +53,15 @@ class RegisteredGroup:
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Owned by a session. `running`: the jobs that use its memory; `descriptors`: what its plans are charged as."""
+    """Owned by a session. `device`: of its tensors; None: it has none. `signals`: where its jobs say that they are
+    ready. `running`: the jobs that use its memory; `descriptors`: what its plans are charged as.
+    """
 
     id: int
+    device: Device | None
     groups: dict[int, RegisteredGroup]
     allocations: frozenset[int]
+    signals: list[Allocation]
     running: set[Transfer] = field(default_factory=set)
     descriptors: int = 0
 
@@ -61,6 +75,15 @@ class Registration:
                 f"registration {self.id} has no part of group {number}: it was registered without refs"
             )
         return found
+
+    def ready(self, spec: ReadySpec) -> Ready:
+        """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
+        if spec.signal >= len(self.signals):
+            raise UnknownNameError(f"signal {spec.signal}: registration {self.id} names {len(self.signals)} of them")
+        signal = self.signals[spec.signal]
+        if spec.offset % SIGNAL_BYTES or spec.offset + SIGNAL_BYTES > signal.size_bytes:
+            raise ExtentError(f"no aligned u64 at byte {spec.offset} of {signal.size_bytes} of signal {spec.signal}")
+        return Ready(signal.base_address + spec.offset, spec.value)
 
 
 def plan_descriptors(groups: Sequence[GroupSpec]) -> int:
@@ -89,8 +112,9 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> lis
     tensors = []
     for number, spec in enumerate(specs):
         entry = attached.get(spec.allocation)
-        if entry is None:
-            raise UnknownNameError(f"tensor {number}: this session has no allocation {spec.allocation}")
+        if entry is None or not entry.allocation.whole:
+            lacks = "no" if entry is None else "only some of"
+            raise UnknownNameError(f"tensor {number}: this session has {lacks} allocation {spec.allocation}")
         if spec.stride_bytes < spec.page_bytes:
             raise ExtentError(
                 f"tensor {number}: stride {spec.stride_bytes} is less than the page of {spec.page_bytes} bytes"
@@ -106,16 +130,29 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> lis
     return tensors
 
 
+def find_signals(numbers: Sequence[int], attached: Mapping[int, Attached]) -> list[Allocation]:
+    """The memory of a registration's signals. Raises UnknownNameError, or MemoryKindError for memory that a GPU has."""
+    found = []
+    for number in numbers:
+        entry = attached.get(number)
+        if entry is None:
+            raise UnknownNameError(f"signals: this session has no allocation {number}")
+        if entry.allocation.kind != "host":
+            raise MemoryKindError(f"signals: allocation {number} is not shared memory, which is read without a call")
+        found.append(entry.allocation)
+    return found
+
+
 def build(
-    registration_id: int,
-    tensors: list[TensorSpec],
-    groups: list[GroupSpec],
-    attached: Mapping[int, Attached],
-    cache: Cache,
-    namespace: Namespace,
+    registration_id: int, message: Register, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace
 ) -> Registration:
     """Check everything, then make the groups known to the namespace. Raises PeerErrors, having changed nothing."""
+    tensors, groups = message.tensors, message.groups
     located = locate(tensors, attached)
+    devices = {attached[spec.allocation].device for spec in tensors}
+    if len(devices) > 1:
+        raise ExtentError("tensors on several devices: register those of each device apart")
+    signals = find_signals(message.signals, attached)
     checked = []
     if len({spec.group for spec in groups}) != len(groups):
         raise DuplicateError("a group is registered twice in one request")
@@ -139,5 +176,6 @@ def build(
         space: Space = cache.declare(namespace, schema)
         if group.plan.payload_bytes:
             cache.learn_part(space, group.part, group.plan.payload_bytes)
-    used = frozenset(spec.allocation for spec in tensors)
-    return Registration(registration_id, {group.group: group for _, group in checked}, used)
+    used = frozenset(spec.allocation for spec in tensors) | frozenset(message.signals)
+    known_groups = {group.group: group for _, group in checked}
+    return Registration(registration_id, next(iter(devices), None), known_groups, used, signals)

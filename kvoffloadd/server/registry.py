@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.errors import LimitError, UnknownNameError
+import numpy as np
+
+from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.server.registration import Attached, Registration, build, plan_descriptors
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator
+
     from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.device.base import Allocation
-    from kvoffloadd.protocol.messages import GroupSpec, TensorSpec
+    from kvoffloadd.device.base import Allocation, Device, GpuMemory
+    from kvoffloadd.protocol.messages import AttachIpc, AttachVmm, Register
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
 
@@ -25,12 +33,15 @@ class Registry:
     account: Account
     attached: dict[int, Attached] = field(default_factory=dict)
     registrations: dict[int, Registration] = field(default_factory=dict)
+    _closed: bool = False
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
-        return sum(entry.allocation.size_bytes for entry in self.attached.values())
+        return sum(entry.allocation.charged_bytes for entry in self.attached.values())
+
+    # --- shared memory ---
 
     def attach(self, fds: list[int], peer_uid: int) -> list[int]:
         """Map all of them or none; returns allocation ids. `fds` stay the caller's.
@@ -45,14 +56,17 @@ class Registry:
             for allocation in mapped:
                 self._unmap_soon(allocation)
             raise
+        return self._add(mapped, self.context.host)
+
+    def _add(self, mapped: list[Allocation], device: Device) -> list[int]:
         numbers = [next(self._ids) for _ in mapped]
-        self.attached.update({n: Attached(allocation) for n, allocation in zip(numbers, mapped, strict=True)})
+        self.attached.update({n: Attached(allocation, device) for n, allocation in zip(numbers, mapped, strict=True)})
         return numbers
 
     def _map(self, fd: int, peer_uid: int) -> Allocation:
         self.account.charge("fds")
         try:
-            allocation = self.context.devices["host"].map(fd, peer_uid)
+            allocation = self.context.host.map(fd, peer_uid)
         except Exception:
             self.account.refund("fds")
             raise
@@ -60,28 +74,118 @@ class Registry:
             self.account.charge("mapped_bytes", allocation.size_bytes)
         except LimitError:
             self.account.refund("fds")
-            self.context.spawn(self.context.devices["host"].unmap(allocation))
+            self.context.spawn(self.context.host.unmap(allocation))
             raise
         return allocation
 
     def _unmap_soon(self, allocation: Allocation) -> None:
         self._refund(allocation)
-        self.context.spawn(self.context.devices["host"].unmap(allocation))
+        self.context.spawn(self.context.host.unmap(allocation))
 
     def _refund(self, allocation: Allocation) -> None:
-        self.account.refund("mapped_bytes", allocation.size_bytes)
+        self.account.refund("mapped_bytes", allocation.charged_bytes)
         self.account.refund("fds")
 
-    def register(self, namespace: Namespace, tensors: list[TensorSpec], groups: list[GroupSpec]) -> int:
+    # --- memory of GPUs ---
+
+    async def attach_ipc(self, message: AttachIpc) -> list[int]:
+        """Open all handles or none; returns allocation ids. Raises PeerErrors, LimitError, DeviceError."""
+        whole, rest = divmod(len(message.handles), IPC_HANDLE_BYTES)
+        if rest:
+            raise MessageError(f"{len(message.handles)} bytes of handles; each has {IPC_HANDLE_BYTES}")
+        handles = [message.handles[at * IPC_HANDLE_BYTES :][:IPC_HANDLE_BYTES] for at in range(whole)]
+        return await self._to_the_end(self._open_handles(message.device, handles))
+
+    async def _open_handles(self, uuid: bytes, handles: list[bytes]) -> list[int]:
+        device = await self.context.gpus.device(uuid)
+        opened: list[Allocation] = []
+        try:
+            for handle in handles:
+                opened.append(await self._open(device, handle))  # noqa: PERF401  as in `attach`
+            self._check_open()
+        except Exception:
+            for allocation in opened:
+                self._refund(allocation)
+                await device.unmap(allocation)
+            raise
+        return self._add(opened, device)
+
+    async def _open(self, device: GpuMemory, handle: bytes) -> Allocation:
+        with self._charged("fds", 1):
+            allocation = await device.open_handle(handle)
+            try:
+                self.account.charge("mapped_bytes", allocation.charged_bytes)
+            except LimitError:
+                await device.unmap(allocation)
+                raise
+            return allocation
+
+    async def attach_vmm(self, message: AttachVmm, fds: list[int]) -> list[int]:
+        """Map chunks; returns the id of their allocation. `fds` stay the caller's, open at the call.
+
+        Raises PeerErrors, LimitError, DeviceError.
+        """
+        if len(message.chunks) != 8 * len(fds):
+            raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
+        sizes = np.frombuffer(message.chunks, "<u8").tolist()
+        return await self._to_the_end(self._map_chunks(message, [os.dup(fd) for fd in fds], sizes))
+
+    async def _map_chunks(self, message: AttachVmm, fds: list[int], sizes: list[int]) -> list[int]:
+        try:
+            device = await self.context.gpus.device(message.device)
+            number = message.extends or await self._reserve(device, message.total_bytes)
+            entry = self.attached.get(number)
+            if entry is None or entry.device is not device or entry.allocation.whole:
+                raise UnknownNameError(f"this session has no allocation {number} on this GPU that lacks chunks")
+            if entry.allocation.charged_bytes != message.total_bytes:
+                raise ExtentError(f"allocation {number} was announced with {entry.allocation.charged_bytes} bytes")
+            await device.add_chunks(entry.allocation, fds, sizes)
+            self._check_open()
+            return [number]
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def _reserve(self, device: GpuMemory, total_bytes: int) -> int:
+        with self._charged("fds", 1), self._charged("mapped_bytes", total_bytes):
+            allocation = await device.reserve_chunks(total_bytes)
+            try:
+                self._check_open()
+            except StateError:
+                await device.unmap(allocation)
+                raise
+            return self._add([allocation], device)[0]
+
+    @contextlib.contextmanager
+    def _charged(self, what: str, count: int) -> Iterator[None]:
+        """Charge for what is being made; refunded if it is not. Raises LimitError."""
+        self.account.charge(what, count)
+        try:
+            yield
+        except BaseException:
+            self.account.refund(what, count)
+            raise
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> list[int]:
+        """What is mapped is noted, whoever gives up waiting for it."""
+        return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the session has ended meanwhile")
+
+    # --- registrations ---
+
+    def register(self, namespace: Namespace, message: Register) -> int:
         """The id of a new registration. Raises PeerErrors and LimitError, having changed nothing."""
         cap = self.context.config.limits.tensors_per_registration
-        if len(tensors) > cap:
-            raise LimitError(f"{len(tensors)} tensors in one registration; the cap is {cap}")
-        descriptors = plan_descriptors(groups)
+        if len(message.tensors) > cap:
+            raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
+        descriptors = plan_descriptors(message.groups)
         self.account.charge("descriptors", descriptors)  # before any plan is made
         number = next(self._ids)
         try:
-            made = build(number, tensors, groups, self.attached, self.context.cache, namespace)
+            made = build(number, message, self.attached, self.context.cache, namespace)
         except Exception:
             self.account.refund("descriptors", descriptors)
             raise
@@ -116,6 +220,7 @@ class Registry:
 
     async def close(self) -> None:
         """Unmap everything; the session's copies have ended."""
+        self._closed = True
         for made in self.registrations.values():
             self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()
@@ -126,6 +231,6 @@ class Registry:
         entry = self.attached.pop(number, None)
         if entry is not None:
             try:
-                await self.context.devices["host"].unmap(entry.allocation)
+                await entry.device.unmap(entry.allocation)
             finally:  # who waits may be cancelled; the unmapping goes on
                 self._refund(entry.allocation)

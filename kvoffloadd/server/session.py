@@ -36,6 +36,7 @@ from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.config import Config
     from kvoffloadd.model import U64Array
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
@@ -50,6 +51,16 @@ def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
     """16 bytes that name a namespace: all its fields and the owner's uid."""
     fields = [uid, spec.model, spec.revision, spec.dtype, spec.layout, spec.parallel, spec.salt, spec.key_bytes]
     return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
+
+
+def _limits(config: Config) -> m.Limits:
+    return m.Limits(
+        frame_bytes=m.FRAME_BYTES_MAX,
+        fds_per_frame=m.FDS_PER_FRAME_MAX,
+        keys_per_request=config.limits.keys_per_request,
+        jobs=config.limits.jobs_per_session,
+        deadline_s=config.copy.deadline_max_s,
+    )
 
 
 class Session:
@@ -80,15 +91,16 @@ class Session:
 
     def handle(self, message: m.Message, fds: list[int]) -> Answer:
         """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. `fds` stay the
-        caller's.
+        caller's, who keeps them open until the answer is there.
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
-        if isinstance(message, m.Attach):
-            check_role(self.role, tag_of(message))
-            return self._attach(message, fds)
         check_role(self.role, tag_of(message))
         self.requests += 1
+        if isinstance(message, m.Attach):
+            return self._attach(message, fds)
+        if isinstance(message, m.AttachVmm):
+            return self._attach_vmm(message, fds)
         return self._HANDLERS[type(message)](self, message)
 
     @property
@@ -117,7 +129,6 @@ class Session:
             self._namespace = namespace
             self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push)
             self._pins = Pins(context, instance, self._account, self._outbox, self._push)
-        limits = context.config.limits
         return m.Welcome(
             seq=message.seq,
             version=message.version,
@@ -125,23 +136,25 @@ class Session:
             session=self.id,
             namespace=name or b"",
             epoch=self._namespace.epoch if self._namespace else 0,
-            limits=m.Limits(
-                frame_bytes=m.FRAME_BYTES_MAX,
-                fds_per_frame=m.FDS_PER_FRAME_MAX,
-                keys_per_request=limits.keys_per_request,
-                jobs=limits.jobs_per_session,
-                deadline_s=context.config.copy.deadline_max_s,
-            ),
-            features=["host", "memory", *(["disk"] if context.cache.disk else [])],
+            limits=_limits(context.config),
+            features=context.features(),
         )
 
     def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
-        numbers = self._registry.attach(fds, self.peer.uid)
+        return self._attached(message.seq, self._registry.attach(fds, self.peer.uid))
+
+    async def _attach_ipc(self, message: m.AttachIpc) -> m.Reply:
+        return self._attached(message.seq, await self._registry.attach_ipc(message))
+
+    async def _attach_vmm(self, message: m.AttachVmm, fds: list[int]) -> m.Reply:
+        return self._attached(message.seq, await self._registry.attach_vmm(message, fds))
+
+    def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
         sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
-        return m.Attached(seq=message.seq, allocations=numbers, sizes_bytes=sizes)
+        return m.Attached(seq=seq, allocations=numbers, sizes_bytes=sizes)
 
     def _register(self, message: m.Register) -> m.Reply:
-        number = self._registry.register(self._own_namespace(), message.tensors, message.groups)
+        number = self._registry.register(self._own_namespace(), message)
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
@@ -406,6 +419,7 @@ class Session:
 
     _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
         m.Ping: _ping,
+        m.AttachIpc: _attach_ipc,
         m.Register: _register,
         m.Unregister: _unregister,
         m.Lookup: _lookup,

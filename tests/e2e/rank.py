@@ -10,7 +10,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from kvoffloadd.client import Client, Group, GroupKind, Job, JobResult, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.client import (
+    Client,
+    Group,
+    GroupKind,
+    Job,
+    JobResult,
+    KvCache,
+    NamespaceSpec,
+    Ref,
+    SharedTensor,
+    Timeline,
+)
 from kvoffloadd.model import NO_BLOCK, U8Array
 
 WAIT_S = 15.0
@@ -54,6 +65,7 @@ class Rank:
         *,
         num_blocks: int = 64,
         name: str = "e2e_cache",
+        timelines: Sequence[Timeline] = (),
         register: bool = True,
         **options: Any,
     ) -> None:
@@ -64,7 +76,7 @@ class Rank:
         self.tensors = [SharedTensor.allocate(num_blocks, page, page + 24, name=name) for page in pages]
         # With what lies between the rows, which nobody may touch.
         self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in self.tensors]
-        self.cache = KvCache(self.tensors, groups)
+        self.cache = KvCache(self.tensors, groups, timelines)
         self._groups = {group.group: group for group in groups}
         if register:
             self.registration = self.client.register(self.cache)

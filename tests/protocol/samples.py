@@ -86,6 +86,8 @@ _LIMITS = m.Limits(frame_bytes=1, fds_per_frame=1, keys_per_request=1, jobs=1, d
 SAMPLES: dict[str, dict[str, Any]] = {
     "hello": {"version": 1, "role": "worker", "instance": b"i" * 16, "namespace": _SPEC},
     "attach": {"kind": "shm", "fds": 1},
+    "attach_ipc": {"device": b"d" * 16, "handles": b"h" * 64},
+    "attach_vmm": {"device": b"d" * 16, "fds": 1, "chunks": b"c" * 8, "total_bytes": 8},
     "register": {"tensors": [_TENSOR], "groups": [_GROUP]},
     "unregister": {"registration": 1},
     **{tag: {"groups": [_KEYS]} for tag in ("lookup", "pin", "prefetch", "touch", "reserve")},

@@ -12,6 +12,7 @@ from _geometry import Geometry, random_geometry
 from _kvmemory import KvMemory
 from _oracle import Oracle
 
+from kvoffloadd.client import SharedTensor
 from kvoffloadd.model import NO_BLOCK
 
 
@@ -57,7 +58,9 @@ def shared_memory(geometry: Geometry) -> KvMemory:
 def test_every_changed_byte_is_seen_once(number: int) -> None:
     geometry = random_geometry(5, number)
     memory = shared_memory(geometry)
-    tensor = memory.caches.tensors[0].array
+    shared = memory.caches.tensors[0]
+    assert isinstance(shared, SharedTensor)
+    tensor = shared.array
     assert memory.compare_all() is None
     tensor[3, 0] ^= 1
     wrong = memory.compare(np.array([9]))

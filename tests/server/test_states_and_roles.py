@@ -19,6 +19,8 @@ HELLO: dict[str, Any] = {"version": 1, "role": "worker", "instance": bytes(range
 RIGHT: dict[str, dict[str, Any]] = {
     "ping": {},
     "attach": {"kind": "shm", "fds": 1},
+    "attach_ipc": {"device": bytes(16), "handles": bytes(64)},
+    "attach_vmm": {"device": bytes(16), "fds": 1, "chunks": bytes(8), "total_bytes": 1},
     "register": {"tensors": [], "groups": []},
     "unregister": {"registration": 1},
     "lookup": {"groups": []},
@@ -39,6 +41,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "bye": {},
 }
 """A well-formed request of every type but hello."""
+WITH_FDS = {"attach", "attach_vmm"}
 
 
 def test_these_are_all_requests() -> None:
@@ -48,7 +51,7 @@ def test_these_are_all_requests() -> None:
 # --- the hello -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tag", [tag for tag in RIGHT if tag != "attach"])
+@pytest.mark.parametrize("tag", [tag for tag in RIGHT if tag not in WITH_FDS])
 def test_nothing_comes_before_the_hello(daemon: Daemon, tag: str) -> None:
     with RawPeer(daemon.socket) as peer:
         assert "in state hello" in peer.refused("bad_state", tag, **RIGHT[tag])
@@ -115,7 +118,7 @@ def test_one_instance_has_one_namespace(scene: Scene) -> None:
         (role, tag)
         for role in ("observer", "scheduler")
         for tag in sorted(set(RIGHT) - ROLE_MAY[role])
-        if tag != "attach"
+        if tag not in WITH_FDS
     ],
 )
 def test_a_role_keeps_to_its_requests(unchanged: Scene, role: str, tag: str) -> None:

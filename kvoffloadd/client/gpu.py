@@ -1,0 +1,188 @@
+"""One piece of a GPU's memory, as the daemon can be given it: what `attach_ipc` and `attach_vmm` announce.
+
+Found from an address alone, by asking the driver: it needs nothing of the library that made the memory, and changes
+nothing about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.cudadriver import CudaDriver, CudaError
+from kvoffloadd.errors import UsageError
+from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_MEMORY_TYPE_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
+_POOLED = (
+    "it comes from a stream-ordered pool (cudaMallocAsync), which other processes can't map: use PyTorch's own "
+    "allocator (PYTORCH_CUDA_ALLOC_CONF without backend:cudaMallocAsync)"
+)
+_NOT_EXPORTABLE = (
+    "it is virtual memory that was made without a shareable handle (as sleep-mode allocators do), so other processes "
+    "can't map it: allocate the KV cache with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False and without the "
+    "engine's sleep mode"
+)
+
+
+@functools.cache
+def driver() -> CudaDriver:
+    """The driver, loaded once. Raises DeviceError."""
+    return CudaDriver()
+
+
+@dataclass(frozen=True, slots=True)
+class IpcMemory:
+    """An allocation of cudaMalloc: its IPC handle of 64 bytes."""
+
+    uuid: bytes
+    address: int
+    size_bytes: int
+    handle: bytes
+
+    @property
+    def identity(self) -> tuple[bytes, bytes]:
+        """Names the memory: two with the same identity are attached once."""
+        return self.uuid, self.handle
+
+
+@dataclass(frozen=True, slots=True)
+class VmmMemory:
+    """Chunks of virtual memory, side by side from `address` on: their sizes in bytes."""
+
+    uuid: bytes
+    address: int
+    chunks: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(self.chunks)
+
+    @property
+    def identity(self) -> tuple[bytes, int, int]:
+        """See `IpcMemory.identity`."""
+        return self.uuid, self.address, self.size_bytes
+
+    def export(self, first: int, count: int) -> Descriptors:
+        """Descriptors of some chunks. Raises UsageError where the driver gives none."""
+        address = self.address + sum(self.chunks[:first])
+        found = Descriptors()
+        for size in self.chunks[first : first + count]:
+            found.add(_exported(address))
+            address += size
+        return found
+
+
+GpuAllocation = IpcMemory | VmmMemory
+
+
+class Descriptors:
+    """Open descriptors, which are closed with the object."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        weakref.finalize(self, _close_all, self.fds)
+
+    def add(self, fd: int) -> None:
+        """Takes it over."""
+        self.fds.append(fd)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def gpu_allocation(address: int, size_bytes: int) -> GpuAllocation:
+    """The memory that holds these bytes of a GPU.
+
+    Raises:
+        UsageError: no memory of a GPU, or such as other processes can't map, with what to change.
+        DeviceError: there is no usable driver.
+    """
+    try:
+        if _attribute("MEMORY_TYPE", address) != _MEMORY_TYPE_DEVICE:
+            raise UsageError(f"address {address:#x} is not memory of a GPU")
+        ordinal = _attribute("DEVICE_ORDINAL", address)
+    except CudaError as error:
+        raise UsageError(f"address {address:#x} is not memory of a GPU: {error}") from error
+    with _context_of(ordinal):
+        uuid = driver().uuid(ordinal)
+        if _attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
+            return _ipc_memory(uuid, address, size_bytes)
+        return _vmm_memory(uuid, address, size_bytes)
+
+
+def _ipc_memory(uuid: bytes, address: int, size_bytes: int) -> IpcMemory:
+    base, whole_bytes = map(int, driver().call("cuMemGetAddressRange", address))
+    if address + size_bytes > base + whole_bytes:
+        raise UsageError(f"{size_bytes} bytes at {address:#x} end behind their allocation")
+    handle = driver().call("cuIpcGetMemHandle", base)
+    return IpcMemory(uuid, base, whole_bytes, ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES))
+
+
+def _vmm_memory(uuid: bytes, address: int, size_bytes: int) -> VmmMemory:
+    begin = at = _mapping(address)[0]
+    chunks = []
+    while at < address + size_bytes:
+        start, chunk_bytes = _mapping(at)
+        if start != at:
+            raise UsageError(f"{size_bytes} bytes at {address:#x} are not mapped in whole chunks")
+        chunks.append(chunk_bytes)
+        at += chunk_bytes
+    os.close(_exported(begin))  # can it be, at all?
+    return VmmMemory(uuid, begin, tuple(chunks))
+
+
+def _mapping(address: int) -> tuple[int, int]:
+    """Where the chunk that is mapped there begins, and its bytes."""
+    try:
+        return _attribute("MAPPING_BASE_ADDR", address), _attribute("MAPPING_SIZE", address)
+    except CudaError as error:
+        raise UsageError(f"the memory at {address:#x} can't be shared: {_POOLED} ({error})") from error
+
+
+def _exported(address: int) -> int:
+    """A descriptor of the chunk that is mapped there; the caller owns it."""
+    cuda = driver()
+    try:
+        handle = cuda.call("cuMemRetainAllocationHandle", address)
+    except CudaError as error:
+        raise UsageError(f"the memory at {address:#x} can't be shared: {_POOLED} ({error})") from error
+    try:
+        kind = cuda.api.CUmemAllocationHandleType(_POSIX_FD)
+        return int(cuda.call("cuMemExportToShareableHandle", handle, kind, 0))
+    except CudaError as error:
+        raise UsageError(f"the memory at {address:#x} can't be shared: {_NOT_EXPORTABLE} ({error})") from error
+    finally:
+        cuda.call("cuMemRelease", handle)
+
+
+def _attribute(name: str, address: int) -> int:
+    attribute = getattr(driver().api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    value: Any = driver().call("cuPointerGetAttribute", attribute, address)
+    return int(value)
+
+
+@contextlib.contextmanager
+def _context_of(ordinal: int) -> Iterator[None]:
+    """A GPU's primary context, current in this thread meanwhile: the one that the memory's library uses, too."""
+    cuda = driver()
+    device = cuda.call("cuDeviceGet", ordinal)
+    cuda.call("cuCtxPushCurrent", cuda.call("cuDevicePrimaryCtxRetain", device))
+    try:
+        yield
+    finally:
+        cuda.call("cuCtxPopCurrent")
+        cuda.call("cuDevicePrimaryCtxRelease", device)

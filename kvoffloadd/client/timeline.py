@@ -1,0 +1,85 @@
+"""How a worker says when the blocks of its jobs are final: a number in shared memory that only grows.
+
+Each job names a number; the daemon touches the job's blocks when the timeline has reached it. On a GPU the stream that
+computes the blocks writes the number behind its work, so that neither the worker nor the GPU waits for anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.gpu import driver
+from kvoffloadd.errors import UsageError
+from kvoffloadd.model import PAGE_BYTES
+
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_registered: list[Timeline] = []
+"""Those that a driver knows: their memory may not go before it forgets them, which is at the end of the process."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A point of a timeline, for `store(..., ready=)` and `load(..., ready=)`."""
+
+    timeline: Timeline
+    value: int
+
+    def reach(self) -> None:
+        """Say it from this process: the blocks of jobs up to this point are final. For timelines without a stream.
+
+        From any thread; points are to be reached in order.
+        """
+        if self.timeline.stream is not None:
+            raise UsageError("this timeline is its stream's: the stream says when it is there")
+        self.timeline.cell.value = max(self.timeline.cell.value, self.value)
+
+    @property
+    def reached(self) -> bool:
+        """Whether it was."""
+        return bool(self.timeline.cell.value >= self.value)
+
+
+class Timeline:
+    """One stream's points in time, or one thread's. Named in `KvCache(..., timelines=)` before jobs can use it."""
+
+    def __init__(self, stream: Any = None) -> None:
+        """`stream`: a CUDA stream's handle as a number, or a torch or CuPy stream; None: there is none, and `reach`
+        says when a point is reached. With a stream its context must be current in this thread, as for any launch.
+
+        Raises UsageError for what is no stream, DeviceError where the driver refuses.
+        """
+        self.allocation, memory = Allocation.create("kvoffloadd-timeline", PAGE_BYTES)
+        self.cell = ctypes.c_uint64.from_address(memory.ctypes.data)
+        self.stream = None if stream is None else _handle(stream)
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._last = 0
+        self._device_address = 0 if stream is None else self._register()
+
+    def _register(self) -> int:
+        driver().call("cuMemHostRegister", self.allocation.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
+        _registered.append(self)
+        return int(driver().call("cuMemHostGetDevicePointer", self.allocation.address, 0))
+
+    def signal(self) -> Ready:
+        """The next point: of a stream, when all that was queued on it until now has been done. Returns at once.
+
+        From any thread in which the stream's context is current. Raises DeviceError where the driver refuses.
+        """
+        with self._lock:  # numbers reach the stream in order
+            self._last += 1
+            if self.stream is not None:
+                driver().call("cuStreamWriteValue64", self.stream, self._device_address, self._last, 0)
+            return Ready(self, self._last)
+
+
+def _handle(stream: Any) -> int:
+    found = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+    try:
+        return int(found)
+    except (TypeError, ValueError):
+        raise UsageError(f"{stream!r} is no CUDA stream") from None

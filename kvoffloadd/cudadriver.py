@@ -1,0 +1,85 @@
+"""The CUDA driver API without opinions: loaded when first asked for, called by name, errors raised.
+
+The daemon's side and the client's use it alike. cuda-bindings releases the GIL in every call. Importing this file loads
+nothing of CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import Any
+
+from kvoffloadd.errors import DeviceError
+
+SUCCESS, NOT_READY = 0, 600
+
+_STICKY = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED",
+        "ASSERT", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE",
+        "INVALID_PC", "LAUNCH_FAILED", "EXTERNAL_DEVICE", "CONTAINED", "MPS_CLIENT_TERMINATED", "DEVICE_UNAVAILABLE",
+        "DEINITIALIZED", "UNKNOWN",
+    )
+)  # fmt: skip
+"""After one of these every further call fails: only a new process helps (CUDA driver API, CUresult)."""
+
+
+class CudaError(DeviceError):
+    """A driver call failed. `name`: of the CUresult. `sticky`: the process can use this GPU no more."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call}: {name}")
+        self.name = name
+        self.sticky = name in _STICKY
+
+
+class CudaDriver:
+    """libcuda.so.1, initialised. `api`: the module cuda.bindings.driver.
+
+    Raises:
+        DeviceError: cuda-bindings is not installed, or there is no driver, or it does not work.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise DeviceError(f"cuda-bindings is not installed ({error}): pip install kvoffloadd[cuda13]") from None
+        try:
+            self.call("cuInit", 0)
+        except RuntimeError as error:  # cuda-bindings: the library can't be loaded
+            raise DeviceError(f"there is no CUDA driver: {error}") from None
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A driver function by name: nothing, its value, or a tuple of its values. Blocks for as long as it takes.
+
+        Raises:
+            CudaError: it failed.
+        """
+        status, *values = getattr(self.api, name)(*arguments)
+        if int(status) != SUCCESS:
+            raise CudaError(name, status.name)
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def check(self, call: str, status: int) -> None:
+        """Raises CudaError for the status of a call by pointer, unless it is success."""
+        if status != SUCCESS:
+            known = status in self.api.CUresult._value2member_map_
+            raise CudaError(call, self.api.CUresult(status).name if known else f"CUresult {status}")
+
+    def entry(self, name: str, version: int, *arguments: Any) -> Any:
+        """A driver function by pointer, as it was in that version of CUDA, for arguments of these ctypes; it returns a
+        CUresult and releases the GIL. None: the driver has none.
+        """
+        try:
+            address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
+        except CudaError:
+            return None
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(address) else None
+
+    def uuid(self, ordinal: int) -> bytes:
+        """16 bytes that name a GPU of this process's numbering, the same in all processes."""
+        found = self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal))
+        return bytes(found.bytes)[:16]

@@ -1,0 +1,117 @@
+"""One copy in chunks: some threads of a lane take its chunks, one at a time and in turn with other copies', until none
+is left. What every device's copies have in common.
+
+Ownership: the event loop, except for these, which the threads of its lane share:
+    _chunks     filled before the first thread sees it; then popped by threads, cleared by whoever stops the copy.
+    _moved      appended by threads; read by the loop when no thread is at the copy any more.
+    _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure). A copy that
+                both ends and is stopped at the same time is judged by what was moved.
+All of them are changed by single operations on built-in types, which the GIL makes atomic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
+from kvoffloadd.model import Outcome
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from kvoffloadd.device.plan import Copies
+
+_URGENT, _ORDINARY = 0, 1
+
+
+class ChunkedCopy:
+    """From its making to `done`; it waits until it is started. `move` copies one chunk, in a lane's thread."""
+
+    def __init__(
+        self,
+        chunks: list[Copies],
+        move: Callable[[Copies], None],
+        deadline_s: float,
+        done: Callable[[CopyResult], None],
+    ) -> None:
+        self._move = move
+        self._chunks = deque(chunks)
+        self._moved: list[Copies] = []
+        self._stop: Outcome | None = None
+        self._num_chunks = len(chunks)
+        self._deadline_s = deadline_s
+        self._done = done
+        self._reason = ""
+        self._began_s = time.monotonic()
+        self._tickets: list[Ticket] = []
+        self._open_tickets = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, lane: Lane, threads: int, *, urgent: bool) -> None:
+        """Queues it for some threads of `lane` (for one, if there is nothing to copy: its end comes the same way).
+
+        What was dropped before it is started ends right after.
+        """
+        self._open_tickets = max(threads, 1)
+        urgency = _URGENT if urgent else _ORDINARY
+        self._tickets = [
+            lane.submit(self._copy_chunk, self._on_ticket_end, urgent=urgency) for _ in range(self._open_tickets)
+        ]
+        self._timer = loop.call_at(self._deadline_s, self._drop, Outcome.EXPIRED)
+
+    def cancel(self) -> None:
+        """See `Copy.cancel`."""
+        self._drop(Outcome.CANCELLED)
+
+    def _drop(self, outcome: Outcome) -> None:
+        self._stop = self._stop or outcome
+        self._chunks.clear()
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    # --- the lane's threads -----------------------------------------------------------------------
+
+    def _copy_chunk(self) -> Again | None:
+        if time.monotonic() >= self._deadline_s:  # the loop's timer may be late
+            self._stop = self._stop or Outcome.EXPIRED
+            self._chunks.clear()
+        try:
+            chunk = self._chunks.popleft()
+        except IndexError:
+            return None
+        try:
+            self._move(chunk)
+        except BaseException:
+            self._stop = Outcome.FAILED
+            self._chunks.clear()
+            raise
+        self._moved.append(chunk)
+        return AGAIN if self._chunks else None
+
+    # --- the event loop -----------------------------------------------------------------------------
+
+    def _on_ticket_end(self, value: Again | BaseException | None) -> None:
+        if isinstance(value, BaseException) and not isinstance(value, CancelledWork):
+            self._reason = self._reason or f"{type(value).__name__}: {value}"
+        self._open_tickets -= 1
+        if self._open_tickets == 0:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._done(self._result())
+
+    def _result(self) -> CopyResult:
+        complete = len(self._moved) == self._num_chunks
+        # Chunks are left behind without a reason only when the lane is closed, which is a cancel as well.
+        outcome = Outcome.DONE if complete else self._stop or Outcome.CANCELLED
+        return CopyResult(
+            outcome,
+            sum(chunk.total_bytes for chunk in self._moved),
+            sum(chunk.descriptors for chunk in self._moved),
+            sum(map(len, self._moved)),
+            time.monotonic() - self._began_s,
+            self._reason,
+        )

@@ -1,0 +1,237 @@
+"""One GPU: its context, its memory lane, a stream each way.
+
+Ownership: the event loop alone. The copy lanes' threads run `CopyStream.move`, the memory lane's thread runs whatever
+else needs the driver; both with the GPU's context current.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.chunked import ChunkedCopy
+from kvoffloadd.device.cuda.driver import Driver, host_side
+from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
+from kvoffloadd.device.cuda.pinning import Pinning, cut
+from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.plan import Copies, split
+from kvoffloadd.errors import DeviceError, UsageError
+from kvoffloadd.lanes import Lane
+from kvoffloadd.model import Direction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvoffloadd.config import CudaConfig
+    from kvoffloadd.device.base import Allocation, CopyResult
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 2
+"""Chunks in flight each way: what is urgent waits for no more."""
+
+WATCH_S = 0.5
+_PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
+"""Of the streams; lower goes first. A load is waited for, a store is not."""
+
+
+class CudaDevice:
+    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        driver: Driver,
+        uuid: bytes,
+        ordinal: int,
+        chunk_bytes: int,
+        config: CudaConfig,
+        fatal: Callable[[str], None],
+    ) -> None:
+        self.kind = f"cuda:{uuid.hex()}"
+        self._loop = loop
+        self._driver = driver
+        self._ordinal = ordinal
+        self._chunk_bytes = chunk_bytes
+        self._config = config
+        self._fatal = fatal
+        self._context = 0
+        self._memory: SharedMemory
+        self._pinning: Pinning
+        self._streams: dict[Direction, CopyStream] = {}
+        self._memory_lane = Lane("gpu-memory", 1, loop)
+        self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop) for direction in Direction}
+        self._copies: set[ChunkedCopy] = set()
+        self._mapped: set[Allocation] = set()
+        self._closed = False
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def open(self, pinning: Callable[[], Pinning]) -> None:
+        """Makes the context and the streams. `pinning`: the arena's, made once there is a context.
+
+        Raises:
+            CudaError: the GPU can't be used.
+        """
+        await self._memory_lane.perform(self._make)
+        self._pinning = pinning()
+        self._pinning.start(self._context)
+        self._watch = self._loop.call_later(WATCH_S, self._look)
+
+    def _make(self) -> None:
+        driver = self._driver
+        device = driver.call("cuDeviceGet", self._ordinal)
+        self._context = int(driver.call("cuDevicePrimaryCtxRetain", device))
+        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+        self._memory = SharedMemory(driver, self._ordinal)
+        self._streams = {
+            direction: CopyStream(
+                driver, self._context, priority, batch=self._config.batch, on_broken=self._tell_broken
+            )
+            for direction, priority in _PRIORITIES.items()
+        }
+
+    # --- memory ---
+
+    async def open_handle(self, handle: bytes) -> Allocation:
+        """See `GpuMemory.open_handle`."""
+        return await self._add(lambda: self._memory.open_handle(handle))
+
+    async def reserve_chunks(self, total_bytes: int) -> Allocation:
+        """See `GpuMemory.reserve_chunks`."""
+        return await self._add(lambda: self._memory.reserve(total_bytes))
+
+    async def add_chunks(self, allocation: Allocation, fds: Sequence[int], sizes: Sequence[int]) -> None:
+        """See `GpuMemory.add_chunks`."""
+        if not isinstance(allocation, VmmAllocation) or allocation not in self._mapped:
+            raise UsageError("not an allocation in chunks of this GPU")
+        await self._perform(lambda: self._memory.add_chunks(allocation, fds, sizes))
+
+    async def unmap(self, allocation: Allocation) -> None:
+        """See `Device.unmap`."""
+        if allocation not in self._mapped:
+            raise UsageError("not mapped, or no longer")
+        self._mapped.remove(allocation)
+        await self._perform(lambda: self._memory.unmap(allocation))
+
+    async def _add(self, work: Callable[[], Allocation]) -> Allocation:
+        allocation = await self._perform(work)
+        self._mapped.add(allocation)
+        return allocation
+
+    async def _perform(self, work: Callable[[], T]) -> T:
+        """In the memory lane's thread. A driver that doesn't come back holds mappings that nobody can end."""
+        try:
+            async with asyncio.timeout(self._config.stuck_s):
+                return await self._memory_lane.perform(work)
+        except TimeoutError:
+            self._fatal(f"{self.kind}: a call to the driver takes longer than {self._config.stuck_s} s")
+            raise DeviceError("the driver does not answer") from None
+        except CudaError as error:
+            if error.sticky:
+                self._broken(str(error))
+            raise
+
+    # --- copies ---
+
+    def submit(
+        self,
+        direction: Direction,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        urgent: bool,
+        done: Callable[[CopyResult], None],
+    ) -> ChunkedCopy:
+        """See `Device.submit`. Copies to and from memory that is not yet pinned wait until it is."""
+        if self._closed:
+            raise UsageError(f"{self.kind}: closed")
+        copies = cut(copies, direction, self._pinning.ends)
+        chunks = split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
+
+        def on_end(result: CopyResult) -> None:
+            self._copies.discard(copy)
+            done(result)
+
+        copy = ChunkedCopy(chunks, partial(self._move, direction), deadline_s, on_end)
+        self._copies.add(copy)
+        start = partial(self._start, copy, direction, min(THREADS, len(chunks)), urgent)
+        end = _end(direction, copies)
+        if self._pinning.covers(end):
+            start()
+        else:
+            self._pinning.when(end, start)
+        return copy
+
+    def _start(self, copy: ChunkedCopy, direction: Direction, threads: int, urgent: bool) -> None:
+        copy.start(self._loop, self._lanes[direction], threads, urgent=urgent)
+
+    def _move(self, direction: Direction, chunk: Copies) -> None:
+        if self._pinning.failure and _end(direction, chunk) > self._pinning.pinned_to:
+            raise DeviceError(self._pinning.failure)
+        self._streams[direction].move(chunk)
+
+    def busy_s(self, now: float) -> float:
+        """See `Device.busy_s`."""
+        return max(lane.oldest_running_s(now) for lane in self._lanes.values())
+
+    def gauges(self) -> dict[str, int | float]:
+        """As the host device's, and `pinned_bytes`, `batch_failures`."""
+        gauges: dict[str, int | float] = {
+            "copies": len(self._copies),
+            "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
+            "pinned_bytes": self._pinning.pinned_bytes,
+            "batch_failures": sum(stream.batch_failures for stream in self._streams.values()),
+        }
+        for direction, lane in self._lanes.items():
+            gauges[f"{direction.value}_queued"] = lane.queued
+            gauges[f"{direction.value}_running"] = lane.running
+        return gauges
+
+    # --- the end ---
+
+    def _look(self) -> None:
+        """A chunk takes milliseconds; one that does not end never will, and nobody can take its blocks back."""
+        if self.busy_s(self._loop.time()) > self._config.stuck_s:
+            self._broken(f"a copy has not ended after {self._config.stuck_s} s")
+        self._watch = self._loop.call_later(WATCH_S, self._look)
+
+    def _tell_broken(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._broken, reason)
+
+    def _broken(self, reason: str) -> None:
+        self._fatal(f"{self.kind} can't be used any more: {reason}")
+
+    async def close(self, deadline_s: float) -> bool:
+        """See `Device.close`."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for copy in self._copies:
+            copy.cancel()
+        lanes = [*self._lanes.values()]
+        if not all(await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))):
+            return False
+        if self._streams:
+            await self._perform(self._destroy)
+        return await self._memory_lane.close(deadline_s)
+
+    def _destroy(self) -> None:
+        for stream in self._streams.values():
+            stream.destroy()
+        self._memory.close()
+
+    def in_context(self, work: Callable[[], T]) -> T:
+        """Runs `work` in this thread, with the GPU's context current."""
+        self._driver.check("cuCtxSetCurrent", self._driver.set_current(self._context))
+        return work()
+
+
+def _end(direction: Direction, copies: Copies) -> int:
+    """The address behind the last byte of this process's side; 0 if there is none."""
+    host = host_side(direction, copies.src, copies.dst)
+    return int((host + copies.size).max()) if len(copies) else 0

@@ -1,0 +1,78 @@
+"""The driver's calls of the hot path, by pointer, with arrays as they lie: no list is made and no copy is an object."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+from kvoffloadd.cudadriver import SUCCESS, CudaDriver
+from kvoffloadd.errors import DeviceError
+from kvoffloadd.model import Direction, U64Array
+
+_BATCH_VERSION = 12080
+"""The first cuMemcpyBatchAsync, with `failIdx`; newer drivers still serve it, so one form does for all."""
+
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in the stream's order, never before
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: an access order, a location hint for each side (unused), flags."""
+
+    _fields_: ClassVar = [
+        ("order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class Driver(CudaDriver):
+    """As `CudaDriver`, with what copies need. Raises DeviceError also for a driver that lacks any of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        word, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self.set_current = self._needed("cuCtxSetCurrent", 4000, pointer)
+        self.record = self._needed("cuEventRecord", 2000, pointer, pointer)
+        self.query = self._needed("cuEventQuery", 2000, pointer)
+        self._copy = self._needed("cuMemcpyAsync", 4000, word, word, size, pointer)
+        batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        self._batch = self.entry("cuMemcpyBatchAsync", _BATCH_VERSION, *batch)
+        self._attributes = _Attributes(order=_STREAM_ORDER)
+        self._attribute_starts = ctypes.c_size_t(0)
+
+    @property
+    def batches(self) -> bool:
+        """Whether the driver has batched copies."""
+        return self._batch is not None
+
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        """Submits copies in one call: contiguous u64 arrays of one length. Returns the CUresult. They are unordered
+        among each other, and read their sources in the stream's order.
+        """
+        if self._batch is None:
+            raise DeviceError("this driver has no cuMemcpyBatchAsync")
+        failed_at = ctypes.c_size_t()
+        status: int = self._batch(
+            dst.ctypes.data, src.ctypes.data, size.ctypes.data, len(size),
+            ctypes.byref(self._attributes), ctypes.byref(self._attribute_starts), 1, ctypes.byref(failed_at), stream,
+        )  # fmt: skip
+        return status
+
+    def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        """Submits copies in one call each, until one is refused. Returns the last CUresult."""
+        for one_src, one_dst, one_size in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
+            status: int = self._copy(one_dst, one_src, one_size, stream)
+            if status != SUCCESS:
+                return status
+        return SUCCESS
+
+    def _needed(self, name: str, version: int, *arguments: Any) -> Any:
+        found = self.entry(name, version, *arguments)
+        if found is None:
+            raise DeviceError(f"this CUDA driver has no {name}: it is too old")
+        return found
+
+
+def host_side(direction: Direction, src: U64Array, dst: U64Array) -> U64Array:
+    """Which of the two is this process's own memory: stores write it, loads read it."""
+    return dst if direction is Direction.STORE else src

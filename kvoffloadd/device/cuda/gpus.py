@@ -1,0 +1,112 @@
+"""Which GPUs there are. Nothing of CUDA is loaded, and no context made, before a worker names a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.cuda.device import CudaDevice
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.pinning import Arena, Pinning
+from kvoffloadd.errors import DeviceError, MemoryKindError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.config import CudaConfig
+    from kvoffloadd.device.base import Device
+
+log = logging.getLogger(__name__)
+
+
+class CudaGpus:
+    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. Event loop only."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arena: Arena,
+        chunk_bytes: int,
+        config: CudaConfig,
+        fatal: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._arena = arena
+        self._chunk_bytes = chunk_bytes
+        self._config = config
+        self._fatal = fatal
+        self._lock = asyncio.Lock()
+        self._driver: Driver | None = None
+        self._ordinals: dict[bytes, int] = {}
+        self._pinning: Pinning | None = None
+        self._devices: dict[bytes, CudaDevice] = {}
+
+    async def device(self, uuid: bytes) -> CudaDevice:
+        """See `Gpus.device`. The first call for a GPU takes as long as its context does."""
+        if not self._config.enabled:
+            raise MemoryKindError("this daemon does without CUDA: its configuration has cuda.enabled = false")
+        async with self._lock:
+            found = self._devices.get(uuid)
+            return found if found is not None else await self._open(uuid)
+
+    def devices(self) -> list[Device]:
+        """See `Gpus.devices`."""
+        return list(self._devices.values())
+
+    async def _open(self, uuid: bytes) -> CudaDevice:
+        try:
+            driver = self._driver or await self._load()
+            ordinal = self._ordinals.get(uuid)
+            if ordinal is None:
+                raise MemoryKindError(
+                    f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._ordinals)} others: start it with "
+                    "all GPUs visible; parts of a GPU (MIG) can't be shared between processes"
+                )
+            device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal)
+            try:
+                await device.open(partial(self._pin, driver))
+            except BaseException:
+                await device.close(self._config.stuck_s)
+                raise
+        except DeviceError as error:
+            log.warning("no use of a GPU: %s", error)
+            raise MemoryKindError(f"the daemon can't use this GPU: {error}") from error
+        self._devices[uuid] = device
+        log.info("using GPU %d, %s", ordinal, uuid.hex())
+        return device
+
+    async def _load(self) -> Driver:
+        driver, self._ordinals = await self._loop.run_in_executor(None, _load)
+        self._driver = driver
+        return driver
+
+    def _pin(self, driver: Driver) -> Pinning:
+        if self._pinning is None:
+            self._pinning = Pinning(self._loop, driver, self._arena, self._config.pin_bytes)
+        return self._pinning
+
+    async def close(self, deadline_s: float) -> bool:
+        """Ends the arena's registrations; the devices are closed. False: the driver does not come back in time."""
+        if self._pinning is None:
+            return True
+        device = next(iter(self._devices.values()), None)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._loop.run_in_executor(None, self._pinning.stop)
+                if device is not None:
+                    await self._loop.run_in_executor(None, device.in_context, self._pinning.unpin)
+        except TimeoutError:
+            return False
+        except CudaError as error:
+            log.warning("at the end: %s", error)
+        return True
+
+
+def _load() -> tuple[Driver, dict[bytes, int]]:
+    """The driver, and the GPUs' ordinals by UUID. Blocks."""
+    driver = Driver()
+    count = int(driver.call("cuDeviceGetCount"))
+    return driver, {driver.uuid(ordinal): ordinal for ordinal in range(count)}

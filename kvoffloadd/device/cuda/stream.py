@@ -1,0 +1,123 @@
+"""One CUDA stream, which carries one direction's chunks of a GPU. Its lane's threads submit them and see to their end.
+
+Each thread has one chunk in flight: two threads keep the stream busy while the end of a chunk is being noticed. Ends
+are polled for, since a call that waits for them could not be given up.
+
+Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what it is known by how long
+chunks take (`_bytes_per_s`, `_in_flight_bytes`, `_last_end_s`). `_idle_events` changes by single operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.device.cuda.driver import Driver
+    from kvoffloadd.device.plan import Copies
+    from kvoffloadd.model import U64Array
+
+log = logging.getLogger(__name__)
+
+POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
+_EARLY = 0.8
+"""How much of the time that a chunk should take is slept through; the rest is polled."""
+_RATE_START, _RATE_WEIGHT = 100e9, 0.25
+_LEARN_BYTES = 4 << 20  # smaller chunks tell more about calls than about the link
+_DISABLE_EVENT_TIMING, _NON_BLOCKING = 2, 1
+
+
+class CopyStream:
+    """`move` is for its lane's threads; the rest for whoever made it. `on_broken(reason)`: the GPU can't be used any
+    more; called from a lane's thread.
+    """
+
+    def __init__(
+        self, driver: Driver, context: int, priority: int, *, batch: bool, on_broken: Callable[[str], None]
+    ) -> None:
+        """Blocks for a moment; the context must be current."""
+        self.batch = batch and driver.batches
+        self.batch_failures = 0
+        self._driver = driver
+        self._context = context
+        self._on_broken = on_broken
+        self._stream = int(driver.call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
+        self._lock = threading.Lock()
+        self._idle_events: list[int] = []
+        self._bytes_per_s = _RATE_START
+        self._in_flight_bytes = 0
+        self._last_end_s = 0.0
+
+    def move(self, chunk: Copies) -> None:
+        """Copies one chunk: returns when it has ended, however long that takes. Blocks, without the GIL.
+
+        Raises:
+            CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
+                `on_broken` has been called.
+        """
+        driver = self._driver
+        src, dst, size = (np.ascontiguousarray(column) for column in (chunk.src, chunk.dst, chunk.size))
+        try:
+            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+            status = self._run(src, dst, size, self.batch)
+            if status != SUCCESS and self.batch:
+                # Copying twice does no harm, and a driver that can't batch these may do without.
+                self.batch_failures += 1
+                log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
+                status = self._run(src, dst, size, False)
+            driver.check("cuMemcpyAsync", status)
+        except CudaError as error:
+            if error.sticky:
+                self._on_broken(str(error))
+            raise
+
+    def _run(self, src: U64Array, dst: U64Array, size: U64Array, batch: bool) -> int:
+        """Submits, and waits until what was submitted has ended. The status of the submission."""
+        driver, total_bytes = self._driver, int(size.sum())
+        event = self._idle_events.pop() if self._idle_events else self._new_event()
+        with self._lock:
+            began_s = time.monotonic()
+            status = (driver.copy_batch if batch else driver.copy_each)(src, dst, size, self._stream)
+            driver.check("cuEventRecord", driver.record(event, self._stream))
+            self._in_flight_bytes += total_bytes
+            due_s = began_s + _EARLY * self._in_flight_bytes / self._bytes_per_s
+        self._await(event, due_s)
+        self._learn(total_bytes, began_s)
+        self._idle_events.append(event)
+        return status
+
+    def _await(self, event: int, due_s: float) -> None:
+        pause_s = max(due_s - time.monotonic(), POLL_MIN_S)
+        while True:
+            status = self._driver.query(event)
+            if status != NOT_READY:
+                self._driver.check("cuEventQuery", status)
+                return
+            time.sleep(min(pause_s, 1.0))
+            pause_s = min(max((time.monotonic() - due_s) / 16, POLL_MIN_S), POLL_MAX_S)
+
+    def _learn(self, total_bytes: int, began_s: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            took_s = now - max(began_s, self._last_end_s)
+            self._in_flight_bytes -= total_bytes
+            self._last_end_s = now
+            if total_bytes >= _LEARN_BYTES and took_s > 0:
+                self._bytes_per_s += _RATE_WEIGHT * (total_bytes / took_s - self._bytes_per_s)
+
+    def _new_event(self) -> int:
+        return int(self._driver.call("cuEventCreate", _DISABLE_EVENT_TIMING))
+
+    def destroy(self) -> None:
+        """Blocks; the context must be current, and no thread in `move`."""
+        for event in self._idle_events:
+            self._driver.call("cuEventDestroy", event)
+        self._driver.call("cuStreamDestroy", self._stream)

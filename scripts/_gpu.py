@@ -1,0 +1,142 @@
+"""A worker's GPU memory without an engine: allocated, filled and read through the driver API alone."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffloadd.client.gpu import driver
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import U8Array
+
+CHUNK_BYTES = 2 << 20
+_NON_BLOCKING = 1
+_DEVICE, _READ_WRITE, _PINNED, _POSIX_FD = 1, 3, 1, 1
+
+
+class Gpu:
+    """A GPU's primary context, current in this thread, and one stream. For scripts and tests: raises DeviceError."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self.ordinal = ordinal
+        self._device = driver().call("cuDeviceGet", ordinal)
+        self._context = driver().call("cuDevicePrimaryCtxRetain", self._device)
+        self.use()
+        self.stream = int(driver().call("cuStreamCreate", _NON_BLOCKING))
+
+    def use(self) -> None:
+        """Make the context current in this thread."""
+        driver().call("cuCtxSetCurrent", self._context)
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        driver().call("cuStreamSynchronize", self.stream)
+
+    def free_bytes(self) -> int:
+        """Of the whole GPU."""
+        free, _ = driver().call("cuMemGetInfo")
+        return int(free)
+
+
+class GpuBuffer:
+    """`size_bytes` of a GPU's memory, not cleared. `chunk_bytes` 0: by cuMemAlloc, else virtual memory in such chunks.
+
+    `exportable` False: chunks that no other process can map. Has `__cuda_array_interface__`.
+    """
+
+    def __init__(self, gpu: Gpu, size_bytes: int, *, chunk_bytes: int = 0, exportable: bool = True) -> None:
+        self.gpu = gpu
+        self.size_bytes = size_bytes
+        self._chunks: list[int] = []
+        if chunk_bytes:
+            self.address = self._map(size_bytes, chunk_bytes, exportable)
+        else:
+            self.address = int(driver().call("cuMemAlloc", size_bytes))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (1, self.size_bytes), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def rows(self, offset: int, num_blocks: int, page_bytes: int, stride_bytes: int) -> GpuRows:
+        """A canonical tensor in it, for `GpuTensor.adopt`."""
+        return GpuRows(self, offset, num_blocks, page_bytes, stride_bytes)
+
+    def upload(self, offset: int, data: U8Array) -> None:
+        """Copy in; done when it returns."""
+        self.gpu.use()
+        flat = np.ascontiguousarray(data).reshape(-1)
+        driver().call("cuMemcpyHtoD", self.address + offset, flat.ctypes.data, flat.nbytes)
+
+    def upload_later(self, offset: int, data: U8Array) -> None:
+        """Copy in, in the stream's order; `data` must be registered, and stay as it is meanwhile."""
+        self.gpu.use()
+        driver().call("cuMemcpyHtoDAsync", self.address + offset, data.ctypes.data, data.nbytes, self.gpu.stream)
+
+    def set_later(self, offset: int, size_bytes: int, value: int) -> None:
+        """Set bytes, in the stream's order."""
+        self.gpu.use()
+        driver().call("cuMemsetD8Async", self.address + offset, value, size_bytes, self.gpu.stream)
+
+    def download(self, offset: int, size_bytes: int) -> U8Array:
+        """Copy out; done when it returns."""
+        self.gpu.use()
+        data = np.empty(size_bytes, np.uint8)
+        driver().call("cuMemcpyDtoH", data.ctypes.data, self.address + offset, size_bytes)
+        return data
+
+    def free(self) -> None:
+        """Give it back. Nothing may use it any more."""
+        self.gpu.use()
+        if not self._chunks:
+            driver().call("cuMemFree", self.address)
+            return
+        at = self.address
+        for size in self._chunks:
+            driver().call("cuMemUnmap", at, size)
+            at += size
+        driver().call("cuMemAddressFree", self.address, at - self.address)
+
+    def _map(self, size_bytes: int, chunk_bytes: int, exportable: bool) -> int:
+        api = driver().api
+        count = -(-size_bytes // chunk_bytes)
+        address = int(driver().call("cuMemAddressReserve", count * chunk_bytes, 0, 0, 0))
+        wanted = api.CUmemAllocationProp()
+        wanted.type = api.CUmemAllocationType(_PINNED)
+        wanted.location.type = api.CUmemLocationType(_DEVICE)
+        wanted.location.id = self.gpu.ordinal
+        if exportable:
+            wanted.requestedHandleTypes = api.CUmemAllocationHandleType(_POSIX_FD)
+        access = api.CUmemAccessDesc()
+        access.location = wanted.location
+        access.flags = api.CUmemAccess_flags(_READ_WRITE)
+        for at in range(address, address + count * chunk_bytes, chunk_bytes):
+            handle = driver().call("cuMemCreate", chunk_bytes, wanted, 0)
+            driver().call("cuMemMap", at, chunk_bytes, 0, handle, 0)
+            driver().call("cuMemRelease", handle)
+            self._chunks.append(chunk_bytes)
+        driver().call("cuMemSetAccess", address, count * chunk_bytes, [access], 1)
+        return address
+
+
+class GpuRows:
+    """u8 (num_blocks, page_bytes) with row stride `stride_bytes` in a buffer, which it keeps alive."""
+
+    def __init__(self, buffer: GpuBuffer, offset: int, num_blocks: int, page_bytes: int, stride_bytes: int) -> None:
+        self.buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": (num_blocks, page_bytes),
+            "typestr": "|u1",
+            "data": (buffer.address + offset, False),
+            "strides": (stride_bytes, 1),
+            "version": 3,
+        }
+
+
+def gpu_is_usable() -> bool:
+    """Whether there is a driver and at least one GPU."""
+    with contextlib.suppress(Exception):  # whatever is missing
+        return int(driver().call("cuDeviceGetCount")) > 0
+    return False
