@@ -92,6 +92,8 @@ class Requests:
             "hello": self._hello,
             "ping": dict,
             "attach": lambda: {"kind": "shm", "fds": 1},
+            "attach_ipc": lambda: {"device": self._device(), "handles": rng.randbytes(64 * rng.randrange(1, 3))},
+            "attach_vmm": self._chunks,
             "register": self._register,
             "unregister": lambda: {"registration": names.registration},
             "lookup": self._keys,
@@ -129,7 +131,23 @@ class Requests:
 
     def _register(self) -> Fields:
         tensor = {"offset": 0, "num_blocks": BLOCKS, "page_bytes": PAGE_BYTES, "stride_bytes": PAGE_BYTES}
-        return {"tensors": [{"allocation": self.names.allocation, **tensor}], "groups": copy.deepcopy(GROUPS)}
+        signals = self._rng.choice([[], [self.names.allocation]])
+        tensors = [{"allocation": self.names.allocation, **tensor}]
+        return {"tensors": tensors, "groups": copy.deepcopy(GROUPS), "signals": signals}
+
+    def _device(self) -> bytes:
+        return self._rng.choice([bytes(16), self._rng.randbytes(16)])
+
+    def _chunks(self) -> Fields:
+        total = self._rng.choice([0, 1, 1 << 21, (1 << 48) - 1])
+        extends = self._rng.choice([0, self.names.allocation])
+        return {
+            "device": self._device(),
+            "fds": 1,
+            "chunks": struct.pack("<Q", self._rng.choice([0, total, 1 << 21])),
+            "total_bytes": total,
+            "extends": extends,
+        }
 
     def _packed(self, count: int) -> bytes:
         # Few different keys, so that some are there and some are not.
@@ -148,7 +166,9 @@ class Requests:
             blocks = struct.pack(f"<{len(ids)}I", *ids)
             groups.append({"group": group, "keys": self._packed(count), "blocks": blocks})
         lease = self._rng.choice([0, 0, 0, self.names.lease])
-        return {"job": self.names.job, "registration": self.names.registration, "groups": groups, "lease": lease}
+        ready = self._rng.choice([None, None, {"signal": 0, "offset": 0, "value": 1}])
+        job = {"job": self.names.job, "registration": self.names.registration, "groups": groups, "lease": lease}
+        return {**job, "ready": ready, "deadline_s": self._rng.choice([0.01, 60.0])}
 
 
 # --- ways to spoil them ------------------------------------------------------------------------------------------
