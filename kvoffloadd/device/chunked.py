@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
@@ -28,17 +28,30 @@ if TYPE_CHECKING:
 _URGENT, _ORDINARY = 0, 1
 
 
+class Turn(NamedTuple):
+    """Where a copy is to be made: by at most `threads` threads of `lane`, before what is not `urgent`."""
+
+    loop: asyncio.AbstractEventLoop
+    lane: Lane
+    threads: int
+    urgent: bool
+
+
 class ChunkedCopy:
-    """From its making to `done`; it waits until it is started. `move` copies one chunk, in a lane's thread."""
+    """From its making to `done`, which comes after `start`, or after what stops it before. `move` copies one chunk, in
+    a lane's thread.
+    """
 
     def __init__(
         self,
         chunks: list[Copies],
         move: Callable[[Copies], None],
+        turn: Turn,
         deadline_s: float,
         done: Callable[[CopyResult], None],
     ) -> None:
         self._move = move
+        self._turn = turn
         self._chunks = deque(chunks)
         self._moved: list[Copies] = []
         self._stop: Outcome | None = None
@@ -49,19 +62,19 @@ class ChunkedCopy:
         self._began_s = time.monotonic()
         self._tickets: list[Ticket] = []
         self._open_tickets = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = turn.loop.call_at(deadline_s, self._drop, Outcome.EXPIRED)
 
-    def start(self, loop: asyncio.AbstractEventLoop, lane: Lane, threads: int, *, urgent: bool) -> None:
-        """Queues it for some threads of `lane` (for one, if there is nothing to copy: its end comes the same way).
-
-        What was dropped before it is started ends right after.
+    def start(self) -> None:
+        """Queues it for its threads (for one, if there is nothing to copy: its end comes the same way). Once; later
+        calls change nothing.
         """
-        self._open_tickets = max(threads, 1)
-        urgency = _URGENT if urgent else _ORDINARY
+        if self._tickets:
+            return
+        lane, urgency = self._turn.lane, _URGENT if self._turn.urgent else _ORDINARY
+        self._open_tickets = max(min(self._turn.threads, len(self._chunks)), 1)
         self._tickets = [
             lane.submit(self._copy_chunk, self._on_ticket_end, urgent=urgency) for _ in range(self._open_tickets)
         ]
-        self._timer = loop.call_at(self._deadline_s, self._drop, Outcome.EXPIRED)
 
     def cancel(self) -> None:
         """See `Copy.cancel`."""
@@ -72,6 +85,7 @@ class ChunkedCopy:
         self._chunks.clear()
         for ticket in self._tickets:
             ticket.cancel()
+        self.start()
 
     # --- the lane's threads -----------------------------------------------------------------------
 
@@ -99,8 +113,7 @@ class ChunkedCopy:
             self._reason = self._reason or f"{type(value).__name__}: {value}"
         self._open_tickets -= 1
         if self._open_tickets == 0:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._timer.cancel()
             self._done(self._result())
 
     def _result(self) -> CopyResult:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffloadd.device.base import Allocation, CopyResult
-from kvoffloadd.device.chunked import ChunkedCopy
+from kvoffloadd.device.chunked import ChunkedCopy, Turn
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import MemoryKindError, UsageError
@@ -95,8 +95,9 @@ class HostDevice:
             self._copies.discard(copy)
             done(result)
 
-        copy = ChunkedCopy(chunks, self._move, deadline_s, on_end)
-        copy.start(self._loop, self._lanes[direction], min(threads, len(chunks)), urgent=urgent)
+        turn = Turn(self._loop, self._lanes[direction], threads, urgent)
+        copy = ChunkedCopy(chunks, self._move, turn, deadline_s, on_end)
+        copy.start()
         self._copies.add(copy)
         return copy
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.chunked import ChunkedCopy
+from kvoffloadd.device.chunked import ChunkedCopy, Turn
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning, cut
@@ -75,9 +75,13 @@ class CudaDevice:
         """Makes the context and the streams. `pinning`: the arena's, made once there is a context.
 
         Raises:
-            CudaError: the GPU can't be used.
+            DeviceError: the GPU can't be used.
         """
-        await self._memory_lane.perform(self._make)
+        try:
+            async with asyncio.timeout(self._config.stuck_s):
+                await self._memory_lane.perform(self._make)
+        except TimeoutError:
+            raise DeviceError(f"its context is not there after {self._config.stuck_s} s") from None
         self._pinning = pinning()
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._look)
@@ -157,18 +161,15 @@ class CudaDevice:
             self._copies.discard(copy)
             done(result)
 
-        copy = ChunkedCopy(chunks, partial(self._move, direction), deadline_s, on_end)
+        turn = Turn(self._loop, self._lanes[direction], THREADS, urgent)
+        copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, on_end)
         self._copies.add(copy)
-        start = partial(self._start, copy, direction, min(THREADS, len(chunks)), urgent)
         end = _end(direction, copies)
         if self._pinning.covers(end):
-            start()
+            copy.start()
         else:
-            self._pinning.when(end, start)
+            self._pinning.when(end, copy.start)
         return copy
-
-    def _start(self, copy: ChunkedCopy, direction: Direction, threads: int, urgent: bool) -> None:
-        copy.start(self._loop, self._lanes[direction], threads, urgent=urgent)
 
     def _move(self, direction: Direction, chunk: Copies) -> None:
         if self._pinning.failure and _end(direction, chunk) > self._pinning.pinned_to:

@@ -79,7 +79,11 @@ class CudaGpus:
         return device
 
     async def _load(self) -> Driver:
-        driver, self._ordinals = await self._loop.run_in_executor(None, _load)
+        try:
+            async with asyncio.timeout(self._config.stuck_s):
+                driver, self._ordinals = await self._loop.run_in_executor(None, _load)
+        except TimeoutError:
+            raise DeviceError(f"the driver does not answer within {self._config.stuck_s} s") from None
         self._driver = driver
         return driver
 

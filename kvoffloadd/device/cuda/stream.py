@@ -71,7 +71,8 @@ class CopyStream:
             if status != SUCCESS and self.batch:
                 # Copying twice does no harm, and a driver that can't batch these may do without.
                 self.batch_failures += 1
-                log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
+                if self.batch_failures == 1:
+                    log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
                 status = self._run(src, dst, size, False)
             driver.check("cuMemcpyAsync", status)
         except CudaError as error:
