@@ -65,9 +65,13 @@ class CudaDriver:
 
     def check(self, call: str, status: int) -> None:
         """Raises CudaError for the status of a call by pointer, unless it is success."""
-        if status != SUCCESS:
-            known = status in self.api.CUresult._value2member_map_
-            raise CudaError(call, self.api.CUresult(status).name if known else f"CUresult {status}")
+        if status == SUCCESS:
+            return
+        try:
+            name = self.api.CUresult(status).name
+        except ValueError:  # newer than cuda-bindings
+            name = f"CUresult {status}"
+        raise CudaError(call, name)
 
     def entry(self, name: str, version: int, *arguments: Any) -> Any:
         """A driver function by pointer, as it was in that version of CUDA, for arguments of these ctypes; it returns a

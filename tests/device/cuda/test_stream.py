@@ -1,0 +1,196 @@
+"""Chunks on a stream: every byte arrives, refused calls are made good, and an error that lasts is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from _gpu import Gpu, GpuBuffer
+
+from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.model import U8Array, U64Array
+from kvoffloadd.sharedmem import Mapping, create_memfd
+from tests import softcuda
+
+SIZE = 8 << 20
+ROW = 4096
+ILLEGAL_ADDRESS = 700
+
+
+class Memory:
+    """Pinned host memory and a GPU's, of `SIZE` bytes each."""
+
+    def __init__(self, gpu: Gpu, driver: Driver) -> None:
+        self.mapping = Mapping.map_fd(create_memfd("pinned", SIZE), SIZE)
+        self.host: U8Array = self.mapping.array()
+        driver.call("cuMemHostRegister", self.mapping.address, SIZE, 1)
+        self.buffer = GpuBuffer(gpu, SIZE)
+        self._driver = driver
+
+    def copies(self, rng: np.random.Generator, rows: int, *, to_gpu: bool) -> Copies:
+        """Rows at random places, each one once."""
+        host, device = (rng.permutation(SIZE // ROW)[:rows].astype(np.uint64) * np.uint64(ROW) for _ in range(2))
+        host, device = host + np.uint64(self.mapping.address), device + np.uint64(self.buffer.address)
+        src, dst = (host, device) if to_gpu else (device, host)
+        return Copies(src, dst, np.full(rows, ROW, np.uint64), rows)
+
+    def close(self) -> None:
+        self._driver.call("cuMemHostUnregister", self.mapping.address)
+        self.mapping.close()
+        self.buffer.free()
+
+
+@pytest.fixture
+def memory(gpu: Gpu, driver: Driver) -> Iterator[Memory]:
+    made = Memory(gpu, driver)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def stream(gpu: Gpu, driver: Driver, *, batch: bool = True, told: list[str] | None = None) -> CopyStream:
+    gpu.use()
+    context = int(driver.call("cuCtxGetCurrent"))
+    return CopyStream(driver, context, 0, batch=batch, on_broken=(told if told is not None else []).append)
+
+
+def expected(memory: Memory, copies: Copies, src: U8Array, dst: U8Array, src_base: int, dst_base: int) -> U8Array:
+    """What `dst` holds after the copies."""
+    begins, ends = copies.src - np.uint64(src_base), copies.dst - np.uint64(dst_base)
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        dst[end : end + ROW] = src[begin : begin + ROW]
+    return dst
+
+
+@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize("to_gpu", [True, False])
+def test_every_byte_arrives_and_no_other_changes(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, to_gpu: bool, batch: bool
+) -> None:
+    host, device = (rng.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2))
+    memory.host[:] = host
+    memory.buffer.upload(0, device)
+    copies = memory.copies(rng, 700, to_gpu=to_gpu)
+    made = stream(gpu, driver, batch=batch)
+    made.move(copies)
+    at = memory.mapping.address, memory.buffer.address
+    if to_gpu:
+        device = expected(memory, copies, host, device, *at)
+    else:
+        host = expected(memory, copies, device, host, *reversed(at))
+    assert (memory.host == host).all()
+    assert (memory.buffer.download(0, SIZE) == device).all()
+    made.destroy()
+
+
+def test_threads_share_a_stream(gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator) -> None:
+    host = rng.integers(0, 256, SIZE, dtype=np.uint8)
+    memory.host[:] = host
+    rows = np.arange(0, SIZE, ROW, dtype=np.uint64)
+    chunks = [rows[part::8] for part in range(8)]
+    made = stream(gpu, driver)
+
+    def work(mine: list[U64Array]) -> None:
+        for offsets in mine:
+            src, dst = offsets + np.uint64(memory.mapping.address), offsets + np.uint64(memory.buffer.address)
+            made.move(Copies(src, dst, np.full(len(offsets), ROW, np.uint64), len(offsets)))
+
+    threads = [threading.Thread(target=work, args=(chunks[part::2],)) for part in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (memory.buffer.download(0, SIZE) == host).all()
+    made.destroy()
+
+
+def test_move_returns_when_the_bytes_are_there(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
+) -> None:
+    """Not when they are submitted: the stream is busy before."""
+    memory.host[:] = 9
+    memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
+    made = stream(gpu, driver)
+    extras.delay(made._stream, 0.1)
+    copies = memory.copies(rng, 3, to_gpu=True)
+    made.move(copies)
+    assert int((memory.buffer.download(0, SIZE) == 9).sum()) == 3 * ROW
+    made.destroy()
+
+
+class Refusing(Driver):
+    """Refuses batches, as some drivers do some of them."""
+
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        half = len(size) // 2
+        super().copy_batch(src[:half], dst[:half], size[:half], stream)  # some may have been begun
+        return 1
+
+
+def test_a_refused_batch_is_copied_one_by_one(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator
+) -> None:
+    memory.host[:] = 5
+    memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
+    made = stream(gpu, Refusing())
+    made.move(memory.copies(rng, 100, to_gpu=True))
+    assert int((memory.buffer.download(0, SIZE) == 5).sum()) == 100 * ROW
+    assert made.batch_failures == 1
+    made.destroy()
+
+
+class RefusingAll(Refusing):
+    """Refuses single copies, too."""
+
+    def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        return 1
+
+
+def test_what_is_refused_altogether_fails(gpu: Gpu, memory: Memory, rng: np.random.Generator) -> None:
+    told: list[str] = []
+    made = stream(gpu, RefusingAll(), told=told)
+    with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+        made.move(memory.copies(rng, 10, to_gpu=True))
+    assert told == []
+    made.destroy()
+
+
+class Broken(Driver):
+    """Every event tells of an illegal address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = lambda _event: ILLEGAL_ADDRESS
+
+
+def test_an_error_that_lasts_is_told(gpu: Gpu, memory: Memory, rng: np.random.Generator) -> None:
+    told: list[str] = []
+    made = stream(gpu, Broken(), told=told)
+    with pytest.raises(CudaError) as caught:
+        made.move(memory.copies(rng, 1, to_gpu=True))
+    assert caught.value.sticky
+    assert told == ["cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"]
+    gpu.synchronize()
+    driver_of(made).call("cuStreamSynchronize", made._stream)  # its copy has not ended because nobody waited for it
+
+
+def driver_of(made: CopyStream) -> Driver:
+    return made._driver
+
+
+def test_an_unknown_error_has_its_number(driver: Driver) -> None:
+    with pytest.raises(CudaError, match="CUresult 4711"):
+        driver.check("cuSomething", 4711)
+
+
+def test_a_call_that_the_driver_lacks_is_none(driver: Driver) -> None:
+    assert driver.entry("cuNoSuchCall", 12000) is None
