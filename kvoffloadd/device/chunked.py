@@ -21,9 +21,10 @@ from kvoffloadd.model import Outcome
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.model import Direction
 
 _URGENT, _ORDINARY = 0, 1
 
@@ -128,3 +129,12 @@ class ChunkedCopy:
             time.monotonic() - self._began_s,
             self._reason,
         )
+
+
+def lane_gauges(lanes: Mapping[Direction, Lane]) -> dict[str, int]:
+    """`{store,load}_{queued,running}`: threads' turns that copies wait for, and have."""
+    return {
+        f"{direction.value}_{name}": getattr(lane, name)
+        for direction, lane in lanes.items()
+        for name in ("queued", "running")
+    }

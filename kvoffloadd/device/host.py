@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffloadd.device.base import Allocation, CopyResult
-from kvoffloadd.device.chunked import ChunkedCopy, Turn
+from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import MemoryKindError, UsageError
@@ -114,10 +114,7 @@ class HostDevice:
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
         }
-        for direction, lane in self._lanes.items():
-            gauges[f"{direction.value}_queued"] = lane.queued
-            gauges[f"{direction.value}_running"] = lane.running
-        return gauges
+        return gauges | lane_gauges(self._lanes)
 
     async def close(self, deadline_s: float) -> bool:
         """See `Device.close`."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.chunked import ChunkedCopy, Turn
+from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning, cut
@@ -128,13 +128,9 @@ class CudaDevice:
         return allocation
 
     async def _perform(self, work: Callable[[], T]) -> T:
-        """In the memory lane's thread. A driver that doesn't come back holds mappings that nobody can end."""
+        """In the memory lane's thread; `_look` sees to the deadline, since others may be before it."""
         try:
-            async with asyncio.timeout(self._config.stuck_s):
-                return await self._memory_lane.perform(work)
-        except TimeoutError:
-            self._fatal(f"{self.kind}: a call to the driver takes longer than {self._config.stuck_s} s")
-            raise DeviceError("the driver does not answer") from None
+            return await self._memory_lane.perform(work)
         except CudaError as error:
             if error.sticky:
                 self._broken(str(error))
@@ -188,17 +184,19 @@ class CudaDevice:
             "pinned_bytes": self._pinning.pinned_bytes,
             "batch_failures": sum(stream.batch_failures for stream in self._streams.values()),
         }
-        for direction, lane in self._lanes.items():
-            gauges[f"{direction.value}_queued"] = lane.queued
-            gauges[f"{direction.value}_running"] = lane.running
-        return gauges
+        return gauges | lane_gauges(self._lanes)
 
     # --- the end ---
 
     def _look(self) -> None:
-        """A chunk takes milliseconds; one that does not end never will, and nobody can take its blocks back."""
-        if self.busy_s(self._loop.time()) > self._config.stuck_s:
-            self._broken(f"a copy has not ended after {self._config.stuck_s} s")
+        """A chunk and a call to the driver take milliseconds; what does not end then never will, and nobody can take
+        its blocks, or its mapping, back.
+        """
+        now, stuck_s = self._loop.time(), self._config.stuck_s
+        if self.busy_s(now) > stuck_s:
+            self._broken(f"a copy has not ended after {stuck_s} s")
+        if self._memory_lane.oldest_running_s(now) > stuck_s:
+            self._broken(f"a call to the driver has not ended after {stuck_s} s")
         self._watch = self._loop.call_later(WATCH_S, self._look)
 
     def _tell_broken(self, reason: str) -> None:
@@ -210,8 +208,6 @@ class CudaDevice:
     async def close(self, deadline_s: float) -> bool:
         """See `Device.close`."""
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
         for copy in self._copies:
             copy.cancel()
         lanes = [*self._lanes.values()]
@@ -219,6 +215,8 @@ class CudaDevice:
             return False
         if self._streams:
             await self._perform(self._destroy)
+        if self._watch is not None:
+            self._watch.cancel()
         return await self._memory_lane.close(deadline_s)
 
     def _destroy(self) -> None:
