@@ -1,0 +1,69 @@
+"""Where neither cuda-bindings nor CuPy nor torch is installed, everything but GPUs works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.cudadriver import CudaDriver
+from kvoffloadd.errors import DeviceError
+
+ROOT = Path(__file__).parents[1]
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import kvoffloadd
+for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):
+    if not module.name.rpartition(".")[2].startswith("_"):
+        importlib.import_module(module.name)
+print(len(sys.modules))
+"""
+
+STORE_AND_LOAD = """
+import sys
+import numpy as np
+from pathlib import Path
+import tests.e2e.process as process
+from tests.e2e.rank import Rank, new_keys
+
+daemon = process.Daemon(Path(sys.argv[1]))
+with Rank(daemon.socket) as rank:
+    keys = new_keys(np.random.default_rng(0), 8)
+    rank.store_keys(keys)
+    assert rank.loads_right(keys)
+    print(rank.client.status()["devices"].keys())
+daemon.finish()
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment in which these packages can't be imported, by any process."""
+    for name in ("cuda", "cupy", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def python(bare: dict[str, str], code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_can_be_imported(bare: dict[str, str]) -> None:
+    assert int(python(bare, IMPORT_ALL)) > 100
+
+
+def test_a_host_worker_stores_and_loads(bare: dict[str, str], socket_dir: Path) -> None:
+    assert "host" in python(bare, STORE_AND_LOAD, str(socket_dir))
+
+
+def test_whoever_asks_for_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(DeviceError, match=r"pip install kvoffloadd\[cuda13\]"):
+        CudaDriver()
