@@ -93,12 +93,11 @@ class SharedMemory:
             ) from error
         try:
             base, size_bytes = map(int, self._driver.call("cuMemGetAddressRange", address))
-            if base != address:
-                raise MemoryKindError("the driver maps this IPC handle inside of an allocation, not at its beginning")
-        except BaseException:
+        except CudaError:
             self._driver.call("cuIpcCloseMemHandle", address)
             raise
-        return _Opened(address, size_bytes)
+        # Small allocations share a block with others, which the driver maps whole: only what lies behind is named.
+        return _Opened(address, base + size_bytes - address)
 
     def _close(self, allocation: IpcAllocation) -> None:
         known = self._opened[allocation.handle]

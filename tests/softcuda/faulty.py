@@ -1,0 +1,185 @@
+"""Programs that meet the faults they were started with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+from cuda.bindings import driver
+
+from tests.softcuda.gpu import (
+    U8Array,
+    address,
+    allocate,
+    batch,
+    code,
+    export_noise,
+    extras,
+    new_stream,
+    noise,
+    ok,
+    open_raw,
+    peer,
+    registered,
+    start,
+)
+
+SIZE = 1 << 20
+NOT_READY, ILLEGAL_ADDRESS = 600, 700
+
+
+def _buffers() -> tuple[int, U8Array, int]:
+    start()
+    return allocate(SIZE), registered(SIZE), new_stream()
+
+
+def _to_device(device: int, host: U8Array, stream: int) -> int:
+    return code(driver.cuMemcpyHtoDAsync(device, address(host), SIZE, stream))
+
+
+def _to_host(device: int, host: U8Array, stream: int) -> int:
+    return code(driver.cuMemcpyDtoHAsync(address(host), device, SIZE, stream))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    begun_s = time.monotonic()
+    work()
+    return time.monotonic() - begun_s
+
+
+def sticky() -> None:
+    """sticky_after=3"""
+    device, host, stream = _buffers()
+    for _ in range(2):
+        assert _to_device(device, host, stream) == 0
+    ok(driver.cuStreamSynchronize(stream))
+    assert _to_device(device, host, stream) == 0, "the failure comes when it runs"
+    assert code(driver.cuStreamSynchronize(stream)) == ILLEGAL_ADDRESS
+    for result in (
+        driver.cuMemFree(device), driver.cuMemAlloc(1), driver.cuStreamQuery(stream), driver.cuCtxSynchronize(),
+        driver.cuMemHostUnregister(address(host)), driver.cuDevicePrimaryCtxRetain(0), driver.cuStreamCreate(0),
+    ):  # fmt: skip
+        assert code(result) == ILLEGAL_ADDRESS
+    ok(driver.cuDevicePrimaryCtxRelease(0))
+
+
+def _hang(hung: Callable[[int, U8Array, int], int], others: Callable[[int, U8Array, int], int]) -> None:
+    device, host, stream = _buffers()
+    other = new_stream()
+    for _ in range(2):
+        assert hung(device, host, stream) == 0
+    time.sleep(0.1)
+    assert code(driver.cuStreamQuery(stream)) == NOT_READY
+    assert others(device, host, other) == 0
+    ok(driver.cuStreamSynchronize(other))
+    assert extras().counters().copies == 2
+
+
+def hang() -> None:
+    """hang_after=2"""
+    _hang(_to_device, _to_device)
+
+
+def hang_one_way() -> None:
+    """hang_device_to_host=2: the other way goes on."""
+    _hang(_to_host, _to_device)
+
+
+def hang_other_way() -> None:
+    """hang_host_to_device=2"""
+    _hang(_to_device, _to_host)
+
+
+def link() -> None:
+    """link_bytes_per_s=5 MiB: streams share one direction, not both."""
+    device, host, stream = _buffers()
+    other, third = new_stream(), new_stream()
+    other_device, third_device, back = allocate(SIZE), allocate(SIZE), registered(SIZE)
+
+    def copy() -> None:
+        assert _to_device(device, host, stream) == 0
+        assert _to_device(other_device, host, other) == 0
+        assert _to_host(third_device, back, third) == 0
+        ok(driver.cuStreamSynchronize(third))
+        assert code(driver.cuStreamQuery(other)) + code(driver.cuStreamQuery(stream)) >= NOT_READY
+        ok(driver.cuStreamSynchronize(stream))
+        ok(driver.cuStreamSynchronize(other))
+
+    assert seconds_of(copy) >= 0.4
+
+
+def delay() -> None:
+    """delay_copies_ns=500 ms"""
+    device, host, stream = _buffers()
+
+    def copy() -> None:
+        assert _to_device(device, host, stream) == 0
+        assert code(driver.cuStreamQuery(stream)) == NOT_READY
+        ok(driver.cuStreamSynchronize(stream))
+
+    assert seconds_of(copy) >= 0.5
+
+
+def jitter() -> float:
+    """jitter_ns=20 ms: 20 operations take 200 ms or so; as long as before with the same seed."""
+    start()
+    stream, event = new_stream(), ok(driver.cuEventCreate(0))
+
+    def work() -> None:
+        for _ in range(20):
+            ok(driver.cuEventRecord(event, stream))
+        ok(driver.cuStreamSynchronize(stream))
+
+    return seconds_of(work)
+
+
+def failed_submits() -> str:
+    """fail_submit_every=3"""
+    device, host, stream = _buffers()
+    codes = [_to_device(device, host, stream) for _ in range(3)]
+    codes += [code(batch([device], [address(host)], [SIZE], stream)) for _ in range(3)]
+    ok(driver.cuStreamSynchronize(stream))
+    assert extras().counters().copies == 4
+    return "".join(map(str, codes))
+
+
+def corruption() -> str:
+    """corrupt_every=2"""
+    device, host, stream = _buffers()
+    flipped = []
+    for _ in range(4):
+        host[:] = noise(SIZE)
+        assert _to_device(device, host, stream) == 0
+        ok(driver.cuStreamSynchronize(stream))
+        # Device memory as it is: a copy back would be counted too.
+        seen = np.frombuffer(ctypes.string_at(device, SIZE), np.uint8)
+        flipped.append(int(np.bitwise_count(seen ^ host).sum()))
+    return "".join(map(str, flipped))
+
+
+def open_code() -> int:
+    """open_fails, dead_exporter"""
+    with peer(export_noise) as (_, from_peer, _to_peer):
+        start()
+        return code(open_raw(os.read(from_peer, 64)))
+
+
+def slow_close() -> None:
+    """close_delay_ns=100 ms"""
+    with peer(export_noise) as (_, from_peer, _to_peer):
+        start()
+        device = ok(open_raw(os.read(from_peer, 64)))
+        assert seconds_of(lambda: ok(driver.cuIpcCloseMemHandle(device))) >= 0.1
+
+
+def nothing() -> int:
+    return code(driver.cuInit(0))
+
+
+def batch_is_missing() -> int:
+    """no_batch"""
+    start()
+    return code(driver.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, 0))

@@ -1,0 +1,64 @@
+"""Every fault that softcuda can have comes when it is asked for."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+from tests.softcuda import faulty
+from tests.softcuda.running import result, run
+
+
+@pytest.mark.parametrize(
+    ("program", "faults", "returned"),
+    [
+        (faulty.sticky, "sticky_after=3", "None"),
+        (faulty.hang, "hang_after=2", "None"),
+        (faulty.hang_one_way, "hang_device_to_host=2", "None"),
+        (faulty.hang_other_way, "hang_host_to_device=2", "None"),
+        (faulty.link, "link_bytes_per_s=5242880", "None"),
+        (faulty.delay, "delay_copies_ns=500000000", "None"),
+        (faulty.failed_submits, "fail_submit_every=3", "001001"),
+        (faulty.corruption, "corrupt_every=2", "0101"),
+        (faulty.open_code, "open_fails", "400"),
+        (faulty.open_code, "dead_exporter", "205"),
+        (faulty.slow_close, "close_delay_ns=100000000", "None"),
+        (faulty.batch_is_missing, "no_batch", "500"),
+        (faulty.open_code, "", "0"),
+        (faulty.corruption, "", "0000"),
+        (faulty.failed_submits, "jitter_ns=1,fail_submit_every=3", "001001"),
+    ],
+)
+def test_fault(program: Callable[[], object], faults: str, returned: str) -> None:
+    assert result(program, faults) == returned
+
+
+def test_jitter() -> None:
+    seconds = [float(result(faulty.jitter, "jitter_ns=20000000", {"seed": seed})) for seed in (1, 2)]
+    assert all(0.05 <= each <= 5 for each in seconds)
+    assert float(result(faulty.jitter)) < min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("faults", "settings", "message"),
+    [
+        ("hang", {}, "unknown fault: hang"),
+        ("no_batch=1", {}, "fault takes no value: no_batch"),
+        ("hang_after", {}, "fault needs a value: hang_after"),
+        ("hang_after=0", {}, "not a positive number: 0"),
+        ("hang_after=1x", {}, "not a positive number: 1x"),
+        ("no_batch,", {}, "unknown fault: "),
+        ("", {"devices": "two"}, "not a number: two"),
+        ("", {"devices": 17}, "too many devices: 17"),
+        ("", {"misuse": "ignore"}, "is abort or error, not: ignore"),
+        ("", {"device": 2}, "unknown variable: "),
+    ],
+)
+def test_what_is_misspelt_is_refused(faults: str, settings: dict[str, int | str], message: str) -> None:
+    ended = run(faulty.nothing, faults, settings)
+    assert ended.returncode == -signal.SIGABRT
+    assert message in ended.stderr
