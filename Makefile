@@ -10,13 +10,17 @@ TORCH ?= torch
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
 BENCHMARKS := $(wildcard scripts/bench_*.py)
+# The Python of the GPU machine, and what is given to scripts/gpu_check.py: `make gpu-check GPU_CHECK="--soft --quick"`.
+GPU_PYTHON ?= 3.12
+GPU_CHECK ?=
+GPU_VENV := build/gpu-venv
 
-.PHONY: help venv demo test soak lint bench clean
+.PHONY: help venv demo test soak lint bench gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(READY) ## make .venv with all that tests and scripts need
 
@@ -55,6 +59,13 @@ bench: $(READY) ## run scripts/bench_*.py; results go to docs/benchmarks/
 		mv docs/benchmarks/$$name.json.part docs/benchmarks/$$name.json; \
 	done
 
+gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
+	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON)
+
+gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
+	@$(PYTHON) scripts/_gpu_environment.py $(GPU_VENV) gpu-bundle
+	@$(GPU_VENV)/bin/python scripts/gpu_check.py $(GPU_CHECK)
+
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so
+	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,315 @@
+"""What the GPU benchmarks share: the ceiling, a worker on the GPU with a real daemon, and how results look.
+
+A benchmark's result is one JSON object: `bounds` and `within_budget` as those of the other benchmarks, and `tables`,
+each with a `title`, `columns` and `rows`, for people and for the report of gpu_check.py; `left_out`: cases for which
+there was no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from _bench import KEY_BYTES, judged, keys_of, print_bounds, print_grid
+from _daemon import DaemonProcess, private_folder
+from _gpu import Gpu, GpuBuffer, gpu_is_usable
+from _gpu_memory import Pinned
+from _output import print_json
+
+from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Outcome, Ref, Timeline
+from kvoffloadd.client.gpu import driver
+from kvoffloadd.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from _bench import Bound
+
+    from kvoffloadd.client import Ready
+    from kvoffloadd.model import I64Array
+
+T = TypeVar("T")
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+LAYERS = 32
+WAIT_S = 60.0
+ARENA_SETS = 4
+"""How often the bytes of a job fit into the arena."""
+
+
+class Ceiling:
+    """What the link can do: plain copies of `size_bytes` between the GPU and registered memory, each way its own."""
+
+    def __init__(self, gpu: Gpu, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._gpu = gpu
+        self._host = [Pinned(size_bytes, threads=8) for _ in range(2)]
+        self._device = [GpuBuffer(gpu, size_bytes) for _ in range(2)]
+        self._streams = [gpu.stream, int(driver().call("cuStreamCreate", 1))]
+
+    def store(self) -> float:
+        """Seconds of one copy from the GPU."""
+        return self._time((0,))
+
+    def load(self) -> float:
+        """Seconds of one copy to the GPU."""
+        return self._time((1,))
+
+    def both(self) -> float:
+        """Seconds of one copy each way, at once."""
+        return self._time((0, 1))
+
+    def _time(self, ways: Sequence[int]) -> float:
+        self._gpu.use()
+        begun = time.perf_counter()
+        for way in ways:
+            host, device, stream = self._host[way].address, self._device[way].address, self._streams[way]
+            if way == 0:
+                driver().call("cuMemcpyDtoHAsync", host, device, self.size_bytes, stream)
+            else:
+                driver().call("cuMemcpyHtoDAsync", device, host, self.size_bytes, stream)
+        for way in ways:
+            driver().call("cuStreamSynchronize", self._streams[way])
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Gives its memory back."""
+        self._gpu.use()
+        driver().call("cuStreamDestroy", self._streams[1])
+        for host, device in zip(self._host, self._device, strict=True):
+            host.close()
+            device.free()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A KV cache's shape: a key has `blocks_per_key` rows of `row_bytes` in each of `layers` tensors. `scattered`:
+    block ids at random, else one behind the other, so that a key's rows in a tensor are copied as one.
+    """
+
+    row_bytes: int
+    scattered: bool = True
+    layers: int = LAYERS
+    blocks_per_key: int = 1
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of a key."""
+        return self.row_bytes * self.layers * self.blocks_per_key
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return format_bytes(self.row_bytes) + ("" if self.scattered else ", coalesced")
+
+    def keys_in(self, job_bytes: int) -> int:
+        """Keys of a job of about that many bytes."""
+        return max(1, job_bytes // self.payload_bytes)
+
+
+class GpuWorkload:
+    """A worker of this process on a GPU: twice the blocks of a job, the first half to store from, the rest to load to.
+
+    Every method that returns seconds takes them as the client sees them, from `store` or `load` to the end of `wait`.
+    """
+
+    def __init__(self, gpu: Gpu, socket: Path, shape: Shape, job_bytes: int) -> None:
+        self.keys = shape.keys_in(job_bytes)
+        self.bytes = self.keys * shape.payload_bytes
+        self._blocks = self.keys * shape.blocks_per_key
+        self._shape = shape
+        self._rng = np.random.default_rng(1)
+        self._stored = 0
+        blocks = 2 * self._blocks
+        self._buffer = GpuBuffer(gpu, 2 * self.bytes)
+        self._gpu = gpu
+        self._fill()
+        rows = [
+            self._buffer.rows(layer * blocks * shape.row_bytes, blocks, shape.row_bytes, shape.row_bytes)
+            for layer in range(shape.layers)
+        ]
+        refs = [Ref(layer, 0, shape.row_bytes) for layer in range(shape.layers)]
+        # Layouts differ from case to case, so each has a namespace of its own.
+        namespace = NamespaceSpec(model=f"gpu {shape}", key_bytes=KEY_BYTES)
+        self.client = Client(socket, namespace=namespace, deadline_s=WAIT_S)
+        self.timeline = Timeline(gpu.stream)
+        group = Group(0, GroupKind.FULL, 16, refs=refs, blocks_per_key=shape.blocks_per_key)
+        cache = KvCache([GpuTensor.adopt(row) for row in rows], [group], [self.timeline])
+        self.registration = self.client.register(cache)
+
+    def _fill(self) -> None:
+        """Noise: links and hashes may treat zeros better."""
+        tile = self._rng.integers(0, 256, min(self._buffer.size_bytes, 64 * MIB), np.uint8)
+        for at in range(0, self._buffer.size_bytes, len(tile)):
+            self._buffer.upload(at, tile[: self._buffer.size_bytes - at])
+        driver().call("cuCtxSynchronize")
+
+    def store(self) -> float:
+        """Store new keys from the first half."""
+        begun = time.perf_counter()
+        self.finish(self.begin_store())
+        return time.perf_counter() - begun
+
+    def load(self) -> float:
+        """Load the keys that were stored last to the second half."""
+        begun = time.perf_counter()
+        self.finish(self.begin_load())
+        return time.perf_counter() - begun
+
+    def both(self) -> float:
+        """Load the keys that were stored last, and store new ones, at once."""
+        begun = time.perf_counter()
+        jobs = [self.begin_load(), self.begin_store()]
+        for job in jobs:
+            self.finish(job)
+        return time.perf_counter() - begun
+
+    def stores(self, count: int) -> float:
+        """Seconds of one of `count` stores back to back: what the one before stored is hashed meanwhile."""
+        return sum(self.store() for _ in range(count)) / count
+
+    def begin_store(self, ready: Ready | None = None) -> Job:
+        """Of new keys."""
+        self._stored += self.keys
+        wanted = {0: (self._last_keys(), self._ids(0))}
+        return self.client.store(self.registration, wanted, deadline_s=WAIT_S, ready=ready)
+
+    def begin_load(self) -> Job:
+        """Of the keys that were stored last."""
+        return self.client.load(self.registration, {0: (self._last_keys(), self._ids(self._blocks))}, deadline_s=WAIT_S)
+
+    def finish(self, job: Job) -> None:
+        """Wait. Raises SystemExit if it has not moved every byte."""
+        result = self.client.wait(job, WAIT_S)
+        if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
+            raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
+
+    def drain(self) -> None:
+        """Until nothing is copied and nothing waits to be hashed."""
+        self.client.drain(WAIT_S)
+
+    def wrong_bytes(self) -> int:
+        """Store block i, load it to block i of the second half, and compare: one layer of it."""
+        shape, self._shape = self._shape, replace(self._shape, scattered=False)
+        self.store()
+        self.load()
+        self._shape = shape
+        half = self._blocks * shape.row_bytes
+        row = self._buffer.download(0, 2 * half)
+        return int((row[:half] != row[half:]).sum())
+
+    def close(self) -> None:
+        """Ends the session, and gives everything back."""
+        self.client.clear()
+        self.client.close(WAIT_S)
+        self._buffer.free()
+
+    def _last_keys(self) -> Any:
+        return keys_of(np.arange(self._stored - self.keys, self._stored))
+
+    def _ids(self, first: int) -> I64Array:
+        ids = self._rng.permutation(self._blocks) if self._shape.scattered else np.arange(self._blocks)
+        return (ids + first).reshape(self.keys, self._shape.blocks_per_key)
+
+
+@contextlib.contextmanager
+def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterator[Path]:
+    """The socket of a daemon with room for `ARENA_SETS` jobs."""
+    with private_folder() as name:
+        child = DaemonProcess(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), dict(settings or {}))
+        try:
+            child.start()
+            yield child.socket
+        finally:
+            child.stop()
+
+
+def await_pinned(socket: Path) -> None:
+    """Until the daemon has pinned its whole arena, which the first registration began."""
+    with Client(socket, namespace=None, role="observer") as observer:
+        until = time.monotonic() + WAIT_S
+        while True:
+            status = observer.status()
+            pinned = [found["pinned_bytes"] for name, found in status["devices"].items() if name.startswith("cuda:")]
+            if pinned and pinned[0] >= status["memory"]["capacity_bytes"]:
+                return
+            if time.monotonic() > until:
+                raise SystemExit("the arena was not pinned in time")
+            time.sleep(0.01)
+
+
+def sample(rounds: int, work: Mapping[str, Callable[[], float]], before: Callable[[], None]) -> dict[str, list[float]]:
+    """Seconds of each kind of work by round, interleaved; the first round warms up. `before` each, untimed."""
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(rounds + 1):
+        for name, do in work.items():
+            before()
+            seconds = do()
+            if number:
+                found[name].append(seconds)
+    return found
+
+
+def in_time(cases: Sequence[T], limit_s: float, left_out: list[str]) -> Iterator[T]:
+    """The cases, as long as there is time; the others go to `left_out`."""
+    began = time.monotonic()
+    for number, case in enumerate(cases):
+        if time.monotonic() - began > limit_s:
+            left_out += map(str, cases[number:])
+            return
+        yield case
+
+
+def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
+    """The median, in 10**9 bytes per second."""
+    return round(size_bytes / statistics.median(seconds) / 1e9, 2)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
+    """As it goes into a result."""
+    return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+
+
+def parser(description: str, job_bytes: str = "1GiB", rounds: int = 7) -> argparse.ArgumentParser:
+    """The options that all of them have."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--bytes", type=parse_bytes, default=job_bytes, help="of one job (default: %(default)s)")
+    made.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds (default: %(default)s)")
+    made.add_argument("--seconds", type=float, default=float("inf"), help="begin no case later than this")
+    made.add_argument("--quick", action="store_true", help="small sizes, which show only that it runs")
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, quick_bytes: int = 4 * MIB) -> argparse.Namespace:
+    """The command line; `--quick` takes everything down."""
+    arguments = made.parse_args()
+    if arguments.quick:
+        arguments.bytes, arguments.rounds = quick_bytes, 1
+    if min(arguments.bytes, arguments.rounds) < 1:
+        made.error("--bytes and --rounds are at least 1")
+    if not gpu_is_usable():
+        made.error("there is no usable CUDA driver or GPU")
+    return arguments
+
+
+def tell(arguments: argparse.Namespace, result: dict[str, Any], bounds: Sequence[Bound]) -> int:
+    """Prints a result, as it was asked for; returns the exit status."""
+    result = judged(result, bounds)
+    if arguments.json:
+        print_json(result)
+        return 0
+    for one in result["tables"]:
+        print_grid(one["title"], one["columns"], ([str(cell) for cell in row] for row in one["rows"]))
+        print()
+    if result.get("left_out"):
+        print(f"left out, for time: {', '.join(result['left_out'])}")
+    if bounds:
+        print_bounds(result)
+    return 0

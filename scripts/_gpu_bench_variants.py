@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""What the daemon's settings and the layout of block ids do to stores and loads of GPU memory.
+
+Each line is a daemon of its own, or the same one with block ids that are consecutive (neighbours are merged). Times are
+the client's; ratios are to one plain copy of as many bytes in the same rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from _bench import median_ratio
+from _gpu import Gpu
+from _gpu_bench import (  # fmt: skip
+    KIB,
+    MIB,
+    Ceiling,
+    GpuWorkload,
+    Shape,
+    await_pinned,
+    daemon,
+    gb_per_s,
+    in_time,
+    parse,
+    parser,
+    sample,
+    table,
+    tell,
+)
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+ROW_BYTES = (4 * KIB, 16 * KIB, 64 * KIB)
+DAEMONS: dict[str, dict[str, str]] = {
+    "1,024 a call": {},
+    "256 a call": {"cuda.batch_descriptors": "256"},
+    "4,096 a call": {"cuda.batch_descriptors": "4096"},
+    "one by one": {"cuda.batch": "false"},
+}
+KINDS = ("store", "load")
+BLOCKS_PER_KEY = 8
+
+
+def run_case(gpu: Gpu, socket: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One shape with one daemon."""
+    worker = GpuWorkload(gpu, socket, shape, arguments.bytes)
+    await_pinned(socket)
+    ceiling = Ceiling(gpu, worker.bytes)
+    worker.store()
+    work = {"plain store": ceiling.store, "store": worker.store, "plain load": ceiling.load, "load": worker.load}
+    seconds = sample(arguments.rounds, work, worker.drain)
+    ceiling.close()
+    worker.close()
+    return {
+        "row_bytes": shape.row_bytes,
+        "scattered": shape.scattered,
+        "ratio_to_limit": {kind: round(median_ratio(seconds[f"plain {kind}"], seconds[kind]), 3) for kind in KINDS},
+        "gb_per_s": {kind: gb_per_s(worker.bytes, taken) for kind, taken in seconds.items()},
+    }
+
+
+def main() -> int:
+    """Runs it; returns the exit status."""
+    arguments = parse(parser(__doc__ or "", "512MiB", 5), 8 * MIB)
+    gpu = Gpu()
+    rows = ROW_BYTES[:1] if arguments.quick else ROW_BYTES
+    cases: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for name in in_time(list(DAEMONS), arguments.seconds, left_out):
+        settings = DAEMONS[name]
+        with daemon(arguments.bytes, settings) as socket:
+            for row_bytes in rows:
+                for scattered in (True, False) if not settings else (True,):
+                    found = run_case(gpu, socket, Shape(row_bytes, scattered, blocks_per_key=BLOCKS_PER_KEY), arguments)
+                    cases.append({"name": name if scattered else f"{name}, coalesced", **found})
+    lines = [
+        [f"{case['row_bytes'] // KIB} KiB", case["name"]]
+        + [f"{case['gb_per_s'][kind]:.1f} ({case['ratio_to_limit'][kind]:.2f})" for kind in KINDS]
+        for case in sorted(cases, key=lambda case: int(case["row_bytes"]))
+    ]
+    title = "GB/s (ratio to the plain copy), by copies in a call of the driver"
+    return tell(
+        arguments,
+        {"cases": cases, "left_out": left_out, "tables": [table(title, ("rows", "daemon", *KINDS), lines)]},
+        [],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

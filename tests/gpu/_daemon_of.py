@@ -1,0 +1,31 @@
+"""`kvoffloadd serve` as another user: all that it needs of files is loaded before root is given up.
+
+python _daemon_of.py UID serve ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+
+from _gpu_worker import become
+
+import kvoffloadd
+from kvoffloadd import cli
+
+
+def main() -> None:
+    """Becomes that user, then what `kvoffloadd` is."""
+    for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):
+        if not module.name.endswith(("__main__", "_copyruns")):
+            importlib.import_module(module.name)
+    uid = int(sys.argv.pop(1))
+    os.chown(os.getcwd(), uid, uid)
+    become(uid)
+    sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""scripts/gpu_check.py itself: what it makes of parts that end badly, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _gpu_parts import Ended, Part
+from _gpu_plot import bandwidth
+from _gpu_report import write
+
+from tests.e2e.process import ROOT
+
+LIMIT_S = 50.0
+
+# In a process of its own: it ends all of its children.
+_RUN = """
+import json, os, sys
+from pathlib import Path
+import _gpu_parts
+_gpu_parts.adopt_orphans()
+part = _gpu_parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
+ended = _gpu_parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
+print(json.dumps({"state": ended.state, "remark": ended.remark, "figures": ended.figures, "seconds": ended.seconds}))
+"""
+_LEAVE_BEHIND = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+def run(program: str, log: Path, limit_s: float = 10.0) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, program, str(limit_s), str(log)],
+        env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "state", "remark"),
+    [
+        ("print('{\"a\": 1}')", "ran", ""),
+        ("print('[]')", "failed", "printed no result"),
+        ("raise SystemExit(3)", "failed", "exit status 3"),
+        ("import os; os.kill(os.getpid(), 11)", "crashed", "signal 11"),
+    ],
+)
+def test_how_a_part_ends(program: str, state: str, remark: str, tmp_path: Path) -> None:
+    ended = run(program, tmp_path / "log")
+    assert ended["state"] == state
+    assert remark in ended["remark"]
+    assert ended["figures"] == ({"a": 1} if state == "ran" else {})
+
+
+def test_a_part_that_hangs_ends_with_all_that_it_began(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ended = run(_LEAVE_BEHIND, log, limit_s=0.7)
+    assert ended["state"] == "timed out"
+    assert ended["seconds"] < LIMIT_S / 2
+    left = int(log.read_text().split()[-1])
+    assert not Path(f"/proc/{left}").exists()
+
+
+def case(row_kib: int, speed: float) -> dict[str, Any]:
+    kinds = ("store", "stores", "load", "both", "plain store", "plain load", "plain both")
+    return {"name": f"{row_kib} KiB", "gb_per_s": dict.fromkeys(kinds, speed)}
+
+
+@pytest.mark.parametrize("speeds", [(0.02, 0.3), (12.5, 50.0), (99.0, 101.0)])
+def test_the_plot_is_an_image_with_every_line(speeds: tuple[float, float]) -> None:
+    image = ET.fromstring(bandwidth([case(4, speeds[0]), case(64, speeds[1])]))
+    lines = [one for one in image if one.tag.endswith("polyline")]
+    assert len(lines) == 7
+    for line in lines:
+        heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+        assert 0 < heights[1] <= heights[0] < 420
+
+
+def test_the_report_tells_of_every_part(tmp_path: Path) -> None:
+    def part(name: str) -> Part:
+        return Part(name, name.title(), ["true"], 1)
+
+    copy = Ended(part("copy"), "ran", 1.5)
+    copy.figures = {
+        "cases": [case(4, 1.0)],
+        "tables": [{"title": "speeds", "columns": ["rows"], "rows": [["4 | KiB"]]}],
+        "bounds": [{"what": "speed", "value": 1, "kind": ">=", "bound": 2, "kept": False}],
+    }
+    tests = Ended(part("tests"), "failed", 2.0, "1 failed")
+    tests.tests = [{"test": "a.py::b", "outcome": "failed", "seconds": 1, "reason": "why\nso", "properties": {"n": 5}}]
+    write(tmp_path, "GPU check", [("gpu", "none")], [copy, tests, Ended(part("e2e"), "not run")], "All is lost.")
+    report = (tmp_path / "report.md").read_text()
+    for text in ("All is lost.", "| 4 \\| KiB |", "MISSED", "n: 5; why |", "| e2e | not run |", "bandwidth.svg"):
+        assert text in report
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["part"] for row in rows] == ["copy", "copy", "tests", "tests", "e2e"]
+
+
+def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
+    """No time for any: nothing is proven."""
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--budget", "0", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert "only 0 GPU tests ran and passed" in done.stdout
+    assert "of the budget were left" in (tmp_path / "report.md").read_text()

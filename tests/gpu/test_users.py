@@ -1,0 +1,91 @@
+"""Workers and daemons of different users: it works, or says what to change. Which of them, is for the report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from _gpu_worker_process import GpuWorker, WorkerError
+
+from kvoffloadd.client import Client
+from kvoffloadd.errors import ClientError
+from tests.e2e.process import ROOT
+from tests.e2e.users import needs_root
+from tests.e2e.waiting import until
+from tests.gpu.conftest import Record
+from tests.gpu.layouts import INSIDE
+from tests.gpu.test_memory import DONE, KEYS, loads_right
+
+pytestmark = [pytest.mark.gpu, needs_root]
+
+NOBODY, OTHER = 65534, 65533
+
+
+@contextmanager
+def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
+    """The socket of a daemon of that user, which everybody may use."""
+    folder.chmod(0o755)
+    path = folder / "kvo.sock"
+    search = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = (f"server.allowed_uids=[0,{NOBODY},{OTHER}]", "server.socket_mode=0o666", "memory.slab_bytes=4MiB")
+    command = [
+        *(sys.executable, str(Path(__file__).with_name("_daemon_of.py")), str(uid), "serve", "--socket", str(path)),
+        *("--memory", "64MiB", *(word for setting in settings for word in ("--set", setting))),
+    ]
+    with (folder / "daemon.log").open("wb") as log:
+        child = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": search}, stdin=subprocess.DEVNULL, stderr=log
+        )
+    try:
+        until(lambda: child.poll() is not None or answers(path), "the daemon answers", 20.0)
+        assert child.poll() is None, (folder / "daemon.log").read_text()
+        yield path
+    finally:
+        child.terminate()
+        assert child.wait(20) == 0, (folder / "daemon.log").read_text()
+
+
+def answers(path: Path) -> bool:
+    try:
+        with Client(path, namespace=None, role="observer", connect_deadline_s=0.0) as observer:
+            observer.ping()
+    except ClientError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("worker_uid", "daemon_uid"), [(NOBODY, 0), (0, NOBODY), (NOBODY, OTHER), (NOBODY, NOBODY)], ids=str
+)
+def test_across_users(
+    socket_dir: Path, tmp_path: Path, record_property: Record, worker_uid: int, daemon_uid: int
+) -> None:
+    with daemon_of(socket_dir, daemon_uid) as path:
+        for kind in ("ipc", "vmm"):
+            worker = GpuWorker(path, tmp_path / "worker.log", uid=worker_uid)
+            try:
+                worker.begin(kind, INSIDE.size_bytes, INSIDE.tensors)
+                outcome = shares(worker)
+            finally:
+                worker.kill()
+            record_property(f"{kind}, worker {worker_uid}, daemon {daemon_uid}", outcome)
+            if outcome != "works":
+                assert worker_uid != daemon_uid
+                assert "run both as one user" in outcome
+
+
+def shares(worker: GpuWorker) -> str:
+    """Works, with the right bytes; or why not."""
+    try:
+        worker.call("share")
+    except WorkerError as error:
+        return str(error)
+    worker.call("fill", keys=KEYS, blocks=list(range(40)))
+    assert worker.call("store", keys=KEYS, blocks=list(range(40))) == DONE
+    assert loads_right(worker, KEYS, list(range(63, 23, -1)))
+    return "works"
