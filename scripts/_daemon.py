@@ -53,12 +53,23 @@ def private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def spawn(
-    command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.DEVNULL
+    command: Sequence[str],
+    log: Path,
+    *,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A child process out of the terminal's reach, so that Ctrl-C is ours alone to answer. Its stderr goes to `log`."""
+    """A child process out of the terminal's reach, so that Ctrl-C is ours alone to answer. Its stderr goes to `log`.
+
+    `environment`: variables beside those that this process has.
+    """
+    variables = {**os.environ, **(environment or {})}
     launched = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command]
     with log.open("ab") as stream:
-        return subprocess.Popen(launched, stdin=stdin, stdout=stdout, stderr=stream, start_new_session=True)
+        return subprocess.Popen(
+            launched, stdin=stdin, stdout=stdout, stderr=stream, start_new_session=True, env=variables
+        )
 
 
 def end(child: subprocess.Popen[bytes], number: int, deadline_s: float) -> int:
@@ -73,9 +84,19 @@ def end(child: subprocess.Popen[bytes], number: int, deadline_s: float) -> int:
 
 
 class DaemonProcess:
-    """`kvoffloadd serve` in `folder`. `settings`: config values by section.key; `faults`: what to plant."""
+    """`kvoffloadd serve` in `folder`. `settings`: config values by section.key; `faults`: what to plant. `environment`:
+    as `spawn` has it.
+    """
 
-    def __init__(self, folder: Path, memory_bytes: int, settings: Mapping[str, str], faults: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        memory_bytes: int,
+        settings: Mapping[str, str],
+        faults: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._environment = environment
         self.socket = folder / "kvo.sock"
         self.log = folder / "daemon.log"
         self._command = [
@@ -92,7 +113,7 @@ class DaemonProcess:
 
     def launch(self) -> None:
         """Start it, without waiting for anything."""
-        self._child = spawn(self._command, self.log)
+        self._child = spawn(self._command, self.log, environment=self._environment)
 
     def start(self) -> None:
         """Start it and wait until it answers. Raises DaemonError."""
@@ -118,6 +139,11 @@ class DaemonProcess:
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self._child is not None and self._child.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended: None: it has not; negative: the signal that killed it."""
+        return None if self._child is None else self._child.poll()
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""

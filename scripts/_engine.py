@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _kvmemory import KvMemory
@@ -25,19 +25,27 @@ if TYPE_CHECKING:
     from _counters import Counters
     from _geometry import Geometry, GroupShape
     from _oracle import Oracle
+    from _stress_places import Lines
 
+    from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
 
 CALL_S = 30.0
 JOB_S = 60.0
+LATE = {"host": 0.15, "cuda": 0.7}
+"""How often a job is asked for before its blocks are final."""
+HELD_UP_S = (0.0, 0.0005, 0.001, 0.003)
+"""How much later they are."""
 
 
 class Engine:
-    """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError or OSError. `disk`: the
-    daemon has a disk tier, False until it is set.
+    """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError, DeviceError or OSError.
+
+    `lines`: where KV caches lie, and what writes into them late; None: in shared memory, and nothing does. `disk`: the
+    daemon has a disk tier; `jobs_may_fail`: faults are planted that say so; both False until set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a worker is told
         self,
         socket: str,
         geometry: Geometry,
@@ -48,6 +56,7 @@ class Engine:
         rank_bytes: int,
         *,
         padded: bool = True,
+        lines: Lines | None = None,
     ) -> None:
         self.geometry = geometry
         self.closing = False
@@ -61,7 +70,9 @@ class Engine:
         self._memory_name = memory_name
         self._rank_bytes = rank_bytes
         self._padded = padded
+        self._lines = lines
         self.disk = False
+        self.jobs_may_fail = False
         self._instance = os.urandom(16)
         try:
             for number in range(geometry.ranks):
@@ -102,7 +113,8 @@ class Engine:
             for group in self.geometry.groups
         )
         num_blocks = int(np.clip(self._rank_bytes // widest, 64, 1024))
-        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name, padded=self._padded)
+        line = None if self._lines is None else self._lines.of(rank, self._rng)
+        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name, padded=self._padded, line=line)
 
     def groups_of(self, rank: Rank) -> list[tuple[GroupShape, int]]:
         """The groups that a rank has a part of, and which part."""
@@ -119,12 +131,21 @@ class Engine:
 
     def store(self, rank: Rank, shares: list[Share], *, lease: int = 0, deadline_s: float = JOB_S) -> OpenJob:
         """Compute the shares' blocks and start to store them. Raises ClientError; then the shares are given back."""
+        late = self._holds_up(rank.memory)
         for share in shares:
             contents = self._oracle.contents(
                 share.group.number, share.part, share.keys, share.group.payload_bytes(share.part)
             )
-            rank.memory.fill(share.group.number, share.blocks, contents)
-        return self._submit(Direction.STORE, rank, shares, lease, deadline_s)
+            rank.memory.fill(share.group.number, share.blocks, contents, late=late)
+        ready = rank.memory.ready() if late else None
+        return self._submit(Direction.STORE, rank, shares, lease, deadline_s, ready=ready)
+
+    def _holds_up(self, memory: KvMemory) -> bool:
+        """Whether the next job is to be asked for before its blocks are final; then they will not be for a while."""
+        if self._lines is None or memory.line is None or self._rng.random() >= LATE[self._lines.device]:
+            return False
+        memory.line.hold_up(float(self._rng.choice(HELD_UP_S)))
+        return True
 
     def load(
         self,
@@ -151,10 +172,21 @@ class Engine:
             except ClientError:
                 self._give_back(rank.memory, [], taken, "")
                 raise
-        opened = self._submit(Direction.LOAD, rank, shares, lease, deadline_s, expedited=expedited, taken=taken)
+        ready = self._used_late(rank.memory, shares)
+        opened = self._submit(
+            Direction.LOAD, rank, shares, lease, deadline_s, expedited=expedited, taken=taken, ready=ready
+        )
         if pending is not None:
             opened.away, opened.others = pending
         return opened
+
+    def _used_late(self, memory: KvMemory, shares: list[Share]) -> Ready | None:
+        """Now and then the blocks are still in use: somebody writes into them until the point that is returned."""
+        if not self._holds_up(memory):
+            return None
+        for share in shares:
+            memory.spoil(share.group.number, share.blocks, int(self._rng.integers(0, 256)))
+        return memory.ready()
 
     def _looked_up(self, rank: Rank, shares: list[Share]) -> list[BoolArray]:
         found = rank.client.lookup({share.group.number: share.keys for share in shares})
@@ -174,21 +206,25 @@ class Engine:
         *,
         expedited: bool = False,
         taken: list[I64Array] | None = None,
+        ready: Ready | None = None,
     ) -> OpenJob:
         taken = [share.blocks for share in shares] if taken is None else taken
         transfers = {share.group.number: (share.keys, share.blocks) for share in shares}
-        first = {share.group.number: share.first for share in shares}
+        terms: dict[str, Any] = {
+            "lease": lease,
+            "first": {share.group.number: share.first for share in shares},
+            "deadline_s": deadline_s,
+            "ready": ready,
+        }
         began = time.monotonic()
         lost: ClientError | None = None
         try:
             if direction is Direction.STORE:
-                job = rank.client.store(rank.registration, transfers, lease=lease, first=first, deadline_s=deadline_s)
+                job = rank.client.store(rank.registration, transfers, **terms)
             else:
                 for share in shares:
                     rank.memory.lend(share.wanted)
-                job = rank.client.load(
-                    rank.registration, transfers, lease=lease, first=first, deadline_s=deadline_s, expedited=expedited
-                )
+                job = rank.client.load(rank.registration, transfers, **terms, expedited=expedited)
         except (JobDeadlineError, JobConnectionLostError) as error:
             job, lost = error.job, error
         except ClientError as error:
@@ -312,7 +348,9 @@ class Engine:
             self._counters.add("loaded_keys_from_disk", keys)
 
     def _check_result(self, opened: OpenJob, result: JobResult) -> None:
-        if result.outcome is Outcome.LOST:
+        if result.outcome is Outcome.LOST or (
+            self.jobs_may_fail and result.outcome is Outcome.FAILED and result.reason
+        ):
             return
         may_miss = self.disk and not opened.leased
         for text in broken_in_result(opened, result, may_miss=may_miss, closing=self.closing):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +13,12 @@ import numpy as np
 from kvoffloadd.client.gpu import driver
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvoffloadd.model import U8Array
 
 CHUNK_BYTES = 2 << 20
+_BUSY_BYTES, _BUSY_BYTES_PER_S = 64 << 20, 1e12
 _NON_BLOCKING = 1
 _DEVICE, _READ_WRITE, _PINNED, _POSIX_FD = 1, 3, 1, 1
 
@@ -26,6 +32,7 @@ class Gpu:
         self._context = driver().call("cuDevicePrimaryCtxRetain", self._device)
         self.use()
         self.stream = int(driver().call("cuStreamCreate", _NON_BLOCKING))
+        self._busy_work = 0
 
     def use(self) -> None:
         """Make the context current in this thread."""
@@ -34,6 +41,32 @@ class Gpu:
     def synchronize(self) -> None:
         """Wait for the stream."""
         driver().call("cuStreamSynchronize", self.stream)
+
+    def delay(self, seconds: float) -> None:
+        """Keep the stream busy for about so long: with a software driver's delay, on a GPU with work of no use."""
+        self.use()
+        software = software_driver()
+        if software is not None:
+            driver().check("softcuda_delay", software.softcuda_delay(self.stream, round(seconds * 1e9)))
+            return
+        self._busy_work = self._busy_work or int(driver().call("cuMemAlloc", _BUSY_BYTES))
+        for _ in range(int(seconds * _BUSY_BYTES_PER_S / _BUSY_BYTES)):
+            driver().call("cuMemsetD8Async", self._busy_work, 0, _BUSY_BYTES, self.stream)
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """The context, current in this thread meanwhile, when all that is queued has been done."""
+        driver().call("cuCtxPushCurrent", self._context)
+        try:
+            self.synchronize()
+            yield
+        finally:
+            driver().call("cuCtxPopCurrent")
+
+    def unregister(self, address: int) -> None:
+        """End the registration of host memory."""
+        with self.idle():
+            driver().call("cuMemHostUnregister", address)
 
     def free_bytes(self) -> int:
         """Of the whole GPU."""
@@ -44,7 +77,8 @@ class Gpu:
 class GpuBuffer:
     """`size_bytes` of a GPU's memory, not cleared. `chunk_bytes` 0: by cuMemAlloc, else virtual memory in such chunks.
 
-    `exportable` False: chunks that no other process can map. Has `__cuda_array_interface__`.
+    `exportable` False: chunks that no other process can map. Has `__cuda_array_interface__`. Given back by `free`, or
+    with the object.
     """
 
     def __init__(self, gpu: Gpu, size_bytes: int, *, chunk_bytes: int = 0, exportable: bool = True) -> None:
@@ -54,7 +88,10 @@ class GpuBuffer:
         if chunk_bytes:
             self.address = self._map(size_bytes, chunk_bytes, exportable)
         else:
+            gpu.use()
             self.address = int(driver().call("cuMemAlloc", size_bytes))
+        self._end = weakref.finalize(self, _give_back, gpu, self.address, self._chunks)
+        self._end.atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -69,6 +106,7 @@ class GpuBuffer:
         self.gpu.use()
         flat = np.ascontiguousarray(data).reshape(-1)
         driver().call("cuMemcpyHtoD", self.address + offset, flat.ctypes.data, flat.nbytes)
+        driver().call("cuCtxSynchronize")  # of pageable memory the last part may still be on its way
 
     def upload_later(self, offset: int, data: U8Array) -> None:
         """Copy in, in the stream's order; `data` must be registered, and stay as it is meanwhile."""
@@ -88,19 +126,12 @@ class GpuBuffer:
         return data
 
     def free(self) -> None:
-        """Give it back. Nothing may use it any more."""
-        self.gpu.use()
-        if not self._chunks:
-            driver().call("cuMemFree", self.address)
-            return
-        at = self.address
-        for size in self._chunks:
-            driver().call("cuMemUnmap", at, size)
-            at += size
-        driver().call("cuMemAddressFree", self.address, at - self.address)
+        """Give it back, when the stream's work is done. Nothing else may use it any more."""
+        self._end()
 
     def _map(self, size_bytes: int, chunk_bytes: int, exportable: bool) -> int:
         api = driver().api
+        self.gpu.use()
         count = -(-size_bytes // chunk_bytes)
         address = int(driver().call("cuMemAddressReserve", count * chunk_bytes, 0, 0, 0))
         wanted = api.CUmemAllocationProp()
@@ -121,6 +152,18 @@ class GpuBuffer:
         return address
 
 
+def _give_back(gpu: Gpu, address: int, chunks: list[int]) -> None:
+    with gpu.idle():
+        if not chunks:
+            driver().call("cuMemFree", address)
+            return
+        at = address
+        for size in chunks:
+            driver().call("cuMemUnmap", at, size)
+            at += size
+        driver().call("cuMemAddressFree", address, at - address)
+
+
 class GpuRows:
     """u8 (num_blocks, page_bytes) with row stride `stride_bytes` in a buffer, which it keeps alive."""
 
@@ -135,8 +178,23 @@ class GpuRows:
         }
 
 
+def count_gpus() -> int:
+    """Those that this process sees; 0 also where there is no driver."""
+    with contextlib.suppress(Exception):  # whatever is missing
+        return int(driver().call("cuDeviceGetCount"))
+    return 0
+
+
 def gpu_is_usable() -> bool:
     """Whether there is a driver and at least one GPU."""
-    with contextlib.suppress(Exception):  # whatever is missing
-        return int(driver().call("cuDeviceGetCount")) > 0
-    return False
+    return count_gpus() > 0
+
+
+@functools.cache
+def software_driver() -> ctypes.CDLL | None:
+    """The libcuda of this process, if it is the one that tests are run on (tests/softcuda)."""
+    library = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(library, "softcuda_delay"):
+        return None
+    library.softcuda_delay.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    return library

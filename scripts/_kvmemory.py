@@ -1,4 +1,4 @@
-"""One rank's KV cache in shared memory, and a private copy of what every byte of it must be.
+"""One rank's KV cache, in shared memory or a GPU's, and a private copy of what every byte of it must be.
 
 The copy (`expected`) covers rows whole: what lies between refs and between rows, and blocks that nobody asked for. So
 one comparison finds both bytes that are wrong and bytes that should not have been touched.
@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from _stress_places import HostPlace, Layout, Runs
 from numpy.lib.stride_tricks import as_strided
 
-from kvoffloadd.client import Group, KvCache, Ref, SharedTensor
+from kvoffloadd.client import Group, KvCache, Ref
 from kvoffloadd.model import NO_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from _geometry import Geometry, GroupShape
+    from _stress_places import Line
 
-    from kvoffloadd.model import I64Array, U8Array
+    from kvoffloadd.client import Ready
+    from kvoffloadd.model import BoolArray, I64Array, U8Array
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -39,7 +42,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A tensor's rows with all their padding: u8 (blocks, stride), real and expected."""
+    """A tensor's rows with all their padding: u8 (blocks, stride), real (as last looked at) and expected."""
 
     real: U8Array
     expected: U8Array
@@ -53,9 +56,9 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Runs:
-    """A ref's bytes: u8 (blocks, count, length), real and expected; `start` and `end` in the payload."""
+    """A ref's bytes: real, and u8 (blocks, count, length) expected; `start` and `end` in the payload."""
 
-    real: U8Array
+    real: Runs
     expected: U8Array
     start: int
     end: int
@@ -76,9 +79,10 @@ class Gaps:
 class KvMemory:
     """The tensors of one rank, whose `num_blocks` blocks are dealt out with `take` and come back with `give`.
 
-    `padded`: refs, runs and rows lie apart by random gaps. `name`: of the memory, as a process's mappings show it.
+    `padded`: refs, runs and rows lie apart by random gaps. `name`: of shared memory, as a process's mappings show it.
+    `line`: what writes late, and where the memory lies; None: nothing does, and in shared memory.
 
-    Raises UsageError or OSError if the memory can't be had.
+    Raises UsageError, DeviceError or OSError if the memory can't be had.
     """
 
     def __init__(
@@ -90,15 +94,21 @@ class KvMemory:
         name: str,
         *,
         padded: bool = True,
+        line: Line | None = None,
     ) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
+        self.line = line
         self._shapes = {group.number: group for group in geometry.groups if group.part_of_rank[rank] is not None}
         gaps = Gaps(rng, padded)
         refs, pages = _placed(geometry, self._shapes.values(), rank, gaps)
-        self._rows, tensors = _allocated(pages, num_blocks, rng, gaps, name)
+        layouts = [Layout(num_blocks, page, page + gaps.draw(0, 0, 64, 33)) for page in pages]
+        self._place = HostPlace(layouts, rng, name) if line is None else line.place(layouts, rng, name)
+        self._rows = [_noisy(real, rng) for real in self._place.rows]
+        self._place.publish()
         self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}
-        self.caches = KvCache(tensors, [_group(shape, refs.get(shape.number, []), rank) for shape in geometry.groups])
+        groups = [_group(shape, refs.get(shape.number, []), rank) for shape in geometry.groups]
+        self.caches = KvCache(self._place.tensors, groups, [] if line is None else [line.timeline])
         self._free = rng.permutation(num_blocks)
         self._num_free = num_blocks
         self._busy = np.zeros(num_blocks, bool)
@@ -108,7 +118,8 @@ class KvMemory:
         for ref in refs:
             end = start + shape.blocks_per_key * ref.payload_bytes
             row = self._rows[ref.tensor]
-            runs.append(_Runs(_view(row.real, ref), _view(row.expected, ref), start, end))
+            real = Runs(ref.tensor, _view(row.real, ref), ref.offset, ref.stride or ref.length)
+            runs.append(_Runs(real, _view(row.expected, ref), start, end))
             start = end
         return runs
 
@@ -131,11 +142,25 @@ class KvMemory:
 
     # --- contents ----------------------------------------------------------------------------------
 
-    def fill(self, group: int, blocks: I64Array, contents: U8Array) -> None:
-        """Compute, as an engine would: u8 (keys, payload) into blocks (keys, blocks_per_key)."""
+    def fill(self, group: int, blocks: I64Array, contents: U8Array, *, late: bool = False) -> None:
+        """Compute, as an engine would: u8 (keys, payload) into blocks (keys, blocks_per_key).
+
+        `late`: behind what the line has to do; a job that needs the blocks waits for `ready`.
+        """
         for runs, ids, values in self._pieces(group, blocks, contents):
-            runs.real[ids] = values
+            self._place.write(runs.real, ids, values, late=late)
             runs.expected[ids] = values
+
+    def spoil(self, group: int, blocks: I64Array, value: int) -> None:
+        """Set every byte of these blocks' refs, late: whoever used them before is not done with them yet."""
+        ids = blocks[blocks != NO_BLOCK]
+        for runs in self._runs[group]:
+            self._place.write(runs.real, ids, np.full((len(ids), *runs.expected.shape[1:]), value, np.uint8), late=True)
+            runs.expected[ids] = value
+
+    def ready(self) -> Ready | None:
+        """When all is there that was to be written late; None: it is."""
+        return None if self.line is None else self.line.point()
 
     def expect(self, group: int, blocks: I64Array, contents: U8Array) -> None:
         """A load has filled these blocks with these payloads. Blocks that are NO_BLOCK were not wanted."""
@@ -145,15 +170,16 @@ class KvMemory:
     def forgive(self, group: int, blocks: I64Array) -> None:
         """A load that ended early may have written anything into these blocks' refs."""
         ids = blocks[blocks != NO_BLOCK]
+        self._place.fetch(_consecutive(np.unique(ids)))
         for runs in self._runs[group]:
-            runs.expected[ids] = runs.real[ids]
+            runs.expected[ids] = runs.real.view[ids]
 
     def _pieces(self, group: int, blocks: I64Array, contents: U8Array) -> list[tuple[_Runs, I64Array, U8Array]]:
         flat = blocks.reshape(-1)
         wanted = flat != NO_BLOCK
         pieces = []
         for runs in self._runs[group]:
-            values = contents[:, runs.start : runs.end].reshape(len(flat), *runs.real.shape[1:])
+            values = contents[:, runs.start : runs.end].reshape(len(flat), *runs.expected.shape[1:])
             pieces.append((runs, flat[wanted], values[wanted]))
         return pieces
 
@@ -174,10 +200,10 @@ class KvMemory:
         rows = np.flatnonzero(~self._busy)
         return self._compared(rows, np.zeros(len(rows), bool))
 
-    def _compared(self, rows: I64Array, asked: np.ndarray) -> Wrong | None:
+    def _compared(self, rows: I64Array, asked: BoolArray) -> Wrong | None:
         found: Wrong | None = None
-        breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
-        runs = [(int(some[0]), len(some)) for some in np.split(rows, breaks) if len(some)]
+        runs = _consecutive(rows)
+        self._place.fetch(runs)
         for tensor, row in enumerate(self._rows):
             if row.same(runs):
                 continue
@@ -231,25 +257,15 @@ def _placed(
     return refs, [page + gaps.draw(0, 0, 16, 123) for page in pages]
 
 
-def _allocated(
-    pages: list[int], num_blocks: int, rng: np.random.Generator, gaps: Gaps, name: str
-) -> tuple[list[_Row], list[SharedTensor]]:
-    """Tensors in one memfd or each in its own, rows further apart than they are long; filled with noise."""
-    strides = [page + gaps.draw(0, 0, 64, 33) for page in pages]
-    sizes = [stride * num_blocks for stride in strides]
-    together = bool(rng.integers(0, 2))
-    pools = [sum(sizes)] if together else sizes
-    memory = [SharedTensor.allocate(1, size, name=name) for size in pools]
-    flats = [tensor.array.reshape(-1) for tensor in memory]
-    rows, tensors, offset = [], [], 0
-    for at, (page, stride, size) in enumerate(zip(pages, strides, sizes, strict=True)):
-        flat = flats[0][offset : offset + size] if together else flats[at]
-        flat[:] = np.frombuffer(rng.bytes(size), np.uint8)
-        real = flat.reshape(num_blocks, stride)
-        rows.append(_Row(real, real.copy()))
-        tensors.append(SharedTensor.adopt(real[:, :page]))
-        offset += size
-    return rows, tensors
+def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
+    """Ascending rows as runs of neighbours: the first, and how many."""
+    breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
+    return [(int(some[0]), len(some)) for some in np.split(rows, breaks) if len(some)]
+
+
+def _noisy(real: U8Array, rng: np.random.Generator) -> _Row:
+    real[:] = np.frombuffer(rng.bytes(real.size), np.uint8).reshape(real.shape)
+    return _Row(real, real.copy())
 
 
 def _view(rows: U8Array, ref: Ref) -> U8Array:

@@ -18,15 +18,20 @@ DISK_FDS_MAX = 5
 """What each disk root keeps open at rest: two directories, the lock, and the segments that are written next."""
 
 
+_DRIVER_FILES = ("/dev/nvidia", "/dev/dri")
+"""What a GPU's driver keeps open for as long as the process lives."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a daemon holds. `fds` None: the kernel does not let us see. `disk_fds`: those of them more than its disk
-    roots keep open.
+    roots keep open. `mapped_bytes`: of workers' memory, shared and on GPUs, as the daemon says.
     """
 
     fds: int | None
     disk_fds: int
     mappings: int
+    mapped_bytes: int
     accounts: dict[str, Any]
     instances: int
 
@@ -34,14 +39,16 @@ class Held:
 def held(observer: Client, pid: int, memory_prefix: str) -> Held:
     """What it holds now. `memory_prefix`: of the names of the memfds that count."""
     status = observer.status()
+    mapped_bytes = sum(device["mapped_bytes"] for device in status["devices"].values())
     roots = tuple(root["path"] + "/" for root in status.get("disk", {}).get("roots", ()))
     try:
-        files, mappings = open_fds(pid).values(), mapped_memfds(pid, memory_prefix).total()
+        files = [file for file in open_fds(pid).values() if not file.startswith(_DRIVER_FILES)]
+        mappings = mapped_memfds(pid, memory_prefix).total()
     except OSError:
-        return Held(None, 0, 0, status["accounts"], status["instances"])
+        return Held(None, 0, 0, mapped_bytes, status["accounts"], status["instances"])
     on_disk = sum(f"{file}/".startswith(roots) for file in files) if roots else 0
     disk_fds = max(on_disk - DISK_FDS_MAX * len(roots), 0)
-    return Held(len(files) - on_disk, disk_fds, mappings, status["accounts"], status["instances"])
+    return Held(len(files) - on_disk, disk_fds, mappings, mapped_bytes, status["accounts"], status["instances"])
 
 
 def leaks(observer: Client, pid: int, memory_prefix: str, before: Held) -> list[str]:
@@ -60,6 +67,8 @@ def _difference(before: Held, now: Held) -> list[str]:
         found.append(f"{now.disk_fds} descriptors of files on disk")
     if now.mappings:
         found.append(f"{now.mappings} mappings of workers' memory")
+    if now.mapped_bytes > before.mapped_bytes:
+        found.append(f"{now.mapped_bytes - before.mapped_bytes} mapped bytes of workers' memory")
     if now.instances > before.instances:
         found.append(f"{now.instances - before.instances} instances")
     for uid, used in now.accounts.items():

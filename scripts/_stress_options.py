@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Options:
     """The command line. `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads" or "disk". `socket`: of a running
-    daemon; None: start one.
+    daemon; None: start one. `device`: where KV caches lie, "host" or "cuda"; on the latter `software_driver`: without a
+    GPU, with these `driver_faults` for the daemon alone.
     """
 
     seconds: float
@@ -27,6 +28,9 @@ class Options:
     slow_copies_s: float
     seed: int
     socket: Path | None
+    device: str
+    software_driver: bool
+    driver_faults: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,5 @@ class WorkerOptions:
     daemon_may_die: bool
     disk: bool
     memory_name: str
+    device: str
+    jobs_may_fail: bool

@@ -21,10 +21,12 @@ SHOWN = 20
 class Report:
     """All figures of one run.
 
-    `private_bytes`: the daemon's RssAnon, warm and at the end. `said`: what workers wrote.
+    `fatal_ends`: of the daemon, because of faults of its driver. `private_bytes`: the daemon's RssAnon, warm and at the
+    end. `said`: what workers wrote.
     """
 
     seed: int
+    device: str
     workers: int
     memory_bytes: int
     working_set_bytes: int
@@ -33,6 +35,7 @@ class Report:
     kills: int = 0
     kills_with_jobs: int = 0
     daemon_kills: int = 0
+    fatal_ends: int = 0
     unmap_s: list[float] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
@@ -88,6 +91,7 @@ class Report:
         }
         return {
             "seed": self.seed,
+            "device": self.device,
             "seconds": round(self.seconds, 2),
             "workers": self.workers,
             "memory_bytes": self.memory_bytes,
@@ -107,6 +111,7 @@ class Report:
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
             "daemon_kills": self.daemon_kills,
+            "fatal_ends": self.fatal_ends,
             "unmap_p50_ms": _rounded_ms(self.unmap_percentile_s(50)),
             "unmap_max_ms": _rounded_ms(max(self.unmap_s, default=None)),
             "leaks": len(self.leaks),
@@ -130,7 +135,7 @@ def _rounded_ms(seconds: float | None) -> float | None:
 def print_report(report: Report) -> None:
     """The table, and below it each thing that is wrong."""
     good = report.is_good
-    title = f"stress: {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
+    title = f"stress: {report.device}, {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
     print_table(title, [_moved(report), _found(report), *_on_disk(report), _ended(report), _verdict(report)], good=good)
     findings = [f"finding: {finding}" for finding in report.findings]
     leaked = [f"leaked: {leak}" for leak in report.leaks]
@@ -205,6 +210,7 @@ def _ended(report: Report) -> list[tuple[str, str, str]]:
         ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open"),
         ("until unmapped", format_ms(slowest), f"p50 {format_ms(report.unmap_percentile_s(50))}"),
         ("daemon killed", f"{report.daemon_kills:,}", f"{total('lost'):,} jobs lost, {total('calls_lost'):,} calls"),
+        ("fatal ends", f"{report.fatal_ends:,}", "of the daemon, by faults of its GPU's driver"),
         ("daemon RssAnon", grown, sizes),
     ]
 

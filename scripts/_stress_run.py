@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from _counters import Counters
@@ -24,9 +26,14 @@ from _stress_report import Report
 from _watch import Watch, bad_entries
 
 from kvoffloadd.client import Client
+from kvoffloadd.errors import ClientError
+
+if TYPE_CHECKING:
+    from _stress_driver import Driver
 
 MIB = 1 << 20
 TICK_S = 0.05
+LOOK_S = 0.005
 UNMAP_LIMIT_S = 2.0
 """A killed worker's memory must be unmapped within 1 s of its last copy's end, which may take some time too."""
 BEGIN_S = 30.0
@@ -39,6 +46,12 @@ AUDITED, AUDIT_WAIT_S = 0.8, 12.0
 """How often a kill waits until the audit after the last start has ended, and how long."""
 KILLED_IN_START, START_S = 0.2, 0.8
 """How often a daemon is killed while it starts, and up to what instant."""
+EXIT_FATAL = 70
+DIE_S = 10.0
+"""How long a daemon may take to die of a fault of its driver, at which its peers noticed it."""
+STILL_S = 45.0
+"""Nothing that any worker does takes so long."""
+_DRIVER_FAILED = re.compile(r"CRITICAL .*exiting: (cuda:|copies )")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,13 +72,19 @@ class Slot:
 class Run:
     """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path) -> None:
+    def __init__(self, options: Options, folder: Path, disk_folder: Path, driver: Driver) -> None:
         self._options = options
+        self._driver = driver
         self._folder = folder
         self._rng = np.random.default_rng([options.seed, 1 << 20])
         self._counters = Counters(folder / "counters", options.workers)
         self._report = Report(
-            options.seed, options.workers, options.memory_bytes, options.working_set_bytes, self._counters
+            options.seed,
+            options.device,
+            options.workers,
+            options.memory_bytes,
+            options.working_set_bytes,
+            self._counters,
         )
         self._disk: StressDisk | None = None
         self._patience_s = self._draw_patience()
@@ -76,18 +95,27 @@ class Run:
         self._memory_prefix = f"kvo-s{os.getpid()}-"
         self._geometries = [random_geometry(options.seed, number) for number in range(_num_namespaces(options.workers))]
         self._slots: dict[int, Slot] = {}
+        self._moved = 0, 0.0
         self._daemon = None if options.socket else self._own_daemon()
         self._socket = self._daemon.socket if self._daemon else options.socket
 
     def _own_daemon(self) -> DaemonProcess:
         # Many slabs, so that slot sizes can take them from each other.
         slab_bytes = min(max(self._options.memory_bytes // 128 // MIB, 1), 64) * MIB
-        settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning"}
+        settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning", **self._driver.settings}
         if self._disk is not None:
             settings |= self._disk.settings
-        faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._options.plant_corruption == "loads" else []
-        faults += [f"delay_s={self._options.slow_copies_s}"] if self._options.slow_copies_s else []
-        return DaemonProcess(self._folder, self._options.memory_bytes, settings, ",".join(faults))
+        faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._plants_in_daemon else []
+        if self._options.slow_copies_s and self._options.device == "host":
+            faults.append(f"delay_s={self._options.slow_copies_s}")
+        return DaemonProcess(
+            self._folder, self._options.memory_bytes, settings, ",".join(faults), environment=self._driver.daemon
+        )
+
+    @property
+    def _plants_in_daemon(self) -> bool:
+        """On a GPU its driver does."""
+        return self._options.plant_corruption == "loads" and self._options.device == "host"
 
     def run(self) -> Report:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
@@ -111,15 +139,15 @@ class Run:
         before = held(observer, self._pid(observer), self._memory_prefix)
         watch = Watch(observer, self._options.seconds)
         try:
-            self._begin()
+            self._begin(observer, watch)
             self._work(observer, watch)
         except KeyboardInterrupt:
             self._report.interrupted = True
         self._report.private_bytes = watch.private_bytes()
-        self._end_workers()
+        self._end_workers(observer, watch)
         watch.look(now_due=True)
         self._report.daemon = watch.counters()
-        if self._options.plant_corruption == "loads" and not self._report.daemon.faults_planted:
+        if self._plants_in_daemon and not self._report.daemon.faults_planted:
             self._report.errors.append("no corruption could be planted: too few loads")
         if self._disk is not None:
             self._look_at_disk(watch)
@@ -162,13 +190,13 @@ class Run:
 
     # --- while it runs -------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, observer: Client, watch: Watch) -> None:
         """Start the workers, and wait until each has done something: how long Python takes to start says nothing."""
         for row in range(self._options.workers):
             self._spawn(row, 0)
         until = time.monotonic() + BEGIN_S
         while len(self._busy()) < len(self._slots) and time.monotonic() < until:
-            self._check_children()
+            self._check_children(observer, watch)
             time.sleep(TICK_S)
 
     def _busy(self) -> list[Slot]:
@@ -185,7 +213,8 @@ class Run:
             while (now := time.monotonic() - began) < options.seconds:
                 watch.look()
                 self._look_at_disk(watch)
-                self._check_children()
+                self._check_children(observer, watch)
+                self._check_progress(now)
                 if kills and now >= kills[0] and (busy := self._busy()):
                     kills.pop(0)
                     self._kill_worker(observer, busy[int(self._rng.integers(0, len(busy)))])
@@ -217,24 +246,47 @@ class Run:
             seed=self._options.seed,
             conversations=[max(ROOTS, round(share_bytes / one.bytes_of(PROMPT_TOKENS))) for one in self._geometries],
             rank_bytes=min(max(self._options.memory_bytes // 16, MIB), 8 * MIB),
-            daemon_may_die=self._options.kill_daemon,
+            daemon_may_die=self._options.kill_daemon or self._driver.ends_daemon,
             disk=self._disk is not None,
             memory_name=memory_name,
+            device=self._options.device,
+            jobs_may_fail=self._driver.fails_jobs,
         )
         script = str(Path(__file__).with_name("_stress_worker.py"))
-        child = spawn([sys.executable, script, json.dumps(asdict(options))], self._log(row))
+        command = [sys.executable, script, json.dumps(asdict(options))]
+        child = spawn(command, self._log(row), environment=self._driver.workers)
         self._slots[row] = Slot(row, generation, self._counters.get(row, "operations"), memory_name, child)
 
     def _log(self, row: int) -> Path:
         return self._folder / f"worker-{row}.log"
 
-    def _check_children(self) -> None:
-        if self._daemon is not None and not self._daemon.is_alive():
-            raise DaemonError(f"the daemon died:\n{tail(self._daemon.log)}")
+    def _check_children(self, observer: Client, watch: Watch) -> None:
+        self._check_daemon(observer, watch)
         for slot in list(self._slots.values()):
             if (status := slot.child.poll()) is not None:
                 self._failed(slot, f"ended with status {status}")
                 self._spawn(slot.row, slot.generation + 1)
+
+    def _check_daemon(self, observer: Client, watch: Watch) -> None:
+        """One that has ended by itself did wrong, or met a fault that it can't survive: then there is to be another."""
+        daemon = self._daemon
+        if daemon is None or daemon.is_alive():
+            return
+        if not self._driver.ends_daemon or daemon.exit_status != EXIT_FATAL:
+            raise DaemonError(f"the daemon died, status {daemon.exit_status}:\n{tail(daemon.log)}")
+        self._report.fatal_ends += 1
+        clears = self._counters.total("clears")
+        if self._disk is not None:
+            self._disk.killed(watch, clears)
+        self._start_again(observer, daemon)
+
+    def _check_progress(self, now: float) -> None:
+        """Raises DaemonError if nobody has done anything for too long."""
+        done = self._counters.total("operations")
+        if done != self._moved[0]:
+            self._moved = done, now
+        elif now - self._moved[1] > STILL_S:
+            raise DaemonError(f"no worker has done anything for {STILL_S:.0f} s")
 
     def _failed(self, slot: Slot, what: str) -> None:
         self._report.errors.append(f"worker {slot.row}.{slot.generation} {what}")
@@ -243,20 +295,44 @@ class Run:
 
     def _kill_worker(self, observer: Client, slot: Slot) -> None:
         """SIGKILL it, see that the daemon lets go of all it had, and start another in its place."""
+        self._report.kills += 1
+        self._report.kills_with_jobs += self._counters.get(slot.row, "jobs_open") > 0
+        try:
+            self._see_it_go(observer, slot)
+        except (ClientError, OSError):
+            if not self._dies_of_its_driver():
+                raise
+        finally:
+            slot.child.kill()
+            slot.child.wait()
+            self._spawn(slot.row, slot.generation + 1)
+
+    def _see_it_go(self, observer: Client, slot: Slot) -> None:
         daemon_pid = self._pid(observer)
         had_memory = bool(mapped_memfds(daemon_pid, slot.memory_name))
         slot.child.kill()
         unmap_s = unmapped_within(daemon_pid, slot.memory_name, UNMAP_LIMIT_S)
         slot.child.wait()
-        self._report.kills += 1
-        self._report.kills_with_jobs += self._counters.get(slot.row, "jobs_open") > 0
+        forgotten_s = _forgotten_within(observer, slot.child.pid, UNMAP_LIMIT_S)
+        if (unmap_s is None or forgotten_s is None) and self._dies_of_its_driver():
+            return
         if unmap_s is None:
             self._report.errors.append(f"a killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
         elif had_memory:
             self._report.unmap_s.append(unmap_s)
-        if not _forgotten(observer, slot.child.pid):
+        if forgotten_s is None:
             self._report.errors.append(f"a killed worker's session was there for more than {UNMAP_LIMIT_S:.0f} s")
-        self._spawn(slot.row, slot.generation + 1)
+        elif not had_memory and self._options.device == "cuda":  # a session goes when its memory is unmapped
+            self._report.unmap_s.append(forgotten_s)
+
+    def _dies_of_its_driver(self) -> bool:
+        """Whether the daemon ends now, as it has to."""
+        until = time.monotonic() + DIE_S
+        while self._driver.ends_daemon and self._daemon is not None and time.monotonic() < until:
+            if not self._daemon.is_alive():
+                return True
+            time.sleep(TICK_S)
+        return False
 
     def _draw_patience(self) -> float:
         return AUDIT_WAIT_S if self._rng.random() < AUDITED else 0.0
@@ -278,6 +354,9 @@ class Run:
         watch.look(now_due=True)
         self._look_at_disk(watch)
         daemon.kill()
+        if daemon.exit_status != -signal.SIGKILL:  # it was quicker
+            self._check_daemon(observer, watch)
+            return
         self._report.daemon_kills += 1
         if disk is not None:
             disk.killed(watch, clears)
@@ -288,10 +367,17 @@ class Run:
                 self._report.daemon_kills += 1
                 disk.report.kills_in_start += 1
                 disk.sample(after_kill=True)
+        self._start_again(observer, daemon)
+
+    def _start_again(self, observer: Client, daemon: DaemonProcess) -> None:
         daemon.start()
-        self._report.findings += observer.verify().findings
-        if disk is not None:
-            disk.started(observer.status(), daemon.socket, self._counters.total("clears"))
+        try:
+            self._report.findings += observer.verify().findings
+            if self._disk is not None:
+                self._disk.started(observer.status(), daemon.socket, self._counters.total("clears"))
+        except ClientError:
+            if not self._dies_of_its_driver():
+                raise
 
     def _figures(self) -> str:
         total = self._counters.total
@@ -304,10 +390,13 @@ class Run:
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def _end_workers(self) -> None:
+    def _end_workers(self, observer: Client, watch: Watch) -> None:
         """Tell them to stop, and wait until they have checked and closed what they had open."""
         self._counters.stop()
         until = time.monotonic() + WORKER_END_S
+        while any(slot.child.poll() is None for slot in self._slots.values()) and time.monotonic() < until:
+            self._check_daemon(observer, watch)
+            time.sleep(TICK_S)
         for slot in self._slots.values():
             try:
                 status = slot.child.wait(max(until - time.monotonic(), 0.1))
@@ -323,17 +412,22 @@ class Run:
         status = daemon.stop()
         if status != 0:
             self._report.errors.append(f"the daemon ended with status {status}:\n{tail(daemon.log)}")
-        self._report.errors += bad_entries(daemon.log)
+        said = bad_entries(daemon.log)
+        expected = [entry for entry in said if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
+        self._report.errors += [entry for entry in said if entry not in expected]
+        if len(expected) < self._report.fatal_ends:
+            ends = self._report.fatal_ends
+            self._report.errors.append(f"of {ends} fatal ends the daemon's log tells the reason of {len(expected)}")
 
 
-def _forgotten(observer: Client, pid: int) -> bool:
-    """Whether the daemon has no session of that process any more; waits a moment for that."""
-    until = time.monotonic() + UNMAP_LIMIT_S
+def _forgotten_within(observer: Client, pid: int, limit_s: float) -> float | None:
+    """Seconds until the daemon has no session of that process any more; None: it still had one at the limit."""
+    began = time.monotonic()
     while any(session["pid"] == pid for session in observer.status()["sessions"]):
-        if time.monotonic() > until:
-            return False
-        time.sleep(TICK_S)
-    return True
+        if time.monotonic() > began + limit_s:
+            return None
+        time.sleep(LOOK_S)
+    return time.monotonic() - began
 
 
 def _num_namespaces(workers: int) -> int:

@@ -22,8 +22,9 @@ from _oracle import Oracle
 from _promises import Findings, broken_in_answer
 from _prompts import ROOT_TOKENS, ROOTS, Prompts
 from _stress_options import WorkerOptions
+from _stress_places import Lines
 
-from kvoffloadd.client import KeyState
+from kvoffloadd.client import JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Worker:
         self.rng = np.random.default_rng([options.seed, options.row, options.generation])
         self.counters = Counters(Path(options.counters), options.rows, options.row)
         self.findings = Findings(self.counters)
+        self.lines = Lines(options.device)
         self.parent = os.getppid()
         self.engine: Engine
         self.prompts: Prompts
@@ -91,7 +93,8 @@ class Worker:
             self._refused(error, operation, epoch)
         except ClientError as error:
             self.counters.add("calls_lost")
-            if not self.options.daemon_may_die:
+            # A daemon that dies ends its jobs: one that does not end is a daemon that neither works nor dies.
+            if not self.options.daemon_may_die or isinstance(error, JobDeadlineError):
                 self.findings.broken(f"{_name(operation)}: {error!r}")
 
     def _refused(self, error: RemoteError, operation: Callable[[], None], epoch: Epoch) -> None:
@@ -131,8 +134,10 @@ class Worker:
             self.rng,
             self.options.memory_name,
             self.options.rank_bytes,
+            lines=self.lines,
         )
         engine.disk = self.options.disk
+        engine.jobs_may_fail = self.options.jobs_may_fail
         return engine
 
     def any_rank(self) -> Rank:

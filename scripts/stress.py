@@ -4,7 +4,8 @@
 Each worker registers random KV caches (several groups, parts, tensors, paddings), and stores, loads, reserves, cancels
 and reconnects at random. Contents are a function of the key, so that what one worker stored another can check. With
 --kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after each start it must
-find again what was there, and everything is audited. Exit status 0 only if no byte was wrong, no promise broken,
+find again what was there, and everything is audited. With --device cuda KV caches are GPU memory, of which many jobs
+are asked for before it is final. Exit status 0 only if no byte was wrong, no promise broken,
 nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found nothing, and something
 was checked at all; 1 otherwise; 2 for wrong usage.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from _daemon import DaemonError, obey_signals, private_folder
 from _disk import disk_folder
 from _output import print_json
+from _stress_driver import NoDriverError, driver_of
 from _stress_options import Options
 from _stress_report import print_report
 from _stress_run import Run
@@ -27,7 +29,7 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes, parse_bytes
 
-EXIT_BAD, EXIT_INTERRUPTED = 1, 130
+EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 MEMORY_BYTES_MIN = 4 << 20
 """Less has no room for a few of the largest keys."""
 DISK_SHARE = 0.5
@@ -40,8 +42,12 @@ def main() -> int:
     obey_signals()
     print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
+        driver = driver_of(options)
         with private_folder() as folder, disk_folder(options.disk_folder) as disk:
-            report = Run(options, Path(folder), Path(disk)).run()
+            report = Run(options, Path(folder), Path(disk), driver).run()
+    except NoDriverError as error:
+        print(f"stress: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except (DaemonError, KvOffloadError, OSError) as error:
         print(f"stress: {error}", file=sys.stderr)
         return EXIT_BAD
@@ -75,6 +81,12 @@ def _arguments() -> tuple[Options, bool]:
         "of the disk tier, which must end as misses",
     )  # fmt: skip
     add("--slow-copies", type=_positive, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
+    add("--device", choices=("host", "cuda"), default="host", help="where KV caches lie (default: %(default)s)")
+    add("--software-driver", action="store_true", help="without a GPU: on the driver that tests/softcuda is")
+    add(
+        "--driver-faults", default="", metavar="FAULTS",
+        help="what the software driver does wrong in the daemon, such as sticky_after=5000,jitter_ns=100000",
+    )  # fmt: skip
     add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     add("--json", action="store_true", help="one JSON object on standard output in place of the table")
@@ -83,6 +95,10 @@ def _arguments() -> tuple[Options, bool]:
         parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
     if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies or given.disk):
         parser.error("--kill-daemon, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket")
+    if given.device != "cuda" and (given.software_driver or given.driver_faults):
+        parser.error("--software-driver and --driver-faults are for --device cuda")
+    if given.socket and given.driver_faults:
+        parser.error("--driver-faults needs a daemon of its own, no --socket")
     working_set_bytes = given.working_set or 10 * given.memory
     wants_disk = given.kill_daemon or given.disk or given.plant_corruption == "disk"
     share = (DISK_SHARE if wants_disk else 0.0) if given.disk_share is None else given.disk_share
@@ -103,6 +119,9 @@ def _arguments() -> tuple[Options, bool]:
         slow_copies_s=given.slow_copies,
         seed=secrets.randbelow(1 << 32) if given.seed is None else given.seed,
         socket=given.socket,
+        device=given.device,
+        software_driver=given.software_driver,
+        driver_faults=given.driver_faults,
     )
     return options, given.json
 

@@ -8,10 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e import gpu_rank
 from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank
 
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
@@ -21,6 +24,43 @@ Audit = Callable[[], list[str]]
 OTHER_UID = 65534
 STANDING_SETTINGS = (f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666")
 """Of the daemon that tests share."""
+
+
+_DISK = "the disk tier reads and writes the arena, whatever device copies to and from it"
+_MEMFDS = "counts mappings by the names of memfds; test_cuda_memory and test_cuda_ends have the GPU's"
+HOST_ONLY = {
+    "test_disk_capacity": _DISK,
+    "test_disk_chaos": _DISK,
+    "test_disk_clear": _DISK,
+    "test_disk_corruption": _DISK,
+    "test_disk_faults": _DISK,
+    "test_disk_foreign": _DISK,
+    "test_disk_kill": _DISK,
+    "test_disk_mounts": _DISK,
+    "test_disk_pins": _DISK,
+    "test_kill": _MEMFDS,
+    "test_registrations": _MEMFDS,
+    "test_verification": "what is verified is the arena; its planted faults are the host device's",
+}
+"""Modules of end-to-end tests whose ranks lie in shared memory alone. The others with ranks run on both devices."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """End-to-end tests with ranks run once with these in shared memory, and once with them on a GPU in software."""
+    package, _, name = metafunc.module.__name__.rpartition(".")
+    if package != "tests.e2e" or name in HOST_ONLY or Rank not in vars(metafunc.module).values():
+        return
+    missing = gpu_rank.why_no_cuda()
+    cuda = pytest.param("cuda", marks=pytest.mark.skipif(bool(missing), reason=missing))
+    metafunc.parametrize("device", [cuda] if name.startswith("test_cuda_") else ["host", cuda], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where ranks lie, in this process and those that it starts: "host" or "cuda"."""
+    if hasattr(request, "param"):
+        monkeypatch.setenv(gpu_rank.DEVICE_VARIABLE, request.param)
+    return gpu_rank.device()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -58,15 +98,15 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def start_daemon() -> Iterator[Callable[..., Daemon]]:
-    """`start_daemon("section.key=value", memory="32MiB", faults="")` -> a real daemon of the test's own.
+    """`start_daemon("section.key=value", memory="32MiB", faults="", driver=None)` -> a real daemon of the test's own.
 
     At the end each is audited and stopped (`Daemon.finish`).
     """
     with ExitStack() as stack:
 
-        def start(*settings: str, memory: str = "32MiB", faults: str = "") -> Daemon:
+        def start(*settings: str, **options: Any) -> Daemon:
             folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
-            daemon = Daemon(folder, *settings, memory=memory, faults=faults)
+            daemon = Daemon(folder, *settings, **options)
             stack.callback(daemon.finish)
             return daemon
 
@@ -84,14 +124,14 @@ def standing_daemons() -> Iterator[dict[tuple[str, ...], Daemon]]:
 
 
 @pytest.fixture
-def standing(standing_daemons: dict[tuple[str, ...], Daemon]) -> Iterator[Callable[..., Daemon]]:
+def standing(standing_daemons: dict[tuple[str, ...], Daemon], device: str) -> Iterator[Callable[..., Daemon]]:
     """As `start_daemon`, but the daemon is shared with other tests that ask for the same; audited and emptied at the
     end of each.
     """
     lent: dict[tuple[str, ...], Daemon] = {}
 
     def lend(*settings: str, memory: str = "32MiB", faults: str = "") -> Daemon:
-        name = (*settings, memory, faults)
+        name = (*settings, memory, faults, device)
         if name not in standing_daemons:
             folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
             folder.chmod(0o755)  # tests connect as other users

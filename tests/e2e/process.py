@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from tests import softcuda
+from tests.e2e import gpu_rank
 from tests.e2e.raw import RawPeer
 from tests.e2e.waiting import until
 
@@ -27,9 +30,20 @@ UID = os.getuid()
 
 
 class Daemon:
-    """`kvoffloadd serve` in `folder`. `settings`: "section.key=value". Started by the constructor."""
+    """`kvoffloadd serve` in `folder`. `settings`: "section.key=value". Started by the constructor.
 
-    def __init__(self, folder: Path, *settings: str, memory: str = "32MiB", faults: str = "") -> None:
+    `driver`: of its GPUs, arguments of `softcuda.environment`. Where ranks are on GPUs, planted delays are theirs, too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        memory: str = "32MiB",
+        faults: str = "",
+        driver: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._environment = {**os.environ, **_driver(faults, driver)}
         self.socket = folder / "kvo.sock"
         self.log_path = folder / "daemon.log"
         self._command = [
@@ -45,8 +59,12 @@ class Daemon:
 
     def start(self) -> None:
         """Start it, again after an end, and wait until it answers."""
+        if hasattr(self, "_observer"):
+            self._leave()
         with self.log_path.open("ab") as log:
-            self.child = subprocess.Popen(self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.child = subprocess.Popen(
+                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+            )
         end = time.monotonic() + START_S
         while True:
             self._observer = Client(self.socket, namespace=None, role="observer", connect_deadline_s=0.0)
@@ -165,6 +183,16 @@ class Daemon:
         maps = Path(f"/proc/{self.pid}/maps").read_text(encoding="utf-8", errors="replace")
         return Counter(re.findall(r"/memfd:(\S+)", maps))[name]
 
+    def gpu_mappings(self) -> int:
+        """Mappings of workers' GPU memory, which the software driver has as memfds of its own."""
+        gpu_rank.needs_soft("counting mappings")
+        maps = Path(f"/proc/{self.pid}/maps").read_text(encoding="utf-8", errors="replace")
+        return maps.count("/memfd:softcuda-")
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """What it says of the GPUs in use."""
+        return [device for kind, device in self.status()["devices"].items() if kind.startswith("cuda:")]
+
     def open_fds(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
@@ -194,7 +222,8 @@ class Daemon:
             "jobs": status["running"]["jobs"],
             "holds": status["running"]["holds"],
             "unsealed": status["cache"]["unsealed"],
-            "mapped_bytes": status["devices"]["host"]["mapped_bytes"],
+            "mapped_bytes": sum(device["mapped_bytes"] for device in status["devices"].values()),
+            "copies": sum(device["copies"] for device in status["devices"].values()),
             "sessions": len(status["sessions"]) - 1,
         }
         rest["accounts"] = {uid: used for uid, used in rest["accounts"].items() if used}
@@ -216,6 +245,17 @@ class Daemon:
             self.check_log()
         finally:
             self.destroy()
+
+
+def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
+    if driver is None and gpu_rank.device() == "host":
+        return {}
+    asked = dict(driver or {})
+    planted = [asked.pop("faults")] if asked.get("faults") else []
+    planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
+    if planted or asked:
+        gpu_rank.needs_soft("what is planted")
+    return softcuda.environment(",".join(planted), **asked) if gpu_rank.is_soft() else {}
 
 
 def _number(session: dict[str, Any]) -> int:

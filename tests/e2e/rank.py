@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,11 +24,15 @@ from kvoffloadd.client import (
     SharedTensor,
     Timeline,
 )
+from kvoffloadd.client.tensor import CanonicalTensor
 from kvoffloadd.model import NO_BLOCK, U8Array
+from tests.e2e import gpu_rank
+from tests.e2e.gpu_rank import Where
 
 WAIT_S = 15.0
 NAMESPACE = NamespaceSpec(model="e2e")
 PAGE = 4096
+ANYWHERE = Where()
 
 SIMPLE = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, PAGE),)),)
 """One tensor whose rows are stored whole."""
@@ -67,19 +73,42 @@ class Rank:
         name: str = "e2e_cache",
         timelines: Sequence[Timeline] = (),
         register: bool = True,
+        where: Where = ANYWHERE,
         **options: Any,
     ) -> None:
         self.client = Client(socket, **{"namespace": NAMESPACE, **options})
         self.client.connect()
         refs = [ref for group in groups for ref in group.refs]
         pages = [max((r.end for r in refs if r.tensor == t), default=1) for t in range(1 + _last_tensor(refs))]
-        self.tensors = [SharedTensor.allocate(num_blocks, page, page + 24, name=name) for page in pages]
-        # With what lies between the rows, which nobody may touch.
-        self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in self.tensors]
-        self.cache = KvCache(self.tensors, groups, timelines)
         self._groups = {group.group: group for group in groups}
+        self._timelines = timelines
+        self._allocate(where, num_blocks, pages, name)
+        self._again = partial(self._allocate, where, num_blocks, pages, name)
         if register:
             self.registration = self.client.register(self.cache)
+
+    def _allocate(self, where: Where, num_blocks: int, pages: Sequence[int], name: str) -> None:
+        self._place = where.gpu_memory(num_blocks, pages)
+        if self._place is None:
+            shared = [SharedTensor.allocate(num_blocks, page, page + gpu_rank.TAIL, name=name) for page in pages]
+            self.tensors: Sequence[CanonicalTensor] = shared
+            # With what lies between the rows, which nobody may touch.
+            self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in shared]
+        else:
+            self.tensors, self._rows = self._place.tensors, self._place.rows
+        self.cache = KvCache(self.tensors, list(self._groups.values()), self._timelines)
+
+    def renew(self) -> None:
+        """Give the memory back, which is registered no more; then make it again, and register it."""
+        del self.registration, self.cache, self.tensors, self._place, self._rows
+        gc.collect()
+        self._again()
+        self.registration = self.client.register(self.cache)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the daemon maps of it."""
+        return sum(allocation.size_bytes for allocation in self.cache.allocations())
 
     def __enter__(self) -> Self:
         return self
@@ -101,26 +130,61 @@ class Rank:
 
     def fill(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> None:
         """Compute the blocks, as an engine would."""
+        self._look()
         for place, expected in self._places(group, keys, blocks):
             place[:] = expected
+        self._publish(blocks)
 
     def wrong(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> int:
         """How many bytes of these blocks are not those of the keys. NO_BLOCK is skipped."""
+        self._look()
         return sum(int((place != expected).sum()) for place, expected in self._places(group, keys, blocks))
 
     def wipe(self) -> None:
         """Every byte becomes 0xEE."""
         for rows in self._rows:
             rows[:] = 0xEE
+        if self._place is not None:
+            self._place.publish()
+
+    def fill_late(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any], delay_s: float) -> None:
+        """As `fill`, but the GPU's stream does so after a delay; returns at once."""
+        self._look()
+        for place, expected in self._places(group, keys, blocks):
+            place[:] = expected
+        self._publish(blocks, delay_s)
+
+    def wipe_late(self, blocks: np.ndarray[Any, Any], delay_s: float) -> None:
+        """Every byte of these blocks becomes 0xEE, see `fill_late`."""
+        self._look()
+        for rows in self._rows:
+            rows[np.unique(blocks)] = 0xEE
+        self._publish(blocks, delay_s)
 
     def clean(self) -> bool:
         """Whether every byte is as `wipe` left it."""
+        self._look()
         return all(bool((rows == 0xEE).all()) for rows in self._rows)
 
     def wipe_loaded(self, group: int, blocks: np.ndarray[Any, Any]) -> None:
         """Undo a load, so that `clean` tells whether it touched anything else."""
+        self._look()
         for place, _ in self._places(group, np.zeros((len(blocks), 32), np.uint8), blocks):
             place[:] = 0xEE
+        self._publish(blocks)
+
+    def _look(self) -> None:
+        """Have in `_rows` what a GPU's memory holds."""
+        if self._place is not None:
+            self._place.fetch([(0, len(self._rows[0]))])
+
+    def _publish(self, blocks: np.ndarray[Any, Any], delay_s: float | None = None) -> None:
+        """Have in a GPU's memory what these blocks are in `_rows`; after a delay: without waiting for it."""
+        if self._place is not None:
+            if delay_s is not None:
+                self._place.gpu.delay(delay_s)
+            runs = [(row, 1) for row in np.unique(blocks).tolist() if row != NO_BLOCK]
+            self._place.publish(runs, late=delay_s is not None)
 
     def _places(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> Iterator[tuple[U8Array, U8Array]]:
         known = self._groups[group]
@@ -130,7 +194,7 @@ class Rank:
                     continue
                 for number, ref in enumerate(known.refs):
                     expected = content(key.tobytes(), group, known.part, block, number, ref.payload_bytes)
-                    yield from _runs(self.tensors[ref.tensor].array[row], ref, expected)
+                    yield from _runs(self._rows[ref.tensor][row], ref, expected)
 
     # --- jobs ---
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvoffloadd.client import JobDeadlineError, KeyState, Outcome
-from tests.e2e.process import ROOT, Daemon
+from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.e2e.waiting import throughout, until
 
@@ -26,29 +24,6 @@ DELAY_S = 0.6
 RELEASED_S = 1.0
 """The promise: this long after the last copy's end nothing of a killed worker is left."""
 MISS, HIT = KeyState.MISS, KeyState.HIT
-
-
-@pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    """`spawn(daemon, what, keys, *options)` -> a victim whose job runs."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(daemon: Daemon, what: str, keys: Keys, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.e2e.victim", str(daemon.socket), what, keys.tobytes().hex(), *options]
-        # Of its own group, so that a child of its own can be ended, too.
-        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        children.append(child)
-        assert child.stdout is not None
-        assert child.stdout.readline().startswith("running")
-        return child
-
-    yield start
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
 
 
 @pytest.fixture

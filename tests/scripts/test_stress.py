@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.e2e import gpu_rank
 from tests.scripts.running import run_script
+
+ON_GPU = ("--device", "cuda", "--software-driver")
+needs_cuda = pytest.mark.skipif(bool(gpu_rank.why_no_cuda()), reason=gpu_rank.why_no_cuda())
 
 
 def test_a_short_run_with_kills_is_clean_and_checks_something() -> None:
@@ -39,7 +43,7 @@ def test_workers_outlive_the_daemon() -> None:
 
 def test_keys_outlive_the_daemon_on_disk() -> None:
     done = run_script(
-        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
+        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
         "--kill-daemon",
     )  # fmt: skip
     figures, disk = done.figures, done.figures["disk"]
@@ -69,9 +73,45 @@ def test_corruption_that_is_planted_on_disk_ends_as_misses() -> None:
     assert disk["corrupt"] + disk["planted_found_by_verify"] > 0
 
 
+@needs_cuda
+def test_on_a_gpu_a_short_run_with_kills_is_clean() -> None:
+    done = run_script("stress.py", "--seconds", "8", "--workers", "2", "--seed", "5", "--kill-workers", *ON_GPU)
+    figures = done.figures
+    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
+    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == figures["fatal_ends"] == 0
+    assert (figures["device"], figures["good"]) == ("cuda", True)
+    assert figures["verified_loads"] > 20
+    assert figures["kills"] >= 4
+    assert 0 < figures["unmap_max_ms"] < 2000
+
+
+@needs_cuda
+def test_on_a_gpu_planted_corruption_is_found() -> None:
+    done = run_script(
+        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "5", *ON_GPU, "--plant-corruption",
+        "--driver-faults", "corrupt_every=300",
+    )  # fmt: skip
+    assert (done.status, done.figures["good"]) == (1, False)
+    assert done.figures["wrong_bytes"] > 0
+    assert done.figures["stray_bytes"] == done.figures["broken_promises"] == done.figures["leaks"] == 0
+
+
+@needs_cuda
+def test_workers_outlive_daemons_that_their_gpus_end() -> None:
+    done = run_script(
+        "stress.py", "--seconds", "5", "--workers", "2", "--seed", "6", *ON_GPU, "--driver-faults", "sticky_after=800"
+    )
+    figures = done.figures
+    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
+    assert figures["fatal_ends"] >= 1
+    assert figures["verified_loads"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (("--software-driver",), "--device cuda"),
+        (("--driver-faults", "no_batch"), "--device cuda"),
         (("--socket", "/nowhere/kvo.sock", "--kill-daemon"), "--socket"),
         (("--socket", "/nowhere/kvo.sock", "--disk", "/tmp"), "--socket"),
         (("--disk-share", "0", "--plant-corruption", "disk"), "--disk-share"),

@@ -18,6 +18,8 @@ uint64_t now_ns(void)
 
 void sleep_ns(uint64_t ns)
 {
+    if (!ns)
+        return;
     struct timespec left = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
     while (nanosleep(&left, &left) && errno == EINTR)
         ;

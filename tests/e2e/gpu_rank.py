@@ -1,0 +1,84 @@
+"""A rank's tensors on a GPU, which in tests is one in software; and which device the tests' ranks are on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from _gpu import Gpu
+from _stress_places import GpuPlace, Layout
+
+from tests import softcuda
+
+DEVICE_VARIABLE = "KVOFFLOADD_TEST_DEVICE"
+SOFT_VARIABLE = "KVOFFLOADD_SOFT_GPU"
+TAIL = 24
+"""Bytes between rows."""
+
+
+def device() -> str:
+    """Where ranks lie that are not told: "host" or "cuda". For this process, and those that it starts."""
+    return os.environ.get(DEVICE_VARIABLE, "host")
+
+
+def is_soft() -> bool:
+    """Whether GPUs are in software: they are unless the variable is 0."""
+    return os.environ.get(SOFT_VARIABLE) != "0"
+
+
+def needs_soft(what: str) -> None:
+    """Skip the test where the GPU is a real one: that can't do this."""
+    if not is_soft():
+        pytest.skip(f"{what} needs the software driver")
+
+
+def why_no_cuda() -> str:
+    """What is missing for ranks on a GPU in software; empty: nothing."""
+    if importlib.util.find_spec("cuda") is None:
+        return "needs cuda-bindings"
+    return "" if shutil.which("cc") or not is_soft() else "needs a C compiler"
+
+
+def gpu(ordinal: int = 0) -> Gpu:
+    """One of the driver's, with a stream. In software unless told; the process has no other driver from then on."""
+    return _gpus(ordinal)
+
+
+@functools.cache
+def _gpus(ordinal: int) -> Gpu:
+    if is_soft():
+        extras()
+    return Gpu(ordinal)
+
+
+@functools.cache
+def extras() -> softcuda.SoftCuda:
+    """What the software driver can do beside."""
+    needs_soft("this")
+    return softcuda.load()
+
+
+class Where(NamedTuple):
+    """Where a rank's tensors lie: "host" or "cuda" (empty: see `device`), on which GPU, in which of KINDS of memory
+    (empty: any).
+    """
+
+    device: str = ""
+    gpu: int = 0
+    kind: str = ""
+
+    def gpu_memory(self, num_blocks: int, pages: Sequence[int]) -> GpuPlace | None:
+        """Tensors with pages of these sizes; None: they lie in shared memory."""
+        if (self.device or device()) == "host":
+            return None
+        layouts = [Layout(num_blocks, page, page + TAIL) for page in pages]
+        return GpuPlace(gpu(self.gpu), layouts, np.random.default_rng([num_blocks, *pages]), self.kind)
+
+
+HOST = Where("host")

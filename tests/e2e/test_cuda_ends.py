@@ -1,0 +1,143 @@
+"""Ends: of a daemon whose GPU can't be used any more, which says so and is followed by another; and of workers."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Job, KeyState, Outcome
+from kvoffloadd.errors import ClientError
+from tests.e2e.disk import demoted, disk_settings
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+Spawn = Callable[..., subprocess.Popen[str]]
+
+MIB = 1 << 20
+EXIT_FATAL = 70
+STUCK_S, DRAIN_S = 0.6, 0.3
+RELEASED_S = 1.0
+"""The promise: this long after the last copy's end nothing of a killed worker is mapped."""
+DELAY_S = 0.6
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), 16)
+
+
+def store_until_it_ends(rank: Rank, seed: int) -> Job | None:
+    """Stores, one after the other, until the daemon is gone: the last of them, if it was accepted."""
+    rng = np.random.default_rng(seed)
+    for _ in range(1000):
+        try:
+            job = rank.begin_store({0: (new_keys(rng, 16), rank.blocks_of(0, 0, 16))})
+            if rank.wait(job).outcome is Outcome.LOST:
+                return job
+        except ClientError:
+            return None
+    raise AssertionError("the daemon lives")
+
+
+def test_an_error_that_lasts_ends_the_daemon_and_a_new_one_finds_its_keys(
+    start_daemon: Start, keys: Keys, seed: int, tmp_path: Path
+) -> None:
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 * MIB)), driver={"faults": "sticky_after=100"})
+    daemon.expected_in_log = "CRITICAL.*exiting: cuda:"
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    rank.store_keys(keys)
+    demoted(daemon, 16)
+    (uuid,) = (kind for kind in daemon.status()["devices"] if kind.startswith("cuda:"))
+    store_until_it_ends(rank, seed)
+    assert daemon.wait() == EXIT_FATAL
+    assert f"exiting: {uuid} can't be used any more" in daemon.log()
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in daemon.log()
+    daemon.start()
+    again = daemon.welcome(Rank(daemon.socket))
+    assert set(again.states(keys)) == {KeyState.PENDING}  # on disk
+    assert again.loads_right(keys)
+
+
+def test_a_copy_that_never_ends_is_the_daemon_s_end(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon(f"cuda.stuck_s={STUCK_S}", driver={"faults": "hang_device_to_host=40"})
+    daemon.expected_in_log = "CRITICAL.*exiting: cuda:"
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    rank.store_keys(keys)
+    job = rank.begin_store({0: (new_keys(np.random.default_rng(1), 48), rank.blocks_of(0, 16, 48))})
+    began = time.monotonic()
+    # Loads go on, and the loop answers, until it ends.
+    assert rank.load({0: (keys, rank.blocks_of(0, 0, 16))}).outcome is Outcome.DONE
+    assert daemon.ping_s() < 0.3
+    assert daemon.wait() == EXIT_FATAL
+    assert STUCK_S / 2 < time.monotonic() - began < STUCK_S + 3.0
+    assert f"a copy has not ended after {STUCK_S} s" in daemon.log()
+    assert rank.wait(job).outcome is Outcome.LOST
+    daemon.start()
+    assert daemon.welcome(Rank(daemon.socket)).store_keys(keys).outcome is Outcome.DONE
+
+
+def test_a_killed_worker_s_copy_that_never_ends_is_the_daemon_s_end(
+    start_daemon: Start, spawn: Spawn, keys: Keys
+) -> None:
+    daemon = start_daemon(f"copy.worker_drain_s={DRAIN_S}", driver={"faults": "hang_device_to_host=4"})
+    daemon.expected_in_log = "CRITICAL.*exiting: copies of session"
+    victim = spawn(daemon, "store", keys[:8])
+    until(lambda: daemon.gpus()[0]["store_running"] > 0, "it copies")
+    began = time.monotonic()
+    victim.kill()
+    assert daemon.wait() == EXIT_FATAL
+    assert DRAIN_S / 2 < time.monotonic() - began < DRAIN_S + 3.0
+    assert f"do not end within {DRAIN_S} s" in daemon.log()
+
+
+@pytest.mark.parametrize("what", ["store", "load"])
+def test_a_killed_worker_s_memory_is_let_go_after_its_last_copy(
+    start_daemon: Start, spawn: Spawn, seed: int, what: str
+) -> None:
+    """64 keys are four chunks, of which two are under way: a part of a payload is none."""
+    keys = new_keys(np.random.default_rng(seed), 64)
+    daemon = start_daemon("copy.chunk_bytes=64KiB", faults=f"delay_s={DELAY_S}")
+    if what == "load":
+        with Rank(daemon.socket) as helper:
+            helper.store_keys(keys)
+        until(lambda: daemon.gpu_mappings() == 0, "the helper is gone")
+    victim = spawn(daemon, what, keys)
+    assert daemon.gpu_mappings() >= 1
+    victim.kill()
+    victim.wait()
+    copied = None
+    slowest = 0.0
+    began = time.monotonic()
+    while daemon.gpu_mappings():
+        slowest = max(slowest, daemon.ping_s())
+        if copied is None and not daemon.status()["running"]["jobs"]:
+            copied = time.monotonic()
+        assert time.monotonic() - began < 10.0, daemon.log()
+    assert time.monotonic() - (copied or time.monotonic()) < RELEASED_S
+    assert slowest < 0.5
+    assert daemon.alive
+    until(lambda: daemon.sessions() == [], "its session is gone")
+    assert daemon.gpus()[0]["mapped_bytes"] == 0
+    with Rank(daemon.socket) as bystander:
+        expected = KeyState.MISS if what == "store" else KeyState.HIT
+        assert bystander.states(keys) == [expected] * 64
+
+
+def test_a_daemon_that_is_killed_leaves_a_worker_s_memory_alone(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon(faults="delay_s=0.3")
+    rank = daemon.welcome(Rank(daemon.socket))
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 16))})
+    daemon.kill()
+    assert rank.wait(job).outcome is Outcome.LOST
+    assert rank.wrong(0, keys, rank.blocks_of(0, 0, 16)) == 0
+    daemon.start()
+    assert rank.store_keys(keys).outcome is Outcome.DONE  # it is registered again
+    assert rank.loads_right(keys)
+    rank.close()

@@ -1,0 +1,165 @@
+"""GPUs whose driver does wrong, but lets the daemon live: jobs end right or with a reason, and no byte is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.errors import RemoteError
+from tests.e2e.gpu_rank import HOST, Where
+from tests.e2e.process import Daemon
+from tests.e2e.rank import HYBRID, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+
+MIB = 1 << 20
+SLOW_LINK = {"faults": f"link_bytes_per_s={2 * MIB}"}
+KINDS = ("one", "each", "chunks")
+
+
+def rank_of(daemon: Daemon, **options: object) -> Rank:
+    """Closed at the end."""
+    found: Rank = daemon.welcome(Rank(daemon.socket, **options))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture
+def slow(start_daemon: Start) -> Daemon:
+    """A link of 2 MiB/s each way, which is seen in chunks of 64 KiB."""
+    return start_daemon("copy.chunk_bytes=64KiB", driver=SLOW_LINK)
+
+
+# --- a slow link ---------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_between_two_chunks_ends_a_store(slow: Daemon, seed: int) -> None:
+    keys = new_keys(np.random.default_rng(seed), 256)
+    rank = rank_of(slow, num_blocks=256)
+    result = rank.store_keys(keys, deadline_s=0.15)
+    assert result.outcome is Outcome.EXPIRED
+    assert 0 < result.bytes < 256 * 4096
+    assert result.seconds < 0.45
+    assert rank.states(keys) == [KeyState.MISS] * 256
+
+
+def test_a_load_does_not_wait_for_stores(slow: Daemon, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rank = rank_of(slow, num_blocks=600)
+    keys = new_keys(rng, 8)
+    rank.store_keys(keys)
+    job = rank.begin_store({0: (new_keys(rng, 512), rank.blocks_of(0, 8, 512))})
+    assert rank.load({0: (keys, rank.blocks_of(0, 540, 8))}, expedited=True).outcome is Outcome.DONE
+    assert not job.done
+    assert rank.wrong(0, keys, rank.blocks_of(0, 540, 8)) == 0
+    assert rank.wait(job).outcome is Outcome.DONE
+
+
+def test_an_expedited_load_overtakes_the_others(slow: Daemon, seed: int) -> None:
+    keys = new_keys(np.random.default_rng(seed), 256)
+    rank = rank_of(slow, num_blocks=600)
+    rank.store_keys(keys)
+    rank.wipe()
+    long = rank.client.load(rank.registration, {0: (keys, rank.blocks_of(0, 0, 256))})
+    assert rank.load({0: (keys[:8], rank.blocks_of(0, 300, 8))}, expedited=True).outcome is Outcome.DONE
+    assert not long.done
+    assert rank.wait(long).outcome is Outcome.DONE
+    assert rank.wrong(0, keys, rank.blocks_of(0, 0, 256)) == rank.wrong(0, keys[:8], rank.blocks_of(0, 300, 8)) == 0
+
+
+def test_a_cancelled_job_gives_its_blocks_back_after_the_running_chunks(slow: Daemon, seed: int) -> None:
+    keys = new_keys(np.random.default_rng(seed), 256)
+    rank = rank_of(slow, num_blocks=256)
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 256))})
+    until(lambda: slow.gpus()[0]["store_running"] > 0, "the first chunk is being copied")
+    rank.client.cancel(job)
+    result = rank.wait(job)
+    assert result.outcome is Outcome.CANCELLED
+    assert result.seconds < 0.4
+    assert slow.gpus()[0]["copies"] == 0
+    assert rank.states(keys) == [KeyState.MISS] * 256
+
+
+# --- calls that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [2, 7])
+def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> None:
+    """A batch that is refused is copied one by one; where that is refused, too, the job fails and says so."""
+    rng = np.random.default_rng(seed)
+    daemon = start_daemon(driver={"faults": f"fail_submit_every={every}"})
+    rank = rank_of(daemon)
+    outcomes = []
+    for _ in range(20):
+        keys = new_keys(rng, 4)
+        stored = rank.store_keys(keys)
+        outcomes.append(stored)
+        assert rank.states(keys) == [KeyState.HIT if stored.outcome is Outcome.DONE else KeyState.MISS] * 4
+        rank.wipe()
+        blocks = rank.blocks_of(0, 20, 4)
+        loaded = rank.load({0: (keys, blocks)})
+        outcomes.append(loaded)
+        if loaded.outcome is Outcome.DONE:
+            assert rank.wrong(0, keys, blocks) == 0
+    failed = [result for result in outcomes if result.outcome is Outcome.FAILED]
+    assert all("CUDA_ERROR_INVALID_VALUE" in result.reason for result in failed)
+    assert {result.outcome for result in outcomes} <= {Outcome.DONE, Outcome.FAILED, Outcome.PARTIAL}
+    assert any(result.outcome is Outcome.DONE for result in outcomes)
+    assert daemon.gpus()[0]["batch_failures"] > 0
+    assert bool(failed) == (every == 2)
+
+
+@pytest.mark.parametrize("how", ["no_batch", "cuda.batch=false"])
+def test_one_call_for_each_copy(start_daemon: Start, seed: int, how: str) -> None:
+    daemon = start_daemon(driver={"faults": how}) if how == "no_batch" else start_daemon(how)
+    rng = np.random.default_rng(seed)
+    rank = rank_of(daemon, groups=HYBRID)
+    wanted = {group: (new_keys(rng, 6), rank.blocks_of(group, 20 * group, 6)) for group in range(3)}
+    assert rank.store(wanted).outcome is Outcome.DONE
+    rank.wipe()
+    assert rank.load(wanted).outcome is Outcome.DONE
+    assert [rank.wrong(group, *wanted[group]) for group in range(3)] == [0, 0, 0]
+    for group in range(3):
+        rank.wipe_loaded(group, wanted[group][1])
+    assert rank.clean()
+    assert daemon.gpus()[0]["batch_failures"] == 0
+
+
+@pytest.mark.parametrize("fault", ["open_fails", "dead_exporter"])
+def test_a_handle_that_the_driver_does_not_open(start_daemon: Start, seed: int, fault: str) -> None:
+    daemon = start_daemon(driver={"faults": fault})
+    rank = rank_of(daemon, where=Where(kind="one"), register=False)
+    with pytest.raises(RemoteError, match=r"run both as one user, with a common PID namespace") as caught:
+        rank.client.register(rank.cache)
+    assert caught.value.code == "bad_memory"
+    assert rank_of(daemon, where=HOST).store_keys(new_keys(np.random.default_rng(seed), 4)).outcome is Outcome.DONE
+
+
+# --- bytes that are wrong ------------------------------------------------------------------------------------------
+
+
+def test_planted_corruption_is_seen_by_those_who_compare(start_daemon: Start, seed: int) -> None:
+    """What the tests here compare with finds what a driver can do to bytes."""
+    rank = rank_of(start_daemon(driver={"faults": "corrupt_every=9"}))
+    keys = new_keys(np.random.default_rng(seed), 24)
+    rank.store_keys(keys)
+    rank.wipe()
+    assert rank.load({0: (keys, rank.blocks_of(0, 0, 24))}).outcome is Outcome.DONE
+    assert 3 <= rank.wrong(0, keys, rank.blocks_of(0, 0, 24)) <= 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_memory_on_a_driver_that_takes_its_time(start_daemon: Start, seed: int, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    rank = rank_of(start_daemon(driver={"faults": "jitter_ns=1000000"}), groups=HYBRID, where=Where(kind=kind))
+    wanted = {group: (new_keys(rng, 6), rank.blocks_of(group, 20 * group, 6)) for group in range(3)}
+    assert rank.store(wanted).outcome is Outcome.DONE
+    rank.wipe()
+    assert rank.load(wanted).outcome is Outcome.DONE
+    assert [rank.wrong(group, *wanted[group]) for group in range(3)] == [0, 0, 0]
+    for group in range(3):
+        rank.wipe_loaded(group, wanted[group][1])
+    assert rank.clean()

@@ -1,0 +1,326 @@
+"""A worker's GPU memory in the daemon: how long it is mapped, what is refused, and the arena that it is copied to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from _gpu import GpuBuffer
+
+from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
+from kvoffloadd.client.gpu import IpcMemory, gpu_allocation
+from kvoffloadd.errors import RemoteError, UsageError
+from kvoffloadd.sharedmem import create_memfd
+from tests import softcuda
+from tests.e2e import gpu_rank
+from tests.e2e.gpu_rank import HOST, Where
+from tests.e2e.process import ROOT, Daemon
+from tests.e2e.rank import NAMESPACE, Rank, new_keys
+from tests.e2e.waiting import until
+
+Start = Callable[..., Daemon]
+
+MIB = 1 << 20
+ONE, CHUNKS = Where(kind="one"), Where(kind="chunks")
+CYCLES = 20
+DELAY_S = 0.4
+UNREGISTERED_PIECE_S = 0.2
+"""How long a piece of the arena takes to pin, where that is slow."""
+PAGE_GROUP = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": 4096}]}
+
+
+def rank_of(daemon: Daemon, **options: Any) -> Rank:
+    """Closed at the end."""
+    found: Rank = daemon.welcome(Rank(daemon.socket, **options))
+    return found
+
+
+def roundtrip(rank: Rank, seed: int) -> None:
+    """What it stores it loads."""
+    keys = new_keys(np.random.default_rng([seed, 99]), 8)
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    assert rank.loads_right(keys)
+
+
+# --- how long it is mapped -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [ONE, CHUNKS], ids=["one", "chunks"])
+def test_unregister_waits_for_running_copies_and_unmaps(start_daemon: Start, seed: int, where: Where) -> None:
+    daemon = start_daemon(faults=f"delay_s={DELAY_S}")
+    rank = rank_of(daemon, where=where)
+    keys = new_keys(np.random.default_rng(seed), 4)
+    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+    call = threading.Thread(target=rank.client.unregister, args=(rank.registration,))
+    call.start()
+    until(lambda: daemon.sessions()[0]["registrations"] == 0, "no new job can name it")
+    assert daemon.status()["running"]["jobs"] == 1
+    assert daemon.gpu_mappings() >= 1
+    call.join(10.0)
+    assert daemon.gpu_mappings() == 0
+    assert rank.wait(job).outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("kind", ["one", "each", "chunks"])
+def test_sleep_and_wake(daemon: Daemon, seed: int, kind: str) -> None:
+    """An engine that sleeps gives its memory back: unregistered, freed, made and registered again."""
+    rank = rank_of(daemon, where=Where(kind=kind))
+    roundtrip(rank, seed)
+    gc.collect()  # what earlier tests had
+    fds, live = daemon.open_fds(), gpu_rank.extras().counters()
+    for cycle in range(CYCLES):
+        rank.client.unregister(rank.registration)
+        assert daemon.gpu_mappings() == 0
+        rank.renew()
+        if cycle % 5 == 0:
+            roundtrip(rank, seed + cycle)
+    roundtrip(rank, seed)
+    now = gpu_rank.extras().counters()
+    assert (now.live_allocations, now.live_mappings, now.live_reservations, now.live_registrations) == (
+        live.live_allocations, live.live_mappings, live.live_reservations, live.live_registrations,
+    )  # fmt: skip
+    assert daemon.open_fds() <= fds
+    assert daemon.gpus()[0]["mapped_bytes"] == rank.mapped_bytes
+
+
+def test_a_close_that_takes_long_keeps_nobody_waiting(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon(driver={"faults": f"close_delay_ns={10**9}"})
+    rank, other = rank_of(daemon, where=ONE), rank_of(daemon, where=HOST)
+    call = threading.Thread(target=rank.client.unregister, args=(rank.registration,))
+    began = time.monotonic()
+    call.start()
+    slowest = 0.0
+    while call.is_alive():
+        slowest = max(slowest, daemon.ping_s())
+        roundtrip(other, seed)
+    assert time.monotonic() - began >= 1.0
+    assert slowest < 0.3
+
+
+def test_memory_that_is_registered_twice_goes_with_the_last(daemon: Daemon, seed: int) -> None:
+    rank = rank_of(daemon, where=ONE)
+    first, rank.registration = rank.registration, rank.client.register(rank.cache)
+    assert daemon.gpu_mappings() == 1  # the driver maps it once
+    rank.client.unregister(first)
+    roundtrip(rank, seed)
+    rank.client.unregister(rank.registration)
+    assert daemon.gpu_mappings() == 0
+
+
+@pytest.mark.parametrize("where", [ONE, CHUNKS], ids=["one", "chunks"])
+def test_two_sessions_with_the_same_memory(daemon: Daemon, seed: int, where: Where) -> None:
+    rank = rank_of(daemon, where=where)
+    before = daemon.gpu_mappings()
+    with Client(daemon.socket, namespace=NAMESPACE) as other:
+        other.register(rank.cache)
+        roundtrip(rank, seed)
+    until(lambda: len(daemon.sessions()) == 1, "the other has left")
+    roundtrip(rank, seed + 1)
+    assert daemon.gpu_mappings() == before
+
+
+def test_two_gpus_at_once(daemon: Daemon, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    here, there = rank_of(daemon, where=Where(gpu=0)), rank_of(daemon, where=Where(gpu=1))
+    assert len(daemon.gpus()) == 2
+    for one, other in ((here, there), (there, here)):
+        keys = new_keys(rng, 32)
+        assert one.store_keys(keys).outcome is Outcome.DONE
+        assert other.loads_right(keys)
+    jobs = [(rank, rank.begin_store({0: (new_keys(rng, 32), rank.blocks_of(0, 32, 32))})) for rank in (here, there)]
+    assert [rank.wait(job).outcome for rank, job in jobs] == [Outcome.DONE] * 2
+
+
+_THREE_THOUSAND = """
+import sys
+import numpy as np
+from _gpu import Gpu, GpuBuffer
+from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, NamespaceSpec, Ref
+
+CHUNKS, CHUNK = 3000, 2 << 20
+memory = GpuBuffer(Gpu(), CHUNKS * CHUNK, chunk_bytes=CHUNK)
+# Block i ends 4095 bytes behind the beginning of chunk i: most of it lies in that chunk, one byte in the one before.
+tensor = GpuTensor.adopt(memory.rows(CHUNK - 1, CHUNKS - 1, 4096, CHUNK))
+cache = KvCache([tensor], [Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 4096),))])
+rng = np.random.default_rng(0)
+blocks = np.array([0, 1, 1499, 2047, 2998])
+keys = rng.integers(0, 256, (5, 32), dtype=np.uint8)
+pages = rng.integers(0, 256, (5, 4096), dtype=np.uint8)
+with Client(sys.argv[1], namespace=NamespaceSpec(model="chunks"), deadline_s=40.0) as client:
+    registration = client.register(cache)
+    for block, page in zip(blocks.tolist(), pages):
+        memory.upload(CHUNK - 1 + block * CHUNK, page)
+    stored = client.wait(client.store(registration, {0: (keys, blocks)}), 30.0)
+    loaded = client.wait(client.load(registration, {0: (keys, blocks[::-1].copy())}), 30.0)
+    found = np.stack([memory.download(CHUNK - 1 + block * CHUNK, 4096) for block in blocks[::-1].tolist()])
+    print(stored.outcome, loaded.outcome, np.array_equal(found, pages), sum(
+        session["mapped_bytes"] for session in client.status()["sessions"]
+    ))
+    client.unregister(registration)
+"""
+
+
+def test_three_thousand_chunks(daemon: Daemon) -> None:
+    """In a process of its own, which sees a larger GPU."""
+    environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(
+        [sys.executable, "-c", _THREE_THOUSAND, str(daemon.socket)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + daemon.log()
+    assert done.stdout.split() == ["done", "done", "True", str(3000 * 2 * MIB)]
+    assert daemon.gpu_mappings() == 0
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_memory_that_can_not_be_exported_names_the_setting(daemon: Daemon) -> None:
+    memory = GpuBuffer(gpu_rank.gpu(), 2 * MIB, chunk_bytes=2 * MIB, exportable=False)
+    with pytest.raises(UsageError, match=r"expandable_segments:False.*sleep mode"):
+        GpuTensor.adopt(memory.rows(0, 4, 64, 64))
+
+
+@pytest.fixture
+def memory() -> IpcMemory:
+    """1 MiB, and what a worker announces of it."""
+    buffer = GpuBuffer(gpu_rank.gpu(), MIB)
+    found = gpu_allocation(buffer.address, MIB)
+    assert isinstance(found, IpcMemory)
+    _kept.append(buffer)
+    return found
+
+
+_kept: list[GpuBuffer] = []
+
+
+def test_a_gpu_that_is_not_there(daemon: Daemon, memory: IpcMemory) -> None:
+    peer = daemon.peer()
+    peer.hello()
+    said = peer.refused("bad_memory", "attach_ipc", device=os.urandom(16), handles=memory.handle)
+    assert "sees no GPU with UUID" in said
+    assert "MIG" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "handles"),
+    [
+        ("bad_memory", os.urandom(64)),
+        ("bad_memory", bytes(64)),
+        ("bad_message", os.urandom(63)),
+        ("bad_memory", b"softcuda" + os.urandom(56)),
+    ],
+    ids=["random", "zeros", "short", "almost"],
+)
+def test_handles_that_are_garbage(start_daemon: Start, memory: IpcMemory, code: str, handles: bytes, seed: int) -> None:
+    daemon = start_daemon(driver={"misuse": "error"})
+    peer = daemon.peer()
+    peer.hello()
+    peer.refused(code, "attach_ipc", device=memory.uuid, handles=handles)
+    # All of them or none.
+    if code == "bad_memory":
+        peer.refused(code, "attach_ipc", device=memory.uuid, handles=memory.handle + handles)
+    assert daemon.gpu_mappings() == 0
+    peer.ok("ping")
+    roundtrip(rank_of(daemon), seed)
+
+
+def test_descriptors_that_are_no_chunks(start_daemon: Start, memory: IpcMemory, seed: int) -> None:
+    daemon = start_daemon(driver={"misuse": "error"})
+    peer = daemon.peer()
+    peer.hello()
+    fd = create_memfd("no-chunk", 2 * MIB)
+    size = np.array([2 * MIB], "<u8").tobytes()
+    wanted = {"device": memory.uuid, "fds": 1, "chunks": size, "total_bytes": 2 * MIB}
+    peer.refused("bad_memory", "attach_vmm", rights=[fd], **wanted)
+    peer.refused("bad_memory", "attach_vmm", rights=[fd], **{**wanted, "total_bytes": 2 * MIB + 1})
+    os.close(fd)
+    roundtrip(rank_of(daemon), seed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"offset": 1}, {"num_blocks": 257}, {"stride_bytes": 4097}, {"offset": 2**47}, {"page_bytes": MIB + 1}],
+)
+def test_tensors_that_leave_their_memory(daemon: Daemon, memory: IpcMemory, changes: dict[str, int]) -> None:
+    peer = daemon.peer()
+    peer.hello()
+    (number,) = peer.ok("attach_ipc", device=memory.uuid, handles=memory.handle)["allocations"]
+    tensor = {"allocation": number, "offset": 0, "num_blocks": 256, "page_bytes": 4096, "stride_bytes": 4096}
+    peer.refused("bad_extent", "register", tensors=[{**tensor, **changes}], groups=[PAGE_GROUP])
+    peer.ok("register", tensors=[tensor], groups=[PAGE_GROUP])
+
+
+def test_tensors_of_two_gpus_in_one_registration(daemon: Daemon) -> None:
+    tensors = [GpuTensor.adopt(GpuBuffer(gpu_rank.gpu(ordinal), MIB).rows(0, 4, 4096, 4096)) for ordinal in range(2)]
+    cache = KvCache(tensors, [Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 64), Ref(1, 0, 64)))])
+    with Client(daemon.socket, namespace=NAMESPACE) as client, pytest.raises(RemoteError, match="several devices"):
+        client.register(cache)
+
+
+def test_a_daemon_that_does_without_cuda(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon("cuda.enabled=false")
+    rank = rank_of(daemon, register=False)
+    with pytest.raises(RemoteError, match=r"cuda\.enabled = false") as caught:
+        rank.client.register(rank.cache)
+    assert caught.value.code == "bad_memory"
+    roundtrip(rank_of(daemon, where=HOST), seed)
+
+
+# --- the arena that is pinned --------------------------------------------------------------------------------------
+
+
+def test_pieces_below_the_drivers_limit(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon("cuda.pin_bytes=4MiB", driver={"register_max_bytes": 8 * MIB})
+    rank = rank_of(daemon)
+    until(lambda: daemon.gpus()[0]["pinned_bytes"] == 32 * MIB, "all is pinned")
+    roundtrip(rank, seed)
+
+
+def test_an_arena_that_can_not_be_pinned_fails_jobs_of_gpus_alone(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon(driver={"register_max_bytes": 8 * MIB})
+    daemon.expected_in_log = "ERROR.*can't be pinned"
+    rank = rank_of(daemon)
+    keys = new_keys(np.random.default_rng(seed), 8)
+    result = rank.store_keys(keys)
+    assert result.outcome is Outcome.FAILED
+    assert "can't be pinned" in result.reason
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in result.reason
+    assert rank.states(keys) == [0] * 8
+    roundtrip(rank_of(daemon, where=HOST), seed)
+
+
+def test_jobs_on_pinned_pieces_while_others_are_being_pinned(start_daemon: Start, seed: int) -> None:
+    pace = {"register_ns_per_gib": round(UNREGISTERED_PIECE_S * 256 * 1e9)}
+    daemon = start_daemon("cuda.pin_bytes=4MiB", driver=pace)
+    rng = np.random.default_rng(seed)
+    rank = rank_of(daemon, num_blocks=1024)
+    first, second = new_keys(rng, 8), new_keys(rng, 1024)
+    assert rank.store_keys(first).outcome is Outcome.DONE
+    assert daemon.gpus()[0]["pinned_bytes"] < 32 * MIB
+    assert rank.loads_right(first)
+    pinned = daemon.gpus()[0]["pinned_bytes"]
+    for _ in range(5):  # more than is pinned so far: these wait for their piece
+        second = new_keys(rng, 1024)
+        assert rank.store_keys(second).outcome is Outcome.DONE
+    assert rank.loads_right(second)
+    assert daemon.gpus()[0]["pinned_bytes"] > pinned
+
+
+def test_a_job_that_waits_for_its_piece_ends_at_its_deadline(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon(driver={"register_ns_per_gib": 32 * 3 * 10**9})  # 3 s
+    rank = rank_of(daemon)
+    began = time.monotonic()
+    result = rank.store_keys(new_keys(np.random.default_rng(seed), 8), deadline_s=0.2)
+    assert result.outcome is Outcome.EXPIRED
+    assert time.monotonic() - began < 1.5
+    until(lambda: daemon.gpus()[0]["pinned_bytes"] == 32 * MIB, "all is pinned")
+    roundtrip(rank, seed)
