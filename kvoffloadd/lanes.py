@@ -4,8 +4,8 @@ Ownership
     _lock       guards every field named here; it is never held while work or a callback runs.
     _queues     by urgency, tickets in the order in which they run; any thread may change them, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
-    _finished   callbacks with their values, on their way to the loop: threads append, the loop takes all at once.
-    _waking     a wakeup of the loop is under way, so that the next completion needs none.
+    _finished   callbacks with their values, on their way to the loop: threads append, the loop takes them in order.
+    _waking     the loop has been woken and has not yet found `_finished` empty: the next completion needs no wakeup.
     _closing    set once, by `close`.
     _live, _ended   the event loop alone: threads that have not said goodbye; set when none is left.
     Ticket.work, Ticket.done   read-only; a thread runs `work`, the loop runs `done`.
@@ -18,7 +18,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from kvoffloadd.errors import UsageError
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+
+TURN_S = 0.002
+"""How long one turn of the loop takes completions: none begins later than this."""
 
 
 class CancelledWork(Exception):
@@ -77,7 +80,7 @@ class Lane:
         self._work_or_close = threading.Condition(self._lock)
         self._queues: dict[int, OrderedDict[Ticket, None]] = {}
         self._running: dict[Ticket, float] = {}
-        self._finished: list[tuple[Callable[[Any], None], Any]] = []
+        self._finished: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waking = False
         self._closing = False
         self._live = threads
@@ -224,16 +227,22 @@ class Lane:
     # --- the event loop ---------------------------------------------------------------------------
 
     def _deliver(self) -> None:
-        with self._lock:
-            finished, self._finished = self._finished, []
-            self._waking = False
-        for done, value in finished:
+        turn_ends = time.monotonic() + TURN_S
+        while True:
+            with self._lock:
+                if not self._finished:
+                    self._waking = False
+                    return
+                done, value = self._finished.popleft()
             try:
                 done(value)
             except Exception as error:  # noqa: BLE001  one callback's bug may not cost the others their completion
                 self._loop.call_exception_handler(
                     {"message": f"lane {self.name}: a completion callback failed", "exception": error}
                 )
+            if time.monotonic() >= turn_ends:
+                self._loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
+                return
 
     def _on_thread_end(self, _: Literal[None]) -> None:
         self._live -= 1

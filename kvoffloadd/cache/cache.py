@@ -14,6 +14,7 @@ import numpy as np
 from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
 from kvoffloadd.cache.epochs import Epochs
 from kvoffloadd.cache.eviction import Eviction
+from kvoffloadd.cache.index import count_down, count_up, distinct
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.errors import LimitError, SchemaError
@@ -182,11 +183,11 @@ class Cache:
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
-        np.add.at(self.entries.leases, rows, 1)
+        count_up(self.entries.leases, rows)
 
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
-        np.subtract.at(self.entries.leases, rows, 1)
+        count_down(self.entries.leases, rows)
         self.entries.bury(rows)
 
     def use(self, space: Space, found: Found, first: int) -> None:
@@ -195,9 +196,9 @@ class Cache:
         if not len(at) or space.queue is None:
             return
         rows = found.rows[at].astype(np.uint32)
-        once = np.unique(rows, return_index=True)[1]
-        if len(once) < len(rows):  # a policy is told of each key once, where the prompt has it first
-            at, rows = at[np.sort(once)], rows[np.sort(once)]
+        if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
+            once = np.sort(np.unique(rows, return_index=True)[1])
+            at, rows = at[once], rows[once]
         space.queue.policy.touch(rows, (at + first).astype(np.uint32))
         if self.disk:
             self.disk.demotion.used(rows)
@@ -281,7 +282,7 @@ class Cache:
         sizes = np.array([slot_pages(space.part_bytes[p]) for p in wanted.tolist()], np.int64)
         served = min(len(at), self.entries.parts.room(space.schema.parts))
         inserted = False
-        for size in np.unique(sizes).tolist():
+        for size in distinct(sizes).tolist():
             columns = sizes == size
             need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
             room = self.eviction.make_room(size, int(need[-1]) if served else 0)
@@ -314,12 +315,12 @@ class Cache:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
         entries = self.entries
         entries.parts.state[parts] = PartState.COMMITTED
-        np.subtract.at(entries.missing, entries.parts.row[parts], 1)
+        count_down(entries.missing, entries.parts.row[parts])
         entries.account(parts, +1)
         self.counters.parts_committed += len(parts)
         self._touch_slots(parts)
         kept: I64Array = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
-        rows = np.unique(entries.parts.row[parts])
+        rows = distinct(entries.parts.row[parts])
         live = entries.live(rows)
         entries.tell(live[entries.complete(live)], added=True)
         entries.bury(rows)
@@ -328,7 +329,7 @@ class Cache:
     def abort(self, parts: I64Array) -> None:
         """These reserved parts will not be written, or their bytes are not valid. No copy touches them any more."""
         entries = self.entries
-        rows = np.unique(entries.parts.row[parts])
+        rows = distinct(entries.parts.row[parts])
         entries.vacate(parts)
         self.counters.parts_aborted += len(parts)
         live = entries.live(rows)
@@ -347,7 +348,7 @@ class Cache:
 
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
-        live = self.entries.live(np.unique(rows))
+        live = self.entries.live(distinct(rows))
         self.counters.keys_corrupt += len(live)
         self.entries.retire(live)
 
@@ -374,7 +375,7 @@ class Cache:
         if cursor >= _ON_DISK and self.disk:
             packed, after = self.disk.snapshot(space, cursor - _ON_DISK, SCAN_ROWS)
             return packed, after + _ON_DISK if after else 0
-        rows = self.entries.live(self.entries.scan_step(space, cursor))
+        rows = self.entries.live(self.entries.scan_step(space, cursor, SCAN_ROWS))
         after = cursor + SCAN_ROWS
         packed = self.entries.packed(rows[self.entries.complete(rows)], space)
         end = _ON_DISK if self.disk else 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.index import Index
+from kvoffloadd.cache.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.keys import has_duplicates, pack
 from kvoffloadd.cache.runs import Runs
 from kvoffloadd.sharedmem import reserve_array
@@ -136,13 +136,13 @@ class Catalog:
         """These records are gone or bad. Returns the rows of the keys that were complete and are not any more."""
         records = records[self.page[records] != 0]
         rows = self.row[records]
-        lost: U32Array = np.unique(rows[self.missing[rows] == 0])
+        lost: U32Array = distinct(rows[self.missing[rows] == 0])
         self.page[records] = 0
         self.records -= len(records)
-        np.add.at(self.missing, rows, 1)
+        count_up(self.missing, rows)
         for shelf, at in self._by_shelf(lost):
             shelf.keys -= int(at.sum())
-        affected = np.unique(rows)
+        affected = distinct(rows)
         for shelf, at in self._by_shelf(affected):
             mine = affected[at]
             self._drop_rows(shelf, mine[self.missing[mine] == shelf.name.parts])
@@ -153,7 +153,7 @@ class Catalog:
     def in_segment(self, segment: int) -> I64Array:
         """Records that lie in this segment, by page."""
         members = np.concatenate([np.zeros(0, np.uint32), *self._members.get(segment, ())])
-        members = np.unique(members).astype(np.int64)
+        members = distinct(members).astype(np.int64)
         members = members[(self.segment[members] == segment) & (self.page[members] != 0)]
         found: I64Array = members[np.argsort(self.page[members], kind="stable")]
         return found
@@ -252,9 +252,9 @@ class Catalog:
         self.segment[records] = segment
         self.page[records] = pages
         self.records += int(empty.sum())
-        touched = np.unique(rows)
+        touched = distinct(rows)
         before = self.missing[touched] == 0
-        np.subtract.at(self.missing, rows[empty], 1)
+        count_down(self.missing, rows[empty])
         shelf.keys += int((self.missing[touched] == 0).sum() - before.sum())
         self._members.setdefault(segment, []).append(records.astype(np.uint32))
 
@@ -272,5 +272,5 @@ class Catalog:
 
     def _by_shelf(self, rows: U32Array) -> Iterator[tuple[Shelf, BoolArray]]:
         spaces = self.index.space[rows]
-        for number in np.unique(spaces).tolist():
+        for number in distinct(spaces).tolist():
             yield self.shelves[number], spaces == number

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.entries import RowState
+from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy.ghost import UseCounts
 from kvoffloadd.tiers.disk.format import ENTRY
@@ -118,7 +119,7 @@ class Demotion:
 
     def sealed(self, parts: I64Array) -> None:
         """The checksums of these parts are known now."""
-        rows = np.unique(self._cache.entries.parts.row[parts])
+        rows = distinct(self._cache.entries.parts.row[parts])
         if self._uses is not None:
             rows = self._admitted(rows)
         if not self._settings.on_evict:
@@ -194,6 +195,7 @@ class Demotion:
             offer = self._take()
             if offer is not None:
                 await self._write(offer)
+                await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
                 continue
             self._wake.clear()
             try:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffloadd.cache.catalog import Catalog, Shelf
 from kvoffloadd.cache.demotion import Demotion
+from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.inspection import Inspection
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.promotion import Away, Promotion
@@ -266,7 +267,7 @@ class Disk:
         listened = [s for s in self._spaces.values() if s.namespace.listeners]
         keys = {}
         if listened:
-            rows = np.unique(catalog.row[records[catalog.page[records] != 0]])
+            rows = distinct(catalog.row[records[catalog.page[records] != 0]])
             rows = rows[catalog.missing[rows] == 0]
             shelves = catalog.index.space[rows]
             keys = {s.shelf.id: catalog.index.keys[rows[shelves == s.shelf.id]] for s in listened if s.shelf}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvoffloadd.cache.index import Index
+from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
 from kvoffloadd.sharedmem import reserve_array
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.memory import MemoryTier
 
 EVENTS_MAX = 65_536
-SCAN_ROWS = 65_536
-"""Rows that one step of a scan looks at, so that no step holds the loop for long."""
+SCAN_ROWS, STEP_ROWS = 65_536, 8192
+"""Rows that one step of a walk looks at, so that none holds the loop for long: to tell of them, and to change them."""
 
 
 class RowState:
@@ -146,7 +146,7 @@ class Entries:
         gone = self.state[rows] == RowState.RETIRED
         if not gone.any():
             return
-        rows = np.unique(rows[gone & (self.leases[rows] == 0)])
+        rows = distinct(rows[gone & (self.leases[rows] == 0)])
         rows = rows[~self.in_flight(rows)]
         if not len(rows):
             return
@@ -165,7 +165,7 @@ class Entries:
         if not len(parts):
             return
         valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
-        np.add.at(self.missing, self.parts.row[valid], 1)
+        count_up(self.missing, self.parts.row[valid])
         self.account(valid, -1)
         self.tier.give(self.parts.page[parts])
         self.parts.state[parts] = PartState.EMPTY
@@ -213,13 +213,15 @@ class Entries:
     # --- walks ---
 
     def scan(self, space: Space) -> Iterator[U32Array]:
-        """Rows of a space that are not free, a bounded number looked at per step."""
-        for start in range(0, self.index.rows_end, SCAN_ROWS):
-            yield self.scan_step(space, start)
+        """Rows of a space that are not free, a bounded number per step. Ends early when the space does."""
+        for start in range(0, self.index.rows_end, STEP_ROWS):
+            if self.spaces.get(space.id) is not space:
+                return  # its last row went between two steps; its number may be another's by now
+            yield self.scan_step(space, start, STEP_ROWS)
 
-    def scan_step(self, space: Space, start: int) -> U32Array:
-        """Rows of a space among the SCAN_ROWS from `start` on."""
-        end = min(start + SCAN_ROWS, self.index.rows_end)
+    def scan_step(self, space: Space, start: int, count: int) -> U32Array:
+        """Rows of a space that are not free, among the `count` rows from `start` on."""
+        end = min(start + count, self.index.rows_end)
         mine = (self.index.space[start:end] == space.id) & (self.state[start:end] != RowState.FREE)
         return (np.flatnonzero(mine) + start).astype(np.uint32)
 
@@ -229,7 +231,7 @@ class Entries:
         if len(spaces) and (spaces == spaces[0]).all():
             yield self.spaces[int(spaces[0])], np.arange(len(spaces))
             return
-        for space_id in np.unique(spaces).tolist():
+        for space_id in distinct(spaces).tolist():
             yield self.spaces[space_id], np.flatnonzero(spaces == space_id)
 
     def _by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.namespace import Queue
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class Eviction:
         for slab in self._tier.coldest_slabs(size)[:SLABS_TRIED].tolist():
             if colder_than is not None and self._tier.slab_touched[slab] >= colder_than:
                 return False
-            rows = np.unique(self._entries.parts.row[self._tier.owners_in(slab)])
+            rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
             if self._entries.evictable(rows).all():
                 self._drop(rows)
                 self._tier.unassign(slab)

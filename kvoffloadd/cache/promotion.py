@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.index import distinct
 from kvoffloadd.model import KeyState
 from kvoffloadd.tiers.disk.records import DAMAGED, OK, READ
 
@@ -160,7 +161,7 @@ class Promotion:
         if len(found.hit_rows):  # somebody brought them meanwhile
             self._hold(fetch, found.hit_rows)
         held = found.rows[(found.rows >= 0) & ~found.hits]
-        for number in np.unique(cache.entries.reading[held]).tolist():
+        for number in distinct(cache.entries.reading[held]).tolist():
             if number:
                 self._join(fetch, self._readings[number])
         if space.shelf is None:
@@ -184,7 +185,7 @@ class Promotion:
         if not len(parts):
             return
         cache.begin(parts)
-        rows = np.unique(cache.entries.parts.row[parts])
+        rows = distinct(cache.entries.parts.row[parts])
         reading = Reading(self._next_id, fetch.urgent, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading

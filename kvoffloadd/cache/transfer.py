@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.device.base import CopyResult
@@ -156,7 +157,7 @@ class Transfers:
         columns = self.cache.entries.parts
         sizes = self.cache.payload_bytes(parts)
         chunk = (np.cumsum(sizes) - sizes) // HASH_CHUNK_BYTES
-        for number in np.unique(chunk):
+        for number in distinct(chunk):
             mine = parts[chunk == number]
             work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes[chunk == number])
             self.unsealed += len(mine)

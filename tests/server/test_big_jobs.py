@@ -1,0 +1,110 @@
+"""Requests of many keys: each is one step, so the next request of the session finds it done, or not begun."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
+from kvoffloadd.model import PAGE_BYTES, U64Array
+from kvoffloadd.tiers.memory import MemoryTier
+from tests.cache.fakes import make_space
+from tests.server.scene import Scene, ids, keys
+
+MANY = 6000
+BIG, ROUNDS = 16_384, 12
+STEP_CPU_MAX_S = 0.06
+"""Three times what a step may take on an idle machine."""
+
+
+def groups(count: int, *, last_key: int | None = None, last_block: int = 0) -> list[dict[str, object]]:
+    """Keys 1000, 1001... of group 0, all from block 0."""
+    numbers = list(range(1000, 1000 + count))
+    if last_key is not None:
+        numbers[-1] = last_key
+    return [{"group": 0, "keys": keys(*numbers), "blocks": ids(*[0] * (count - 1), last_block)}]
+
+
+def test_what_follows_a_big_store_finds_it_admitted(scene: Scene) -> None:
+    job = scene.new_job()
+    store = scene.peer.begin("store", job=job, registration=scene.registration, groups=groups(MANY))
+    asked = [{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}]
+    lookup = scene.peer.begin("lookup", groups=asked)
+    again = scene.peer.begin("store", job=job + 50_000, registration=scene.registration, groups=groups(MANY))
+    assert scene.peer.answer(store)["states"] == [bytes([3]) * MANY], "all are reserved"
+    assert set(scene.peer.answer(lookup)["states"][0]) <= {1, 2}, "they hit, or are pending: none is a miss"
+    assert set(scene.peer.answer(again)["states"][0]) <= {1, 2}, "no key is stored twice"
+    assert scene.peer.completed(job)["outcome"] == "done"
+    assert scene.peer.completed(job + 50_000)["outcome"] == "done"
+    assert scene.peer.ok("lookup", groups=asked)["states"] == [b"\1" * MANY]
+
+
+def test_a_big_store_that_is_cancelled_at_once_leaves_nothing_half_done(scene: Scene) -> None:
+    job = scene.new_job()
+    store = scene.peer.begin("store", job=job, registration=scene.registration, groups=groups(MANY))
+    cancel = scene.peer.begin("cancel", job=job)
+    assert scene.peer.answer(store)["type"] == "accepted"
+    assert scene.peer.answer(cancel).get("code", "unknown_name") == "unknown_name", "it may have ended already"
+    outcome = scene.peer.completed(job)["outcome"]
+    states = scene.peer.ok("lookup", groups=[{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}])["states"]
+    assert states == [bytes([int(outcome == "done")]) * MANY], outcome
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"), [({"last_key": 1000}, "duplicate"), ({"last_block": 16}, "bad_block_id")], ids=["key", "block"]
+)
+def test_a_big_store_with_a_mistake_at_its_end_changes_nothing(
+    unchanged: Scene, wrong: dict[str, int], code: str
+) -> None:
+    job = unchanged.job(groups=groups(MANY, **wrong))
+    unchanged.peer.refused(code, "store", **job)
+
+
+def test_no_step_of_the_cache_is_long() -> None:
+    """CPU time of each call that the loop makes, while the index grows, and while each store evicts another."""
+    tier = MemoryTier(8 * BIG * PAGE_BYTES, 256 * PAGE_BYTES)
+    cache = Cache(tier, partial(create_policy, DEFAULT_POLICY), seed=5)
+    namespace, space = make_space(cache)
+    rng = np.random.default_rng(5)
+    longest: dict[str, float] = {}
+    begun = 0.0
+
+    def took(what: str) -> None:
+        nonlocal begun
+        longest[what] = max(longest.get(what, 0.0), time.thread_time() - begun)
+        begun = time.thread_time()
+
+    for number in range(ROUNDS):
+        asked: U64Array = rng.integers(0, 1 << 63, (BIG, 4), dtype=np.uint64)
+        begun = time.thread_time()
+        reserved = cache.reserve(space, asked, np.zeros(1, np.uint16), 0)
+        took("reserve")
+        assert len(reserved.parts) == BIG
+        if number % 4 == 3:
+            cache.abort(reserved.parts)
+            took("abort")
+            continue
+        cache.begin(reserved.parts)
+        cache.commit(reserved.parts)
+        took("commit")
+        generations = cache.entries.parts.generation[reserved.parts]
+        cache.seal(reserved.parts, generations, np.zeros((BIG, 2), np.uint64))
+        took("seal")
+        found = cache.find(space, asked)
+        took("find")
+        assert found.hits.all()
+        cache.hold(found.hit_rows)
+        cache.use(space, found, 0)
+        cache.unhold(found.hit_rows)
+        took("use")
+    cache.epochs.advance(namespace.fingerprint)
+    begun = time.thread_time()
+    for _ in cache.clear(namespace):
+        took("clear")
+    assert len(cache.entries.index) == 0
+    tier.close()
+    assert max(longest.values()) < STEP_CPU_MAX_S, longest
