@@ -130,7 +130,7 @@ class LimitsConfig:
     jobs_per_session: int = _key(1024, checks.count(1, 1 << 20))
     outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB))
     events_per_session: int = _key(4096, checks.count(1, 1 << 20))
-    keys_per_request: int = _key(65_536, checks.count(1, 1 << 20))
+    keys_per_request: int = _key(16_384, checks.count(1, 1 << 20))
     tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16))
 
 

@@ -240,7 +240,11 @@ def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """One case with a daemon of its own."""
     job_bytes = case.keys_in(arguments.bytes) * case.row_bytes * case.tensors
     # A slab takes whole slots: one of a job's size leaves nothing over.
-    settings = {"memory.slab_bytes": str(job_bytes), "copy.threads": str(arguments.threads)}
+    settings = {
+        "memory.slab_bytes": str(job_bytes),
+        "copy.threads": str(arguments.threads),
+        "limits.keys_per_request": str(case.keys_in(arguments.bytes)),
+    }
     with private_folder() as name:
         folder = Path(name)
         daemon = DaemonProcess(folder, SETS * job_bytes, settings)
