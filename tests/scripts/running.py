@@ -23,10 +23,10 @@ class Done:
     said: str
 
 
-def run_script(name: str, *arguments: str) -> Done:
+def run_script(name: str, *arguments: str, limit_s: float = LIMIT_S) -> Done:
     """With `--json`."""
     # The package may not be installed where the tests run.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(ROOT / "scripts" / name), *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
     return Done(done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr)

@@ -1,0 +1,62 @@
+"""scripts/stress.py for minutes on a GPU in software: with kills, and with each fault that its driver can have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.running import Done, run_script
+from tests.scripts.test_stress import ON_GPU, needs_cuda
+
+pytestmark = [pytest.mark.soak, needs_cuda]
+
+LONG_S, FAULT_S, END_S = 180, 20, 90
+VERIFIED_MIN = 10_000
+
+FAULTS = {
+    "sticky_after=5000": True,
+    "hang_after=5000": True,
+    "hang_device_to_host=3000": True,
+    "hang_host_to_device=3000": True,
+    "link_bytes_per_s=30000000": False,
+    "delay_copies_ns=2000000": False,
+    "jitter_ns=1000000": False,
+    "fail_submit_every=50": False,
+    "no_batch": False,
+    "close_delay_ns=50000000": False,
+}
+"""Each fault, and whether it ends daemons."""
+
+
+def stress(seconds: int, *options: str) -> Done:
+    return run_script("stress.py", "--seconds", str(seconds), *ON_GPU, *options, limit_s=seconds + END_S)
+
+
+def assert_clean(done: Done) -> None:
+    figures = done.figures
+    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
+    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == 0
+    assert figures["verified_loads"] > 0
+
+
+@pytest.mark.timeout(LONG_S + 2 * END_S)
+def test_three_minutes_with_killed_workers() -> None:
+    done = stress(LONG_S, "--workers", "4", "--kill-workers")
+    assert_clean(done)
+    assert done.figures["verified_loads"] >= VERIFIED_MIN
+    assert done.figures["fatal_ends"] == 0
+
+
+@pytest.mark.timeout(LONG_S + 2 * END_S)
+def test_three_minutes_with_a_killed_daemon_and_its_disk() -> None:
+    done = stress(LONG_S, "--workers", "4", "--kill-workers", "--kill-daemon")
+    assert_clean(done)
+    assert done.figures["daemon_kills"] >= LONG_S // 20
+    assert done.figures["verified_loads_from_disk"] > 0
+
+
+@pytest.mark.timeout(FAULT_S + 2 * END_S)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_driver(fault: str) -> None:
+    done = stress(FAULT_S, "--workers", "3", "--driver-faults", fault, "--kill-workers")
+    assert_clean(done)
+    assert (done.figures["fatal_ends"] > 0) == FAULTS[fault]
