@@ -128,7 +128,9 @@ class Lane:
         def settle(value: T | BaseException) -> None:
             if ended.done():
                 return  # whoever asked is gone
-            if isinstance(value, BaseException):
+            if isinstance(value, StopIteration):  # which a future refuses
+                ended.set_exception(RuntimeError(f"lane {self.name}: work raised StopIteration"))
+            elif isinstance(value, BaseException):
                 ended.set_exception(value)
             else:
                 ended.set_result(value)

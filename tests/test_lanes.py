@@ -276,6 +276,117 @@ def test_one_wakeup_drains_many(run: Any) -> None:
     run(main)
 
 
+def test_perform_returns_and_raises_what_the_work_does(run: Any) -> None:
+    async def main() -> None:
+        lane = Lane("test", 2, asyncio.get_running_loop())
+
+        def fail() -> None:
+            raise ZeroDivisionError("planted")
+
+        assert await lane.perform(lambda: 17) == 17
+        assert await lane.perform(threading.get_ident) != threading.get_ident()
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            await lane.perform(fail)
+        assert await asyncio.gather(*(lane.perform(partial(int, n)) for n in range(50))) == list(range(50))
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_whoever_gives_up_waiting_leaves_the_work_running(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lane, gate, ended, heard = Lane("test", 1, loop), Gate(), list[str](), list[dict[str, Any]]()
+        loop.set_exception_handler(lambda _, context: heard.append(context))
+
+        def work() -> None:
+            ended.append(gate())
+            raise ZeroDivisionError("nobody is left to hear it")
+
+        waiter = asyncio.ensure_future(lane.perform(work))
+        await asyncio.sleep(0)
+        await gate.wait_entered()
+        queued = asyncio.ensure_future(lane.perform(lambda: ended.append("queued")))
+        await asyncio.sleep(0)
+        for one in (waiter, queued):
+            one.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await one
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await lane.perform(lambda: ended.append("late"))
+        assert ended == []
+        assert lane.running == 1
+        gate.open.set()
+        assert await lane.perform(lambda: "next", urgent=1) == "next"
+        assert ended == ["through", "queued", "late"], "a waiter's end is not the work's"
+        assert heard == []
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_perform_on_a_lane_that_closes(run: Any) -> None:
+    async def main() -> None:
+        lane, gate = Lane("test", 1, asyncio.get_running_loop()), Gate()
+        running = asyncio.ensure_future(lane.perform(gate))
+        await asyncio.sleep(0)
+        await gate.wait_entered()
+        queued = asyncio.ensure_future(lane.perform(lambda: "ran"))
+        await asyncio.sleep(0)
+        assert not await lane.close(0.01)
+        with pytest.raises(CancelledWork):
+            await queued
+        gate.open.set()
+        assert await running == "through"
+        assert await lane.close(5)
+        with pytest.raises(UsageError, match="closed"):
+            await lane.perform(lambda: "ran")
+
+    run(main)
+
+
+def test_hasten_moves_what_waits_and_nothing_else(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        running = lane.submit(gate, log, urgent=5)
+        await gate.wait_entered()
+        tickets = [lane.submit(partial(int, n), log, urgent=urgent) for n, urgent in enumerate([2, 2, 1, 0, 2, 2])]
+        lane.hasten(running, 0)
+        lane.hasten(tickets[4], 1)  # behind the one that is there
+        lane.hasten(tickets[3], 2)  # it is more urgent already
+        lane.hasten(tickets[1], 2)  # nothing new: it keeps its place
+        lane.hasten(tickets[5], -3)
+        assert [ticket.urgent for ticket in tickets] == [2, 2, 1, 0, 1, -3]
+        assert (lane.queued, lane.running) == (6, 1)
+        gate.open.set()
+        await log.wait(7)
+        assert log.values == ["through", 5, 3, 2, 4, 0, 1]
+        lane.hasten(tickets[0], -1)
+        assert lane.queued == 0, "what has ended does not come again"
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_what_was_hastened_can_be_cancelled(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        ticket = lane.submit(lambda: "ran", log, urgent=3)
+        lane.hasten(ticket, 1)
+        assert ticket.cancel()
+        lane.hasten(ticket, 0)
+        assert lane.queued == 0
+        gate.open.set()
+        await log.wait(2)
+        assert isinstance(log.values[0], CancelledWork)
+        assert await lane.close(5)
+
+    run(main)
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
     loop = LOOPS[kind]()

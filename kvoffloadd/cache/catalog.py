@@ -81,7 +81,9 @@ class Catalog:
             rows = (np.flatnonzero(mine) + start).astype(np.uint32)
             for at in range(0, len(rows), STEP_RECORDS):
                 some = rows[at : at + STEP_RECORDS]
-                some = some[self.index.space[some] == shelf.id]
+                # Again: rows that went meanwhile keep what they had, though their runs may be others' now.
+                held = (self.index.space[some] == shelf.id) & (self.missing[some] < shelf.name.parts)
+                some = some[held]
                 keys = self.index.keys[some[self.missing[some] == 0]]
                 self._remove(shelf, some)
                 yield keys

@@ -121,7 +121,8 @@ class Demotion:
         """The checksums of these parts are known now."""
         rows = distinct(self._cache.entries.parts.row[parts])
         if self._uses is not None:
-            rows = self._admitted(rows)
+            # Ranks store their parts one after the other: that is one use of the key, not many.
+            rows = self._admitted(self._whole(rows))
         if not self._settings.on_evict:
             self.offer(rows)
 
@@ -140,6 +141,20 @@ class Demotion:
             wanted = mine[self._writable(space, mine)]
             if len(wanted):
                 self._enqueue(space, wanted, 0)
+
+    def _whole(self, rows: U32Array) -> U32Array:
+        """Those of the keys whose parts are all sealed."""
+        rows = self._cache.entries.live(rows)
+        whole = np.zeros(len(rows), bool)
+        for space, at in self._cache.entries.by_space(rows):
+            whole[at] = self._sealed(space, rows[at])
+        return rows[whole]
+
+    def _sealed(self, space: Space, rows: U32Array) -> BoolArray:
+        entries = self._cache.entries
+        records = entries.parts.run(entries.first[rows], space.schema.parts)
+        sealed: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
+        return sealed
 
     def _admitted(self, rows: U32Array) -> U32Array:
         """Count a use of each key; those that were used before."""
@@ -180,11 +195,9 @@ class Demotion:
         """Complete, sealed, and not on disk."""
         if space.shelf is None or not space.shelf.open:
             return np.zeros(len(rows), bool)
-        entries = self._cache.entries
-        records = entries.parts.run(entries.first[rows], space.schema.parts)
-        ready: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
+        ready = self._sealed(space, rows)
         at = np.flatnonzero(ready)
-        ready[at] = self._disk.catalog.find(space.shelf, entries.index.keys[rows[at]]) < 0
+        ready[at] = self._disk.catalog.find(space.shelf, self._cache.entries.index.keys[rows[at]]) < 0
         return ready
 
     # --- what goes out ---

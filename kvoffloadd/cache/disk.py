@@ -80,6 +80,7 @@ class Disk:
         self.inspection = Inspection(self)
         self._settings = settings
         self._spaces: dict[int, Space] = {}
+        self._emptying: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
 
@@ -283,6 +284,8 @@ class Disk:
         names = None if namespaces is None else {namespace.fingerprint for namespace in namespaces}
         old = []
         for shelf in self.catalog.shelves.values():
+            if shelf.id in self._emptying:
+                continue  # an earlier clear sees to it
             fingerprint = shelf.name.fingerprint
             if (names is None or fingerprint in names) and shelf.name.epoch != self.cache.epochs.of(fingerprint):
                 self.catalog.close(shelf)
@@ -303,11 +306,17 @@ class Disk:
     async def _empty(self, shelves: list[Shelf]) -> None:
         """Free what these closed shelves take."""
         for shelf in shelves:
-            space = self._spaces.pop(shelf.id, None)
-            for keys in self.catalog.empty(shelf):
-                if space is not None and space.namespace.listeners:
-                    self._note_gone(space, keys)
-                await asyncio.sleep(0)
+            if shelf.id in self._emptying or self.catalog.shelves.get(shelf.id) is not shelf:
+                continue  # another clear has begun with it, or done it
+            self._emptying.add(shelf.id)
+            try:
+                space = self._spaces.pop(shelf.id, None)
+                for keys in self.catalog.empty(shelf):
+                    if space is not None and space.namespace.listeners:
+                        self._note_gone(space, keys)
+                    await asyncio.sleep(0)
+            finally:  # whoever asked may be gone; the next clear goes on with it
+                self._emptying.discard(shelf.id)
 
     def _note_gone(self, space: Space, keys: U64Array) -> None:
         """These keys are not on disk any more: an event for those that are not in memory."""

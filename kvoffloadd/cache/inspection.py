@@ -42,7 +42,7 @@ class Inspection:
                     same = (catalog.segment[some] == segment.ordinal) & (catalog.page[some] == pages)
                     bad = some[~good & same]
                     count += len(some)
-                    for record in bad.tolist()[: FINDINGS_MAX - len(findings)]:
+                    for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
                         place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
                         findings.append(f"disk: the record at {place} is damaged{', dropped' if repair else ''}")
                     if repair and len(bad):

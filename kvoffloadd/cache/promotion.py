@@ -309,7 +309,7 @@ def pieces(segments: U32Array, reads: np.ndarray) -> list[tuple[int, I64Array]]:
     found = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
         before = np.cumsum(sizes[begin:end]) - sizes[begin:end]
-        number = np.maximum(before // PIECE_BYTES, np.arange(end - begin) // PIECE_RECORDS)
-        cuts = np.flatnonzero(number[1:] != number[:-1]) + 1
+        by_bytes, by_count = before // PIECE_BYTES, np.arange(end - begin) // PIECE_RECORDS
+        cuts = np.flatnonzero((by_bytes[1:] != by_bytes[:-1]) | (by_count[1:] != by_count[:-1])) + 1
         found += [(int(ordered[begin]), piece) for piece in np.split(order[begin:end], cuts)]
     return found

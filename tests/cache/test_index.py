@@ -17,10 +17,16 @@ def random_keys(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1 << 32), steps=st.integers(5, 40), width=st.sampled_from([3, 40, 400]))
-def test_agrees_with_a_dict(seed: int, steps: int, width: int) -> None:
+@given(
+    seed=st.integers(0, 1 << 32),
+    steps=st.integers(5, 40),
+    width=st.sampled_from([3, 40, 400]),
+    expected=st.sampled_from([0, 600, 5000]),
+)
+def test_agrees_with_a_dict(seed: int, steps: int, width: int, expected: int) -> None:
     rng = np.random.default_rng(seed)
     index = Index(20_000, seed)
+    index.expect(expected)
     model: dict[tuple[int, bytes], int] = {}
     for _ in range(steps):
         space = int(rng.integers(0, 3))
@@ -81,3 +87,47 @@ def test_growth_is_incremental_and_memory_stays_within_the_budget() -> None:
         longest = max(longest, time.perf_counter() - begun)
     assert index.memory_bytes() / len(index) < 60
     assert longest < 0.5, f"one insert held the loop for {longest:.3f} s"
+
+
+def test_what_was_expected_needs_next_to_no_growth_and_finds_the_same() -> None:
+    keys = random_keys(np.random.default_rng(5), 100_000)
+    expecting, growing = Index(200_000, 5), Index(200_000, 5)
+    expecting.expect(len(keys))
+    before = expecting.memory_bytes()
+    for at in range(0, len(keys), 5000):
+        rows = expecting.insert(3, keys[at : at + 5000])
+        assert growing.insert(3, keys[at : at + 5000]).tolist() == rows.tolist()
+    assert expecting.find(3, keys).tolist() == growing.find(3, keys).tolist() == list(range(len(keys)))
+    table = expecting.memory_bytes() - len(keys) * 34
+    assert table < 1.5 * before, "the table is made once"
+    assert table < 1.5 * (growing.memory_bytes() - len(keys) * 34)
+    assert expecting.check() == []
+
+
+def test_a_table_outgrows_what_was_expected() -> None:
+    keys = random_keys(np.random.default_rng(6), 30_000)
+    index = Index(40_000, 6)
+    index.expect(2000)
+    for at in range(0, len(keys), 500):
+        index.insert(1, keys[at : at + 500])
+    assert index.find(1, keys).tolist() == list(range(len(keys)))
+    assert index.memory_bytes() / len(index) < 60
+    assert index.check() == []
+
+
+def test_expecting_is_harmless_once_there_is_something() -> None:
+    index = Index(50_000, 7)
+    keys = random_keys(np.random.default_rng(7), 20)
+    rows = index.insert(1, keys)
+    index.expect(40_000)
+    assert index.find(1, keys).tolist() == rows.tolist()
+    index.remove(rows)
+    index.free(rows)
+    index.expect(40_000)  # empty again, with traces of what was there
+    again = index.insert(1, np.concatenate([keys, random_keys(np.random.default_rng(8), 3000)]))
+    assert (index.find(1, index.keys[again]) == again).all()
+    size = index.memory_bytes()
+    index.expect(50_000)
+    index.expect(0)
+    assert index.memory_bytes() == size
+    assert index.check() == []

@@ -1,0 +1,36 @@
+"""Disk tiers of the tests' own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .disktier import Shape, Tier
+
+Open = Callable[..., Awaitable[Tier]]
+
+
+@pytest.fixture
+async def open_tier(tmp_path: Path) -> AsyncIterator[Open]:
+    """`await open_tier(Shape(...), on_evict=True)` -> a running tier in the test's directory; audited and closed at the
+    end. One after the other, each finds what the one before has left.
+    """
+    tiers: list[Tier] = []
+
+    async def make(shape: Shape | None = None, **settings: Any) -> Tier:
+        tiers.append(Tier(tmp_path, shape, **settings))
+        return await tiers[-1].start()
+
+    yield make
+    findings = []
+    for tier in tiers:
+        tier.files.reading.open()
+        tier.files.writing.open()
+        tier.files.plant("")
+        findings += tier.audit()
+        if not tier.is_closed:
+            await tier.drop()
+    assert findings == []

@@ -1,0 +1,408 @@
+"""A cache with a real disk tier in a directory, and files whose calls wait or fail when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.disk import Disk, DiskSettings, away_keys
+from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
+from kvoffloadd.tiers.disk.faults import FaultyFiles
+from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.root import OVERHEAD_BYTES, Root, RootSettings
+from kvoffloadd.tiers.disk.segment import Numbers, Segment
+from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.tiers.memory import MemoryTier
+
+from .fakes import FirstInFirstOut, keys_of
+
+SETTINGS = DiskSettings(
+    on_evict=False,
+    second_use=False,
+    write_bytes_per_s=0,
+    write_ops_per_s=0,
+    backlog_bytes=1 << 30,
+    rewrite_hot=True,
+    retry_s=0.05,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of memory and of each root. A record of one page takes two, a segment's header and footer three."""
+
+    pages: int = 256
+    slab_pages: int = 16
+    segment_pages: int = 16
+    num_segments: int = 8
+    roots: int = 1
+    threads: int = 1
+
+    @property
+    def capacity_bytes(self) -> int:
+        return OVERHEAD_BYTES + self.num_segments * self.segment_pages * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Checksums of parts that may be other keys' by now."""
+
+    parts: I64Array
+    generations: U16Array
+    digests: U64Array
+
+
+class Gate:
+    """Open at first. `entered` is set by whoever has come to it."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.entered = threading.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        self.entered.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        self._open.wait(30)
+
+
+class SteeredFiles(FaultyFiles):
+    """Reads and writes of records stop at their gates, and are remembered by how many records they take; the next
+    `failing_writes` of them fail.
+    """
+
+    def __init__(self, switch: Path) -> None:
+        super().__init__(switch)
+        self.switch = switch
+        self.reading, self.writing = Gate(), Gate()
+        self.reads: list[int] = []
+        self.writes: list[int] = []
+        self.failing_writes = 0
+
+    def plant(self, text: str) -> None:
+        """Faults from now on, as in FaultyFiles; none: no text."""
+        fresh = self.switch.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(self.switch)
+
+    def read(self, fd: int, offset: int, buffers: Sequence[Any]) -> int:
+        if len(buffers) > 1:  # a header page and a payload at least
+            self.reading()
+            self.reads.append(len(buffers) // 2)
+        return super().read(fd, offset, buffers)
+
+    def write(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
+        if len(buffers) > 1:
+            self.writing()
+            if self.failing_writes:
+                self.failing_writes -= 1
+                raise OSError(errno.EIO, "planted")
+            self.writes.append(len(buffers) // 2)
+        super().write(fd, offset, buffers)
+
+
+def payload_of(space: Space, number: int, part: int) -> bytes:
+    """What a key's part holds in this epoch: anything else is wrong."""
+    size = space.part_bytes[part]
+    names = [number, part, space.schema.group, space.namespace.epoch, space.namespace.fingerprint[0]]
+    return np.random.default_rng(names).bytes(size)
+
+
+class Tier:
+    """Cache, roots and disk in `folder`. `holds`, `reserved`: what the test itself holds, for the audit."""
+
+    def __init__(self, folder: Path, shape: Shape | None = None, **settings: Any) -> None:
+        self.shape = shape or Shape()
+        self.folder = folder
+        self.loop = asyncio.get_running_loop()
+        self.files = SteeredFiles(folder / "faults")
+        self.holds = self.reserved = 0
+        memory = MemoryTier(self.shape.pages * PAGE_BYTES, self.shape.slab_pages * PAGE_BYTES)
+        self.cache = Cache(memory, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
+        numbers = Numbers()
+        each = RootSettings(
+            segment_bytes=self.shape.segment_pages * PAGE_BYTES,
+            read_threads=self.shape.threads,
+            write_threads=self.shape.threads,
+            direct=None,
+            min_free_bytes=0,
+            retry_s=0.05,
+        )
+        self.roots = [
+            Root(folder / f"root{n}", self.shape.capacity_bytes, each, self.files, self.loop, numbers)
+            for n in range(self.shape.roots)
+        ]
+        self.disk = Disk(self.cache, self.roots, numbers, replace(SETTINGS, **settings), self.loop, seed=9)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.arena = self.cache.tier.mapping.array()
+        self.is_closed = False
+        self.troubles: list[str] = []
+        self.loop.set_exception_handler(self._hear)
+
+    def _hear(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Of a callback that failed, or of a task that nobody asked how it ended."""
+        self.troubles.append(f"{context['message']}: {context.get('exception')!r}")
+
+    @property
+    def root(self) -> Root:
+        return self.roots[0]
+
+    @property
+    def not_demoted(self) -> dict[str, int]:
+        return {why: count for why, count in self.disk.demotion.counters.not_demoted.items() if count}
+
+    # --- life ---
+
+    async def start(self) -> Tier:
+        await self.disk.start(self._spawn)
+        return self
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(self.loop.create_task(coroutine))
+        return self.tasks[-1]
+
+    async def close(self, flush_s: float = 10.0) -> None:
+        """In order."""
+        assert await self.disk.close(flush_s, 20.0)
+        await self._end()
+
+    async def drop(self) -> None:
+        """As a process that is killed: nothing is flushed, nothing sealed. What a thread is at ends first."""
+        for task in self.tasks:
+            task.cancel()
+        for root in self.roots:
+            for sealing in list(root._sealing):
+                sealing.cancel()
+            assert await root.read_lane.close(20)
+            assert await root.write_lane.close(20)
+            for segment in root.segments.values():
+                if segment.fd != -1:
+                    os.close(segment.fd)
+                    segment.fd = -1
+            root.home.leave()
+        await self._end()
+
+    async def _end(self) -> None:
+        self.is_closed = True
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # what the lanes have still told
+        self.cache.tier.close()
+
+    # --- keys ---
+
+    def space(self, name: bytes = b"n" * 16, *, sizes: tuple[int, ...] = (PAGE_BYTES,)) -> Space:
+        """Group 0 of a namespace, with parts of these sizes; of its current epoch."""
+        namespace = self.cache.namespaces.get(name) or self.cache.open_namespace(name, 0, "test", 32)
+        space = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=len(sizes)))
+        for part, size in enumerate(sizes):
+            self.cache.learn_part(space, part, size)
+        return space
+
+    def write(self, space: Space, numbers: Sequence[int], parts: Sequence[int] | None = None) -> I64Array:
+        """Store these keys as far as there is room, without checksums. Returns the parts to be sealed."""
+        wanted = np.arange(space.schema.parts, dtype=np.uint16) if parts is None else np.array(parts, np.uint16)
+        reserved = self.cache.reserve(space, keys_of(*numbers), wanted, 0).parts
+        self.cache.begin(reserved)
+        columns = self.cache.entries.parts
+        rows = columns.row[reserved]
+        of_key = self.cache.entries.index.keys[rows, 1].tolist()
+        part_of = (reserved - self.cache.entries.first[rows]).tolist()
+        for record, number, part in zip(reserved.tolist(), of_key, part_of, strict=True):
+            self.slot(record, space.part_bytes[part])[:] = np.frombuffer(payload_of(space, number, part), np.uint8)
+        return self.cache.commit(reserved)
+
+    def hash(self, parts: I64Array) -> Sums:
+        """As the hash lane does; `take` comes some time later."""
+        digests = hash_payloads(self.cache.payload_addresses(parts), self.cache.payload_bytes(parts))
+        return Sums(parts, self.cache.entries.parts.generation[parts], digests)
+
+    def take(self, sums: Sums) -> None:
+        self.cache.seal(sums.parts, sums.generations, sums.digests)
+        self.disk.demotion.sealed(sums.parts)
+
+    def seal(self, parts: I64Array) -> None:
+        self.take(self.hash(parts))
+
+    def store(self, space: Space, *numbers: int) -> None:
+        self.seal(self.write(space, numbers))
+
+    async def store_away(self, space: Space, *numbers: int) -> None:
+        """On disk, and not in memory."""
+        self.store(space, *numbers)
+        await self.quiet()
+        self.evict(space, *numbers)
+        assert self.on_disk(space, *numbers) == list(numbers)
+
+    def slot(self, record: int, size: int) -> np.ndarray:
+        start = int(self.cache.entries.parts.page[record]) * PAGE_BYTES
+        return self.arena[start : start + size]
+
+    def evict(self, space: Space, *numbers: int) -> None:
+        """As the memory tier does it."""
+        rows = self.cache.find(space, keys_of(*numbers)).hit_rows
+        assert self.cache.entries.evictable(rows).all()
+        self.cache.entries.retire(rows)
+
+    def states(self, space: Space, *numbers: int) -> list[int]:
+        """As `lookup` answers."""
+        found = self.cache.find(space, keys_of(*numbers))
+        self.disk.away(space, keys_of(*numbers), found)
+        answer: list[int] = found.states.tolist()
+        return answer
+
+    def on_disk(self, space: Space, *numbers: int) -> list[int]:
+        """Those of the keys that the catalog finds."""
+        assert space.shelf is not None
+        rows = self.disk.catalog.find(space.shelf, keys_of(*numbers)).tolist()
+        return [number for number, row in zip(numbers, rows, strict=True) if row >= 0]
+
+    def served(self, space: Space, *numbers: int) -> list[int]:
+        """Those that memory would serve now; each byte of them is right."""
+        found = self.cache.find(space, keys_of(*numbers))
+        hits = [number for number, hit in zip(numbers, found.hits.tolist(), strict=True) if hit]
+        for number, row in zip(hits, found.hit_rows.tolist(), strict=True):
+            for part, size in enumerate(space.part_bytes):
+                record = int(self.cache.entries.first[row]) + part
+                assert self.slot(record, size).tobytes() == payload_of(space, number, part), f"key {number} is wrong"
+        return hits
+
+    # --- from disk ---
+
+    def begin_fetch(self, space: Space, *numbers: int, urgent: int = Urgency.PIN, done: Callable[[], None]) -> Fetch:
+        keys = keys_of(*numbers)
+        away = self.disk.away(space, keys, self.cache.find(space, keys))
+        return self.disk.promotion.fetch([away_keys(space, keys, 0, away)], urgent, done)
+
+    async def fetch(self, space: Space, *numbers: int, urgent: int = Urgency.PIN) -> list[int]:
+        """Bring them to memory; those that are served when that is over."""
+        ended, served = asyncio.Event(), list[int]()
+
+        def done() -> None:
+            served.extend(self.served(space, *numbers))
+            ended.set()
+
+        self.begin_fetch(space, *numbers, urgent=urgent, done=done)
+        await ended.wait()
+        return served
+
+    # --- clears ---
+
+    async def clear(self, *namespaces: Namespace) -> None:
+        """As the session does it; none: all."""
+        epochs = self.cache.epochs
+        if namespaces:
+            for namespace in namespaces:
+                epochs.advance(namespace.fingerprint)
+        else:
+            epochs.advance_all()
+        shelves = self.disk.begin_clear(list(namespaces) or None)
+        walks = [self.cache.clear(namespace) for namespace in namespaces or self.cache.namespaces.values()]
+        for walk in walks:
+            next(walk)
+        for walk in walks:
+            for _ in walk:
+                await asyncio.sleep(0)
+        await self.disk.finish_clear(shelves)
+
+    # --- waiting ---
+
+    async def until(self, condition: Callable[[], object], limit_s: float = 20.0) -> None:
+        async with asyncio.timeout(limit_s):
+            while not condition():  # noqa: ASYNC110  threads change it, which set no event
+                await asyncio.sleep(0.001)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is on its way, and every root that works has its next segment."""
+        demotion, promotion = self.disk.demotion, self.disk.promotion
+        ready = not any(root.state == State.OK and root.wants_segment for root in self.roots)
+        sealed = not any(root._sealing for root in self.roots)
+        moving = demotion.backlog_bytes or demotion.holds or promotion._fetches or promotion.reserved
+        return ready and sealed and not moving
+
+    async def quiet(self) -> None:
+        await self.until(lambda: self.is_quiet)
+
+    # --- files ---
+
+    def place(self, space: Space, number: int, part: int = 0) -> tuple[Root, Segment, int]:
+        """Where a key on disk lies: root, segment, page of its header."""
+        catalog = self.disk.catalog
+        assert space.shelf is not None
+        row = catalog.find(space.shelf, keys_of(number))
+        record = int(catalog.places(space.shelf, row.astype(np.uint32))[0, part])
+        where = self.disk.segment(int(catalog.segment[record]))
+        assert where is not None
+        return *where, int(catalog.page[record])
+
+    def flip(self, space: Space, number: int, offset: int, part: int = 0) -> None:
+        """Damage a record: a byte at this offset from its header on."""
+        root, segment, page = self.place(space, number, part)
+        flip_byte(root.path / "segments" / segment.name, page * PAGE_BYTES + offset)
+
+    def segments_by_age(self) -> list[Segment]:
+        return sorted(self.root.segments.values(), key=lambda segment: segment.header.number)
+
+    # --- audit ---
+
+    def audit(self) -> list[str]:
+        """The laws of memory and disk, the files' real sizes, no callback that failed, and no task that died."""
+        demotion, promotion = self.disk.demotion, self.disk.promotion
+        if self.is_closed:
+            return self.troubles + self._dead_tasks()
+        holds = self.holds + demotion.holds + promotion.holds
+        findings = check(self.cache, holds, self.reserved + promotion.reserved) + self.disk.check()
+        for root in self.roots:
+            on_disk = bytes_under(root.path)
+            if on_disk > root.capacity_bytes:
+                findings.append(f"{root.path} has {on_disk} bytes on disk, may have {root.capacity_bytes}")
+        if demotion.backlog_bytes < 0:
+            findings.append(f"the backlog has {demotion.backlog_bytes} bytes")
+        return findings + self.troubles + self._dead_tasks()
+
+    def _dead_tasks(self) -> list[str]:
+        ended = [task for task in self.tasks if task.done() and not task.cancelled()]
+        return [f"a task of the disk tier ended: {task.exception()!r}" for task in ended]
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte[0] ^ 0x40]), offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes of all files, as their lengths and as the blocks behind them, whichever is more."""
+    total = 0
+    for path in [folder, *folder.rglob("*")]:
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            continue  # it went while we looked
+        total += max(found.st_size, found.st_blocks * 512)
+    return total
+
+
+HIT, MISS, PENDING = int(KeyState.HIT), int(KeyState.MISS), int(KeyState.PENDING)

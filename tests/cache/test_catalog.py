@@ -1,0 +1,316 @@
+"""The catalog against a dict of dicts, and what it promises about its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffloadd.cache import catalog as catalog_module
+from kvoffloadd.cache.catalog import Catalog, Shelf
+from kvoffloadd.model import I64Array, U64Array
+from kvoffloadd.tiers.disk.format import SpaceId
+
+from .fakes import keys_of
+
+WIDTHS = (1, 1, 3)
+SEGMENTS = 6
+Place = tuple[int, int]
+
+which = st.integers(0, len(WIDTHS) - 1)
+seeds = st.integers(0, 1 << 32)
+
+
+def name_of(n: int, epoch: int = 0, parts: int = 1) -> SpaceId:
+    return SpaceId(bytes([n]) * 16, b"s" * 16, epoch, 0, parts, 32)
+
+
+def shelf_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> Shelf:
+    shelf = catalog.shelf(name_of(n, epoch, parts))
+    assert shelf is not None
+    return shelf
+
+
+def put(catalog: Catalog, shelf: Shelf, segment: int, *places: tuple[int, int, int]) -> None:
+    """Places: (key, part, page)."""
+    numbers, parts, pages = zip(*places, strict=True)
+    catalog.put(shelf, keys_of(*numbers), np.array(parts, np.uint16), segment, np.array(pages, np.uint32))
+
+
+def numbers_in(keys: U64Array) -> list[int]:
+    found: list[int] = keys[:, 1].tolist()
+    return found
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """The model: per shelf, key and part the place."""
+
+    @initialize(seed=seeds)
+    def begin(self, seed: int) -> None:
+        self.catalog = Catalog(30_000, seed)
+        self.epochs = [0] * len(WIDTHS)
+        self.shelves = [shelf_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
+        self.model: list[dict[int, dict[int, Place]]] = [{} for _ in WIDTHS]
+        self.next_page = dict.fromkeys(range(1, SEGMENTS + 1), 1)
+        self.used: list[set[int]] = [set() for _ in WIDTHS]
+
+    def complete(self, n: int) -> set[int]:
+        return {key for key, places in self.model[n].items() if len(places) == WIDTHS[n]}
+
+    def forget(self, gone: Iterable[tuple[int, int, int]]) -> None:
+        """Of (n, key, part)."""
+        for n, key, part in gone:
+            del self.model[n][key][part]
+            if not self.model[n][key]:
+                del self.model[n][key]
+            self.used[n] &= self.model[n].keys()
+
+    @rule(n=which, seed=seeds, count=st.sampled_from([1, 5, 60, 700]), span=st.sampled_from([20, 1000, 3000]))
+    def write(self, n: int, seed: int, count: int, span: int) -> None:
+        rng = np.random.default_rng(seed)
+        segment = int(rng.integers(1, SEGMENTS + 1))
+        numbers = rng.integers(0, span, count)
+        parts = rng.integers(0, WIDTHS[n], count)
+        if seed % 3 == 0:  # whole keys, as a demotion writes them
+            numbers, parts = np.repeat(np.unique(numbers), WIDTHS[n]), np.tile(np.arange(WIDTHS[n]), len(set(numbers)))
+        pages = self.next_page[segment] + np.arange(len(numbers))
+        self.next_page[segment] += len(numbers)
+        for key, part, page in zip(numbers.tolist(), parts.tolist(), pages.tolist(), strict=True):
+            self.model[n].setdefault(key, {})[part] = (segment, page)
+        order = rng.permutation(len(numbers))
+        keys = keys_of(*numbers[order].tolist())
+        pages32 = pages[order].astype(np.uint32)
+        self.catalog.put(self.shelves[n], keys, parts[order].astype(np.uint16), segment, pages32)
+
+    @rule(n=which, seed=seeds)
+    def use(self, n: int, seed: int) -> None:
+        some = sorted(self.complete(n))[:: 1 + seed % 5]
+        self.catalog.mark_used(self.catalog.find(self.shelves[n], keys_of(*some)))
+        self.used[n] |= set(some)
+
+    @rule(n=which, seed=seeds)
+    def damage(self, n: int, seed: int) -> None:
+        """Some records of complete keys turn out to be bad."""
+        some = sorted(self.complete(n))[seed % 3 :: 1 + seed % 7]
+        rows = self.catalog.find(self.shelves[n], keys_of(*some)).astype(np.uint32)
+        part = seed % WIDTHS[n]
+        lost = self.catalog.forget(self.catalog.places(self.shelves[n], rows)[:, part])
+        assert sorted(lost.tolist()) == sorted(rows.tolist())
+        self.forget((n, key, part) for key in some)
+
+    @rule(segment=st.integers(1, SEGMENTS))
+    def give_up(self, segment: int) -> None:
+        records = self.catalog.in_segment(segment)
+        gone = [
+            (place[1], n, key, part)
+            for n, shelf in enumerate(self.model)
+            for key, places in shelf.items()
+            for part, place in places.items()
+            if place[0] == segment
+        ]
+        assert self.catalog.page[records].tolist() == [page for page, *_ in sorted(gone)]
+        was_complete = {(n, key) for _, n, key, _ in gone if key in self.complete(n)}
+        lost = self.catalog.forget(records)
+        names = [(self.owner(row), int(self.catalog.index.keys[row, 1])) for row in lost.tolist()]
+        assert sorted(names) == sorted(was_complete)
+        self.catalog.close_segment(segment)
+        self.forget((n, key, part) for _, n, key, part in gone)
+        assert not len(self.catalog.in_segment(segment))
+
+    def owner(self, row: int) -> int:
+        return next(n for n, shelf in enumerate(self.shelves) if shelf.id == self.catalog.index.space[row])
+
+    @rule(n=which, whole=st.booleans())
+    def clear(self, n: int, whole: bool) -> None:
+        """A new epoch; the old shelf is emptied at once, or a little later."""
+        old = self.shelves[n]
+        self.catalog.close(old)
+        self.epochs[n] += 1
+        self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], WIDTHS[n])
+        complete = sorted(self.complete(n))
+        some = keys_of(*complete)
+        assert (self.catalog.find(old, some) == -1).all()
+        assert self.catalog.complete(old, some).all()
+        self.catalog.put(old, keys_of(9999), np.zeros(1, np.uint16), 1, np.ones(1, np.uint32))
+        told = [number for keys in self.catalog.empty(old) for number in numbers_in(keys)]
+        assert sorted(told) == complete
+        assert old.id not in self.catalog.shelves
+        self.model[n], self.used[n] = {}, set()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "catalog"):
+            return
+        catalog = self.catalog
+        for n, shelf in enumerate(self.shelves):
+            model, complete = self.model[n], self.complete(n)
+            asked = sorted(model)
+            rows = catalog.find(shelf, keys_of(*asked, 123_456))
+            assert [row >= 0 for row in rows.tolist()] == [*(key in complete for key in asked), False]
+            found = rows[rows >= 0].astype(np.uint32)
+            records = catalog.places(shelf, found)
+            places = np.stack([catalog.segment[records], catalog.page[records]], axis=2).tolist()
+            expected = [[list(model[key][part]) for part in range(WIDTHS[n])] for key in asked if key in complete]
+            assert places == expected
+            assert set(numbers_in(catalog.index.keys[found[catalog.used[found] != 0]])) == self.used[n] & complete
+            assert (shelf.rows, shelf.keys) == (len(model), len(complete))
+            listed = catalog.listing(shelf, 0, catalog.index.rows_end)
+            assert sorted(numbers_in(catalog.index.keys[listed])) == sorted(complete)
+        assert catalog.records == sum(len(places) for shelf in self.model for places in shelf.values())
+        assert catalog.keys == sum(len(self.complete(n)) for n in range(len(WIDTHS)))
+
+    @invariant()
+    def finds_nothing_wrong(self) -> None:
+        if hasattr(self, "catalog"):
+            assert self.catalog.check(set(range(1, SEGMENTS + 1))) == []
+
+
+TestCatalog = CatalogMachine.TestCase
+TestCatalog.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+def test_memory_of_many_records_stays_within_the_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    catalog = Catalog(1 << 20, seed)
+    shelf = shelf_of(catalog, 1)
+    for batch in range(400):
+        keys = rng.integers(0, 1 << 63, (500, 4), dtype=np.uint64)
+        pages = np.arange(1, 501, dtype=np.uint32)
+        catalog.put(shelf, keys, np.zeros(500, np.uint16), 1 + batch, pages)
+    assert catalog.records == 200_000
+    assert catalog.memory_bytes() / catalog.records < 75
+    for segment in range(1, 401):
+        catalog.forget(catalog.in_segment(segment))
+        catalog.close_segment(segment)
+    assert (catalog.records, catalog.keys, shelf.rows) == (0, 0, 0)
+    assert catalog.check(set()) == []
+
+
+def test_rewriting_for_ever_takes_no_more_memory() -> None:
+    """Segments come and go, the keys stay: what is remembered of old places goes with their segment."""
+    catalog = Catalog(10_000, 1)
+    shelf = shelf_of(catalog, 1)
+    sizes = []
+    for segment in range(1, 60):
+        put(catalog, shelf, segment, *((key, 0, 1 + key) for key in range(500)))
+        if segment > 2:
+            assert not len(catalog.in_segment(segment - 2)), "all of it has moved on"
+            catalog.close_segment(segment - 2)
+        sizes.append(catalog.memory_bytes())
+    assert sizes[-1] == sizes[5]
+
+
+def test_a_listing_in_steps_names_each_key_once() -> None:
+    catalog = Catalog(1000, 1)
+    shelf, other = shelf_of(catalog, 1), shelf_of(catalog, 2, parts=2)
+    put(catalog, shelf, 1, *((key, 0, 1 + key) for key in range(50)))
+    put(catalog, other, 1, *((key, 0, 100 + key) for key in range(20)))  # one part of two
+    put(catalog, other, 1, *((key, 1, 200 + key) for key in range(7)))
+    catalog.forget(catalog.places(shelf, catalog.find(shelf, keys_of(3, 4)).astype(np.uint32)).ravel())
+    for mine, expected in ((shelf, [*range(3), *range(5, 50)]), (other, list(range(7)))):
+        steps = [catalog.listing(mine, start, 8) for start in range(0, catalog.index.rows_end, 8)]
+        packed = b"".join(catalog.packed(rows, 32) for rows in steps)
+        found = np.frombuffer(packed, np.uint64).reshape(-1, 4)
+        assert sorted(numbers_in(found)) == expected
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    catalog = Catalog(10, 1)
+    wide, narrow = shelf_of(catalog, 1, parts=4), shelf_of(catalog, 2)
+    put(catalog, wide, 1, *((key, part, 1 + 4 * key + part) for key in range(5) for part in range(4)))
+    assert (wide.keys, catalog.records) == (2, 8)
+    put(catalog, narrow, 2, *((key, 0, 1 + key) for key in range(5)))
+    assert (narrow.keys, catalog.records) == (2, 10)
+    assert catalog.check({1, 2}) == []
+    put(catalog, narrow, 3, *((key, 0, 1 + key) for key in range(5)))
+    assert len(catalog.in_segment(3)) == 2, "those that are there still move"
+    catalog.forget(catalog.in_segment(3))
+    put(catalog, narrow, 4, (7, 0, 1), (8, 0, 2), (9, 0, 3))
+    assert (catalog.find(narrow, keys_of(7, 8, 9)) >= 0).sum() == 2
+    assert catalog.check({1, 4}) == []
+
+
+def test_of_two_copies_in_one_batch_the_one_at_the_higher_page_counts() -> None:
+    catalog = Catalog(100, 1)
+    shelf = shelf_of(catalog, 1)
+    put(catalog, shelf, 1, (5, 0, 9), (6, 0, 3), (5, 0, 2))
+    rows: I64Array = catalog.find(shelf, keys_of(5, 6))
+    assert catalog.page[catalog.first[rows]].tolist() == [9, 3]
+    assert (catalog.records, shelf.keys) == (2, 2)
+    assert catalog.check({1}) == []
+
+
+def test_shelves_of_other_names_do_not_meet() -> None:
+    catalog = Catalog(100, 1)
+    shelf = shelf_of(catalog, 1)
+    put(catalog, shelf, 1, (5, 0, 1))
+    others = [
+        name_of(2),
+        name_of(1, epoch=1),
+        SpaceId(b"\1" * 16, b"t" * 16, 0, 0, 1, 32),
+        SpaceId(b"\1" * 16, b"s" * 16, 0, 1, 1, 32),
+    ]
+    for name in others:
+        other = catalog.shelf(name)
+        assert other is not None
+        assert other is not shelf
+        assert catalog.find(other, keys_of(5))[0] == -1
+    assert catalog.shelf(name_of(1)) is shelf
+
+
+def test_shelf_numbers_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 4)
+    catalog = Catalog(100, 1)
+    shelves = [shelf_of(catalog, n) for n in range(3)]
+    assert catalog.shelf(name_of(3)) is None
+    put(catalog, shelves[1], 1, (5, 0, 1))
+    catalog.close(shelves[1])
+    assert catalog.shelf(name_of(3)) is None, "it is not empty yet"
+    assert [numbers_in(keys) for keys in catalog.empty(shelves[1])] == [[5]]
+    new = shelf_of(catalog, 3)
+    assert new.id not in (shelves[0].id, shelves[2].id)
+    assert catalog.find(new, keys_of(5))[0] == -1
+
+
+def test_a_closed_shelf_is_emptied_in_steps_while_its_segments_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
+    catalog = Catalog(100, 1)
+    old = shelf_of(catalog, 1)
+    put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
+    put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 9)))
+    catalog.close(old)
+    told: list[int] = []
+    for step, keys in enumerate(catalog.empty(old)):
+        told += numbers_in(keys)
+        if step == 0:
+            lost = catalog.forget(catalog.in_segment(2))
+            told += numbers_in(catalog.index.keys[lost])
+    assert sorted(told) == list(range(9)), "each key is told once"
+    assert catalog.records == 0
+    assert catalog.check({1}) == []
+
+
+@pytest.mark.parametrize("freed", [1, 2])
+def test_emptying_a_shelf_leaves_alone_what_took_its_place_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, freed: int
+) -> None:
+    monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
+    catalog = Catalog(100, 1)
+    old, other = shelf_of(catalog, 1), shelf_of(catalog, 2)
+    put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
+    put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 3 + freed)))
+    catalog.close(old)
+    walk = catalog.empty(old)
+    next(walk)
+    catalog.forget(catalog.in_segment(2))  # this segment is given up, between two steps
+    put(catalog, other, 3, (77, 0, 1))
+    assert catalog.find(other, keys_of(77))[0] >= 0
+    for _ in walk:
+        pass
+    assert catalog.find(other, keys_of(77))[0] >= 0
+    assert catalog.records == 1
+    assert catalog.check({3}) == []

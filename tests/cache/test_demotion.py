@@ -1,0 +1,395 @@
+"""Demotion: what is written to disk, what is not and why, and that nothing is evicted while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Shape
+from .fakes import keys_of
+
+SMALL = Shape(pages=32)
+"""8 slots of 4 at a time are looked at before eviction."""
+
+
+# --- what is written ---
+
+
+async def test_what_is_sealed_is_written_and_comes_back_whole(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space(sizes=(5000, 1, 2 * PAGE_BYTES))
+    tier.store(space, *range(7))
+    await tier.quiet()
+    assert tier.on_disk(space, *range(8)) == list(range(7))
+    counters = tier.disk.demotion.counters
+    assert (counters.keys, counters.records, counters.bytes) == (7, 21, 7 * (5001 + 2 * PAGE_BYTES))
+    tier.evict(space, *range(7))
+    assert tier.states(space, 3, 7) == [PENDING, MISS]
+    assert await tier.fetch(space, *range(8)) == list(range(7))
+    assert tier.not_demoted == {}
+
+
+async def test_only_what_is_complete_and_sealed_is_written(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.seal(tier.write(space, [1, 2], parts=[0]))
+    unsealed = tier.write(space, [2, 3])
+    tier.disk.demotion.offer(tier.cache.find(space, keys_of(2, 3)).hit_rows)
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2, 3) == []
+    tier.seal(unsealed)
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2, 3) == [2, 3]
+    tier.seal(tier.write(space, [1], parts=[1]))
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2, 3) == [1, 2, 3]
+
+
+async def test_nothing_is_written_twice(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.store(space, 1, 2)
+    rows = tier.cache.find(space, keys_of(1, 2)).hit_rows
+    tier.disk.demotion.offer(rows)  # while they wait
+    await tier.quiet()
+    tier.disk.demotion.offer(rows)  # and when they are there
+    tier.cache.use(space, tier.cache.find(space, keys_of(1, 2)), 0)
+    await tier.quiet()
+    tier.evict(space, 1, 2)
+    assert await tier.fetch(space, 1, 2) == [1, 2]
+    await tier.quiet()
+    assert tier.disk.demotion.counters.records == 2
+    assert sum(tier.files.writes) == 2
+
+
+async def test_several_keys_go_in_one_write_but_never_more_than_a_share_of_memory(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=2048, segment_pages=512))
+    small, large = tier.space(), tier.space(b"l" * 16, sizes=(8 * PAGE_BYTES,))
+    tier.store(small, *range(400))
+    tier.store(large, *range(10))
+    await tier.quiet()
+    share = 2048 // BATCH_SHARE
+    assert max(tier.files.writes) == share
+    assert len(tier.files.writes) <= 400 // share + 1 + 3 + 2, "two more where a segment ended"
+    assert tier.files.writes[-3:] == [share // 8, share // 8, 10 - 2 * (share // 8)]
+    assert sum(tier.files.writes) == 410
+
+
+async def test_two_roots_share_the_work(open_tier: Open) -> None:
+    tier = await open_tier(Shape(roots=2))
+    space = tier.space()
+    tier.store(space, *range(40))
+    await tier.quiet()
+    written = [root.counters.written_bytes // PAGE_BYTES for root in tier.roots]
+    assert sum(written) == 40
+    assert min(written) >= 10
+    tier.evict(space, *range(40))
+    assert await tier.fetch(space, *range(40)) == list(range(40))
+
+
+# --- before eviction ---
+
+
+async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> None:
+    tier = await open_tier(SMALL, on_evict=True)
+    space = tier.space()
+    tier.store(space, *range(28))
+    await asyncio.sleep(0.15)
+    assert tier.on_disk(space, *range(28)) == [], "there is room for more"
+    tier.store(space, *range(28, 32))
+    await tier.until(lambda: len(tier.on_disk(space, *range(32))) >= 4)
+    await asyncio.sleep(0.15)
+    await tier.quiet()
+    known = tier.on_disk(space, *range(32))
+    assert known == list(range(len(known)))
+    assert len(known) <= 4 + 8, "4, and who comes after them if they are being written just now"
+    tier.store(space, 40, 41, 42, 43)
+    assert tier.states(space, 0, 3, 4) == [PENDING, PENDING, HIT]
+    await tier.until(lambda: set(range(8)) <= set(tier.on_disk(space, *range(50))))
+    await tier.quiet()
+    known = tier.on_disk(space, *range(50))
+    assert known == list(range(len(known)))
+    assert len(known) < 20, "and no others"
+
+
+# --- second use ---
+
+
+async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None:
+    tier = await open_tier(second_use=True)
+    space = tier.space()
+    tier.store(space, *range(10))
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == []
+    tier.cache.use(space, tier.cache.find(space, keys_of(3, 5, 99)), 0)
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == [3, 5]
+    tier.evict(space, 7, 8)
+    tier.store(space, 7)  # what comes a second time was wanted a second time
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == [3, 5, 7]
+
+
+async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> None:
+    tier = await open_tier(SMALL, second_use=True, on_evict=True)
+    space = tier.space()
+    tier.store(space, *range(32))
+    tier.cache.use(space, tier.cache.find(space, keys_of(1, 2, 20)), 0)
+    await tier.until(lambda: tier.on_disk(space, *range(32)))
+    await asyncio.sleep(0.15)
+    assert tier.on_disk(space, *range(32)) == [1, 2], "of the next four victims, those used twice"
+    await tier.close()
+    again = await open_tier(SMALL)
+    assert again.on_disk(again.space(), *range(32)) == [1, 2, 20]
+
+
+async def test_second_use_counts_keys_not_parts(open_tier: Open) -> None:
+    """Two ranks store their parts of the same key, one after the other: that is one use."""
+    tier = await open_tier(second_use=True)
+    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.seal(tier.write(space, [1, 2], parts=[0]))
+    tier.seal(tier.write(space, [1, 2], parts=[1]))
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2) == []
+
+
+# --- budgets ---
+
+
+def test_a_budget_spreads_batches_over_time() -> None:
+    budget = Budget(1000, 10)
+    assert budget.delay_s(5.0) == 0
+    budget.spend(500, 1, 5.0)
+    assert budget.delay_s(5.0) == pytest.approx(0.5), "bytes bind"
+    assert budget.delay_s(5.2) == pytest.approx(0.3)
+    budget.spend(10, 20, 5.5)
+    assert budget.delay_s(5.5) == pytest.approx(2.0), "operations bind"
+    budget.spend(1000, 1, 6.0)
+    assert budget.delay_s(6.0) == pytest.approx(2.5), "what is spent ahead of time adds up"
+    assert budget.delay_s(100.0) == 0
+    budget.spend(1000, 1, 100.0)
+    assert budget.delay_s(100.0) == pytest.approx(1.0), "idle time is not saved up"
+
+
+def test_a_budget_of_nothing_is_no_limit() -> None:
+    budget = Budget(0, 0)
+    budget.spend(1 << 40, 1 << 20, 1.0)
+    assert budget.delay_s(1.0) == 0
+    only_ops = Budget(0, 4)
+    only_ops.spend(1 << 40, 2, 1.0)
+    assert only_ops.delay_s(1.0) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("budget", [{"write_ops_per_s": 40}, {"write_bytes_per_s": 40 * PAGE_BYTES}])
+async def test_writing_keeps_to_its_budget(open_tier: Open, budget: dict[str, int]) -> None:
+    tier = await open_tier(**budget)
+    space = tier.space()
+    await asyncio.sleep(0.1)
+    begun = time.perf_counter()
+    tier.store(space, *range(12))
+    written = []
+    while len(tier.on_disk(space, *range(12))) < 12:
+        await asyncio.sleep(0.005)
+        written.append((time.perf_counter() - begun, len(tier.files.writes)))
+    took = time.perf_counter() - begun
+    batch = 256 // BATCH_SHARE
+    assert took >= (12 - batch) / 40 - 0.01
+    assert all(count * batch <= 40 * at + 2 * batch + 1 for at, count in written)
+
+
+# --- what is not written, and why ---
+
+
+async def test_a_backlog_is_bounded_and_what_does_not_fit_is_counted(open_tier: Open) -> None:
+    tier = await open_tier(backlog_bytes=6 * PAGE_BYTES + 100)
+    space = tier.space()
+    tier.store(space, *range(20))
+    assert tier.disk.demotion.backlog_bytes == 6 * PAGE_BYTES
+    assert tier.not_demoted == {"backlog": 14}
+    await tier.quiet()
+    assert tier.on_disk(space, *range(20)) == list(range(6))
+    assert tier.served(space, *range(20)) == list(range(20)), "memory has them all the same"
+    tier.store(space, 30)
+    await tier.quiet()
+    assert tier.on_disk(space, 30) == [30]
+
+
+async def test_what_is_evicted_before_its_turn_is_counted(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.store(space, 1, 2, 3)
+    tier.evict(space, 2)
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2, 3) == [1, 3]
+    assert tier.not_demoted == {"evicted": 1}
+
+
+async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old_key(open_tier: Open) -> None:
+    tier = await open_tier()
+    space, other = tier.space(), tier.space(b"o" * 16)
+    tier.store(space, 1, 2)
+    old = set(tier.cache.find(space, keys_of(1, 2)).rows.tolist())
+    tier.evict(space, 1, 2)
+    kept = tier.write(space, [3])  # not sealed: not to be written
+    tier.store(other, 4)
+    new = [tier.cache.find(space, keys_of(3)).rows[0], tier.cache.find(other, keys_of(4)).rows[0]]
+    assert set(map(int, new)) == old
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2, 3) == []
+    assert tier.on_disk(other, 4) == [4]
+    assert tier.not_demoted == {"evicted": 2}
+    tier.seal(kept)
+    await tier.quiet()
+    tier.evict(space, 3)
+    tier.evict(other, 4)
+    assert await tier.fetch(space, 1, 2, 3) == [3]
+    assert await tier.fetch(other, 4) == [4]
+
+
+async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
+    tier = await open_tier(Shape(segment_pages=16, slab_pages=16))
+    fits, large = tier.space(sizes=(12 * PAGE_BYTES,)), tier.space(b"l" * 16, sizes=(12 * PAGE_BYTES + 1,))
+    tier.store(fits, 1, 2)
+    tier.store(large, 1, 2, 3)
+    await tier.quiet()
+    assert tier.on_disk(fits, 1, 2) == [1, 2]
+    assert tier.on_disk(large, 1, 2, 3) == []
+    assert tier.not_demoted == {"too large": 3}
+    tier.evict(fits, 1, 2)
+    assert await tier.fetch(fits, 1, 2) == [1, 2]
+
+
+async def test_a_write_that_fails_is_tried_once_more_elsewhere(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.store(space, 1)
+    await tier.quiet()
+    _, first, _ = tier.place(space, 1)
+    tier.files.failing_writes = 1
+    tier.store(space, 2)
+    await tier.quiet()
+    assert tier.on_disk(space, 1, 2) == [1, 2]
+    assert tier.place(space, 2)[1] is not first
+    assert tier.not_demoted == {}
+    tier.evict(space, 1, 2)
+    assert await tier.fetch(space, 1, 2) == [1, 2], "what the broken segment held stays readable"
+
+
+async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.store(space, 1)
+    await tier.quiet()
+    tier.files.plant("write=EIO")
+    tier.store(space, *range(2, 8))
+    await tier.until(lambda: tier.root.state == State.READ_ONLY)
+    await tier.quiet()
+    lost = tier.not_demoted
+    assert sum(lost.values()) == 6
+    assert lost.keys() <= {"write failed", "no room", "no disk"}
+    assert tier.served(space, *range(8)) == list(range(1, 8))
+    tier.evict(space, 1)
+    assert await tier.fetch(space, 1) == [1], "it is read on"
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == State.OK)
+    tier.store(space, 9)
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == [1, 9]
+    tier.disk.demotion.offer(tier.cache.find(space, keys_of(*range(2, 8))).hit_rows)
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == [*range(1, 8), 9], "and they can be offered again"
+
+
+# --- while it is written ---
+
+
+async def test_what_is_being_written_is_not_evicted_and_pressure_does_not_change_it(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=16))
+    space = tier.space()
+    tier.files.writing.close()
+    tier.store(space, 1)
+    await tier.until(tier.files.writing.entered.is_set)
+    tier.write(space, range(100, 116))
+    assert tier.served(space, 1) == [1]
+    assert len(tier.served(space, *range(100, 116))) == 15
+    assert tier.audit() == []
+    tier.files.writing.open()
+    await tier.quiet()
+    tier.evict(space, 1)
+    assert await tier.fetch(space, 1) == [1]
+
+
+async def test_a_key_that_is_cleared_while_it_is_written_does_not_come_back(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.files.writing.close()
+    tier.store(space, 1, 2, 3, 4, 5, 6)
+    await tier.until(tier.files.writing.entered.is_set)
+    await tier.clear(space.namespace)
+    new = tier.space()
+    assert new is not space
+    assert tier.audit() == []
+    tier.files.writing.open()
+    await tier.quiet()
+    assert tier.states(new, *range(1, 7)) == [MISS] * 6
+    assert tier.disk.catalog.records == 0
+    await tier.drop()
+    again = await open_tier()
+    assert again.states(again.space(), *range(1, 7)) == [MISS] * 6
+
+
+async def test_a_key_dropped_while_it_is_written_leaves_no_slot_behind(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.files.writing.close()
+    tier.store(space, 1)
+    await tier.until(tier.files.writing.entered.is_set)
+    tier.cache.drop(tier.cache.find(space, keys_of(1)).hit_rows)
+    assert tier.cache.tier.gauges()["used_bytes"] == PAGE_BYTES
+    tier.files.writing.open()
+    await tier.quiet()
+    assert tier.cache.tier.gauges()["used_bytes"] == 0
+    assert np.count_nonzero(tier.cache.entries.leases) == 0
+
+
+# --- the end ---
+
+
+async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) -> None:
+    tier = await open_tier(on_evict=True)
+    space, wide = tier.space(), tier.space(b"w" * 16, sizes=(PAGE_BYTES, 5000))
+    tier.store(space, *range(20))
+    tier.store(wide, *range(5))
+    half = tier.write(wide, [7], parts=[0])
+    unsealed = tier.write(space, [30])
+    assert tier.on_disk(space, *range(20)) == []
+    await tier.close()
+    again = await open_tier()
+    space, wide = again.space(), again.space(b"w" * 16, sizes=(PAGE_BYTES, 5000))
+    assert again.on_disk(space, *range(31)) == list(range(20))
+    assert again.on_disk(wide, *range(8)) == list(range(5))
+    assert await again.fetch(space, *range(20)) == list(range(20))
+    assert await again.fetch(wide, *range(5)) == list(range(5))
+    assert len(half) == len(unsealed) == 1
+
+
+async def test_an_end_in_time_loses_what_the_disk_is_too_slow_for(open_tier: Open) -> None:
+    tier = await open_tier(on_evict=True, write_ops_per_s=20)
+    space = tier.space()
+    tier.store(space, *range(100))
+    begun = time.perf_counter()
+    await tier.close(flush_s=0.3)
+    assert time.perf_counter() - begun < 3
+    again = await open_tier()
+    space = again.space()
+    left = again.on_disk(space, *range(100))
+    assert 1 <= len(left) <= 20
+    assert await again.fetch(space, *left) == left

@@ -1,0 +1,223 @@
+"""The door of the disk tier: names, clears, snapshots, and what happens when two things happen at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache import catalog as catalog_module
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.errors import NotDurableError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Shape, Tier
+from .fakes import keys_of
+
+
+def listed(tier: Tier, space: Space) -> list[int]:
+    """What a snapshot names, step by step."""
+    found, cursor = list[int](), 0
+    for _ in range(100):
+        packed, cursor = tier.cache.snapshot(space, cursor)
+        found += np.frombuffer(packed, np.uint64).reshape(-1, 4)[:, 1].tolist()
+        if not cursor:
+            return found
+    raise AssertionError("it does not end")
+
+
+def removed(tier: Tier) -> list[int]:
+    """Keys that listeners were told of, in order."""
+    packed = b"".join(event.removed for event in tier.cache.entries.events)
+    numbers: list[int] = np.frombuffer(packed, np.uint64).reshape(-1, 4)[:, 1].tolist()
+    return numbers
+
+
+async def test_a_snapshot_names_what_is_in_memory_and_what_is_on_disk(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    assert listed(tier, space) == []
+    await tier.store_away(space, 1, 2)
+    tier.store(space, 3)
+    tier.write(space, [4])
+    await tier.quiet()
+    await tier.store_away(tier.space(b"o" * 16), 9)
+    assert set(listed(tier, space)) == {1, 2, 3, 4}
+    await tier.clear(space.namespace)
+    assert listed(tier, tier.space()) == []
+
+
+async def test_another_layout_is_another_key(open_tier: Open) -> None:
+    tier = await open_tier()
+    await tier.store_away(tier.space(sizes=(PAGE_BYTES, PAGE_BYTES)), 1, 2)
+    await tier.close()
+    for sizes in ((2 * PAGE_BYTES,), (PAGE_BYTES, PAGE_BYTES - 1), (PAGE_BYTES,)):
+        again = await open_tier()
+        assert again.states(again.space(sizes=sizes), 1, 2) == [MISS, MISS]
+        await again.close()
+    last = await open_tier()
+    assert last.states(last.space(sizes=(PAGE_BYTES, PAGE_BYTES)), 1, 2) == [PENDING, PENDING]
+
+
+async def test_nothing_is_known_before_all_sizes_are(open_tier: Open) -> None:
+    tier = await open_tier()
+    wide = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    await tier.store_away(wide, 1)
+    await tier.drop()
+    again = await open_tier()
+    namespace = again.cache.open_namespace(b"n" * 16, 0, "test", 32)
+    space = again.cache.declare(namespace, wide.schema)
+    assert again.states(space, 1) == [MISS]
+    again.cache.learn_part(space, 1, PAGE_BYTES)
+    assert again.states(space, 1) == [MISS]
+    again.cache.learn_part(space, 0, PAGE_BYTES)
+    assert again.states(space, 1) == [PENDING]
+    assert await again.fetch(space, 1) == [1]
+
+
+# --- clears ---
+
+
+@pytest.mark.parametrize("everything", [False, True])
+async def test_a_clear_that_was_answered_outlives_a_crash(open_tier: Open, everything: bool) -> None:
+    tier = await open_tier(Shape(roots=2))
+    space, other = tier.space(), tier.space(b"o" * 16)
+    await tier.store_away(space, *range(20))
+    await tier.store_away(other, *range(20))
+    await (tier.clear() if everything else tier.clear(space.namespace))
+    await tier.store_away(tier.space(), 5)
+    await tier.drop()
+    again = await open_tier(Shape(roots=2))
+    assert again.on_disk(again.space(), *range(20)) == [5]
+    assert again.on_disk(again.space(b"o" * 16), *range(20)) == ([] if everything else list(range(20)))
+    assert await again.fetch(again.space(), *range(20)) == [5], "with the bytes of the new epoch"
+
+
+async def test_a_clear_of_everything_reaches_what_nobody_has_opened(open_tier: Open) -> None:
+    tier = await open_tier()
+    await tier.store_away(tier.space(), 1, 2)
+    await tier.close()
+    second = await open_tier()
+    assert second.disk.catalog.keys == 2
+    await second.clear()
+    assert second.disk.catalog.keys == 0
+    assert second.states(second.space(), 1, 2) == [MISS, MISS]
+    await second.drop()
+    third = await open_tier()
+    assert third.states(third.space(), 1, 2) == [MISS, MISS]
+
+
+async def test_a_clear_that_a_root_can_not_note_says_so_and_holds_until_the_end(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, 1)
+    tier.store(space, 2)
+    await tier.quiet()
+    tier.root.path.rename(tier.folder / "elsewhere")
+    await tier.until(lambda: tier.root.state == State.OFF and not tier.disk.catalog.records)
+    with pytest.raises(NotDurableError):
+        await tier.clear(space.namespace)
+    assert tier.states(tier.space(), 1, 2) == [MISS, MISS]
+    (tier.folder / "elsewhere").rename(tier.root.path)
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.states(tier.space(), 1, 2) == [MISS, MISS], "the root has learned of it"
+    await tier.until(lambda: tier.root.home.manifest and tier.root.home.manifest.last_epoch == 1)
+    await tier.drop()
+    again = await open_tier()
+    assert again.states(again.space(), 1, 2) == [MISS, MISS]
+
+
+async def test_listeners_hear_of_each_key_once_when_it_is_in_no_tier_any_more(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    space.namespace.listeners = 1
+    await tier.store_away(space, 1, 2, 3)
+    tier.store(space, 4)
+    await tier.quiet()
+    assert await tier.fetch(space, 2) == [2]
+    assert removed(tier) == []
+    tier.flip(space, 3, PAGE_BYTES)
+    assert await tier.fetch(space, 3) == []
+    assert removed(tier) == [3]
+    await tier.clear(space.namespace)
+    assert sorted(removed(tier)) == [1, 2, 3, 4]
+
+
+async def test_two_clears_at_once_end_well(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
+    tier = await open_tier()
+    space, other = tier.space(), tier.space(b"o" * 16)
+    await tier.store_away(space, *range(15))
+    await tier.store_away(other, *range(15))
+    await asyncio.gather(tier.clear(space.namespace), tier.clear(), tier.clear(other.namespace))
+    assert tier.disk.catalog.records == 0
+    assert tier.states(tier.space(), *range(15)) == tier.states(tier.space(b"o" * 16), *range(15)) == [MISS] * 15
+    assert len(tier.disk.catalog.shelves) == 2
+    tier.store(tier.space(), 3)
+    await tier.quiet()
+    assert tier.on_disk(tier.space(), 3) == [3]
+
+
+async def test_two_clears_at_once_tell_of_each_key(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
+    tier = await open_tier()
+    space = tier.space()
+    space.namespace.listeners = 1
+    await tier.store_away(space, *range(20))
+    await asyncio.gather(tier.clear(space.namespace), tier.clear(space.namespace))
+    assert sorted(removed(tier)) == list(range(20))
+
+
+async def test_a_segment_that_goes_while_its_keys_are_cleared(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(20))
+    oldest = tier.segments_by_age()[0]
+    await asyncio.gather(tier.clear(space.namespace), tier.disk.reclaim.give_up(tier.root, oldest))
+    assert tier.disk.catalog.records == 0
+    assert tier.audit() == []
+
+
+# --- figures ---
+
+
+async def test_figures_say_what_there_is(open_tier: Open) -> None:
+    tier = await open_tier(backlog_bytes=10 * PAGE_BYTES)
+    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.store(space, *range(7))
+    assert tier.disk.figures()["backlog_bytes"] == 10 * PAGE_BYTES
+    await tier.quiet()
+    tier.evict(space, 1, 2)
+    assert await tier.fetch(space, 1, 2) == [1, 2]
+    figures = tier.disk.figures()
+    assert (figures["keys"], figures["records"], figures["backlog_bytes"]) == (5, 10, 0)
+    assert figures["demoted"] == {"keys": 5, "records": 10, "bytes": 10 * PAGE_BYTES}
+    assert figures["promoted"]["keys"] == 2
+    assert figures["promoted"]["bytes"] == 4 * PAGE_BYTES
+    assert figures["not_demoted"]["backlog"] == 2
+    assert figures["index_bytes"] > 0
+    root = figures["roots"][0]
+    assert root["state"] == "ok"
+    assert root["used_bytes"] <= root["capacity_bytes"]
+    assert root["written_bytes"] == 10 * PAGE_BYTES
+    assert tier.states(space, *range(8)) == [HIT] * 7 + [MISS]
+    assert len(tier.cache.find(space, keys_of(*range(8))).hit_rows) == 7
+
+
+async def test_an_inspection_finds_what_is_damaged_and_repairs_it(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(10))
+    assert await tier.disk.inspection.run(repair=False) == (10, [])
+    tier.flip(space, 4, PAGE_BYTES + 1)
+    tier.flip(space, 8, 100)
+    count, findings = await tier.disk.inspection.run(repair=False)
+    assert (count, len(findings)) == (10, 2)
+    assert tier.on_disk(space, 4, 8) == [4, 8], "looking changes nothing"
+    assert len((await tier.disk.inspection.run(repair=True))[1]) == 2
+    assert tier.on_disk(space, *range(10)) == [0, 1, 2, 3, 5, 6, 7, 9]
+    assert await tier.disk.inspection.run(repair=True) == (8, [])

@@ -1,0 +1,292 @@
+"""Random operations on memory and disk together, restarts, damage and faults included. Whatever is served is right."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvoffloadd.cache import demotion
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.model import PAGE_BYTES, U32Array
+from kvoffloadd.tiers.disk.health import State
+
+from .disktier import Shape, Sums, Tier, flip_byte
+from .fakes import keys_of
+
+T = TypeVar("T")
+
+SIZES = [(PAGE_BYTES,), (5000, 1), (3 * PAGE_BYTES,)]
+NAMES = [bytes([1 + n]) * 16 for n in range(len(SIZES))]
+ALL = range(40)
+FAULTS = ["write=EIO", "read=EIO", "write=ENOSPC", "sync=EIO", "allocate=ENOSPC", "open=EACCES", "read_delay_s=0.002"]
+
+numbers = st.lists(st.sampled_from(list(ALL)), min_size=1, max_size=14, unique=True)
+which = st.integers(0, len(SIZES) - 1)
+seeds = st.integers(0, 1 << 32)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds no segment on a disk that fails is given up soon."""
+    monkeypatch.setattr(demotion, "ROOM_S", 0.1)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """The model: which keys were stored in this epoch, so that no other is ever served. Their bytes follow from their
+    names and the epoch: `Tier.served` and `Tier.fetch` compare each of them.
+    """
+
+    @initialize(rewrite_hot=st.booleans(), on_evict=st.booleans(), roots=st.integers(1, 2), second_use=st.booleans())
+    def begin(self, rewrite_hot: bool, on_evict: bool, roots: int, second_use: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvo-"))
+        self.runner = asyncio.Runner()
+        self.shape = Shape(pages=48, slab_pages=16, segment_pages=16, roots=roots, threads=2)
+        self.settings = {"rewrite_hot": rewrite_hot, "on_evict": on_evict, "second_use": second_use}
+        self.stored: list[set[int]] = [set() for _ in SIZES]
+        self.is_sound = True  # no damage and no faults so far
+        self.fails = False
+        self.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(30):
+                return await coroutine
+
+        return self.runner.run(bounded())
+
+    def start(self) -> None:
+        async def main() -> Tier:
+            return await Tier(self.folder, self.shape, **self.settings).start()
+
+        self.tier = self.run(main())
+        self.held: list[U32Array] = []
+        self.unsealed: list[Sums] = []
+        self.waiting: list[Fetch] = []
+
+    def space(self, n: int) -> Space:
+        return self.tier.space(NAMES[n], sizes=SIZES[n])
+
+    # --- memory ---
+
+    @rule(n=which, some=numbers, seals=st.booleans())
+    def store(self, n: int, some: list[int], seals: bool) -> None:
+        parts = self.tier.write(self.space(n), some)
+        self.stored[n] |= set(some)
+        if seals:
+            self.tier.seal(parts)
+        else:
+            self.unsealed.append(self.tier.hash(parts))
+
+    @rule(seed=seeds)
+    def seal(self, seed: int) -> None:
+        """Checksums come late, maybe after their keys have gone."""
+        if self.unsealed:
+            self.tier.take(self.unsealed.pop(seed % len(self.unsealed)))
+
+    @rule(n=which, some=numbers, part=st.integers(0, 1))
+    def store_a_part(self, n: int, some: list[int], part: int) -> None:
+        """Another rank has not come yet."""
+        self.tier.seal(self.tier.write(self.space(n), some, parts=[part % len(SIZES[n])]))
+        self.stored[n] |= set(some)
+
+    @rule(n=which, some=numbers)
+    def give_up_a_store(self, n: int, some: list[int]) -> None:
+        space = self.space(n)
+        wanted = np.arange(space.schema.parts, dtype=np.uint16)
+        reserved = self.tier.cache.reserve(space, keys_of(*some), wanted, 0).parts
+        self.tier.cache.begin(reserved)
+        self.tier.cache.abort(reserved)
+
+    @rule(n=which, some=numbers)
+    def use(self, n: int, some: list[int]) -> None:
+        space = self.space(n)
+        self.tier.cache.use(space, self.tier.cache.find(space, keys_of(*some)), 0)
+
+    @rule(n=which, some=numbers)
+    def hold(self, n: int, some: list[int]) -> None:
+        rows = self.tier.cache.find(self.space(n), keys_of(*some[:4])).hit_rows
+        if len(self.held) < 3:
+            self.tier.cache.hold(rows)
+            self.held.append(rows)
+            self.tier.holds += len(rows)
+
+    @rule()
+    def let_go(self) -> None:
+        while self.held:
+            rows = self.held.pop()
+            self.tier.cache.unhold(rows)
+            self.tier.holds -= len(rows)
+
+    @rule(n=which, some=numbers)
+    def evict(self, n: int, some: list[int]) -> None:
+        entries = self.tier.cache.entries
+        rows = self.tier.cache.find(self.space(n), keys_of(*some)).hit_rows
+        entries.retire(rows[entries.evictable(rows)])
+
+    # --- disk ---
+
+    @rule(n=which, some=numbers, urgent=st.sampled_from([Urgency.LOAD, Urgency.PIN, Urgency.PREFETCH]))
+    def fetch(self, n: int, some: list[int], urgent: int) -> None:
+        """Whatever was on disk and has room comes, unless it is damaged or its disk fails, or goes before its turn."""
+        space = self.space(n)
+        self.quiet()
+        resident = self.tier.served(space, *some)
+        known, counters = set(self.tier.on_disk(space, *some)), self.tier.disk.promotion.counters
+        before = counters.without_space + self.tier.disk.reclaim.keys_evicted
+        served = self.run(self.tier.fetch(space, *some, urgent=urgent))
+        assert set(served) <= self.stored[n]
+        if self.is_sound and counters.without_space + self.tier.disk.reclaim.keys_evicted == before:
+            assert known <= set(served) <= set(resident) | known
+
+    @rule(n=which, some=numbers)
+    def begin_to_fetch(self, n: int, some: list[int]) -> None:
+        space = self.space(n)
+
+        def done() -> None:
+            assert set(self.tier.served(space, *some)) <= self.stored[n]
+
+        self.waiting.append(self.tier.begin_fetch(space, *some, done=done))
+
+    @rule(seed=seeds)
+    def cancel(self, seed: int) -> None:
+        if self.waiting:
+            self.tier.disk.promotion.cancel(self.waiting.pop(seed % len(self.waiting)))
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 0.002]))
+    def turn(self, seconds: float) -> None:
+        self.run(asyncio.sleep(seconds))
+
+    @rule()
+    def settle(self) -> None:
+        self.quiet()
+
+    def quiet(self) -> None:
+        """With faults, what waits for the disk may wait for long."""
+        self.run(asyncio.sleep(0.005) if self.fails else self.tier.quiet())
+
+    @rule(repair=st.booleans())
+    def inspect(self, repair: bool) -> None:
+        _, findings = self.run(self.tier.disk.inspection.run(repair=repair))
+        assert not findings or not self.is_sound
+
+    # --- clears ---
+
+    @rule(n=which)
+    def clear(self, n: int) -> None:
+        self.clear_namespaces(n)
+
+    @rule()
+    def clear_everything(self) -> None:
+        self.clear_namespaces()
+
+    def clear_namespaces(self, *which_ones: int) -> None:
+        for n in range(len(SIZES)):
+            self.space(n)
+        usable = all(root.opened for root in self.tier.roots)
+        if usable:  # with a root that is off it would not be durable, and is refused
+            self.run(self.tier.clear(*(self.space(n).namespace for n in which_ones)))
+            for n in which_ones or range(len(SIZES)):
+                self.stored[n] = set()
+
+    # --- ends ---
+
+    @rule(flush=st.booleans())
+    def end(self, flush: bool) -> None:
+        """In order: what was in memory or on disk before is on disk after it."""
+        self.recover_from_faults()
+        self.let_go()
+        self.run(self.tier.quiet())
+        spaces = [self.space(n) for n in range(len(SIZES))]
+        before = [set(self.tier.on_disk(space, *ALL)) for space in spaces]
+        if flush and not self.settings["second_use"] and not self.unsealed:
+            for space, known in zip(spaces, before, strict=True):
+                known |= set(self.tier.served(space, *ALL))
+        self.run(self.tier.close(flush_s=10.0 if flush else 0.0))
+        given_up = sum(root.counters.segments_recycled for root in self.tier.roots)
+        lost = self.tier.not_demoted
+        self.start()
+        after = [set(self.tier.on_disk(self.space(n), *ALL)) for n in range(len(SIZES))]
+        if self.is_sound and not given_up and not lost:
+            assert all(old <= new for old, new in zip(before, after, strict=True))
+
+    @rule()
+    def crash(self) -> None:
+        self.run(self.tier.drop())
+        self.tier.files.plant("")
+        self.fails = False
+        self.start()
+
+    # --- damage ---
+
+    @rule(seed=seeds)
+    @precondition(lambda self: self.may_rot)
+    def rot(self, seed: int) -> None:
+        """A byte anywhere in the segments' files."""
+        self.recover_from_faults()
+        self.quiet()
+        files = sorted(self.folder.glob("root*/segments/*"))
+        if files:
+            self.is_sound = False
+            rng = np.random.default_rng(seed)
+            path = files[int(rng.integers(len(files)))]
+            flip_byte(path, int(rng.integers(path.stat().st_size)))
+
+    @rule(fault=st.sampled_from(FAULTS))
+    @precondition(lambda self: self.may_rot)
+    def fail(self, fault: str) -> None:
+        self.is_sound, self.fails = False, True
+        self.tier.files.plant(fault)
+
+    @rule()
+    def recover_from_faults(self) -> None:
+        self.tier.files.plant("")
+        self.fails = False
+        self.run(self.tier.until(lambda: all(root.state == State.OK for root in self.tier.roots)))
+
+    may_rot = False
+
+    # --- laws ---
+
+    @invariant()
+    def what_is_served_is_right(self) -> None:
+        if hasattr(self, "tier"):
+            for n in range(len(SIZES)):
+                space = self.space(n)
+                assert set(self.tier.served(space, *ALL)) <= self.stored[n]
+                assert set(self.tier.on_disk(space, *ALL)) <= self.stored[n], "a cleared key is back"
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        if hasattr(self, "tier"):
+            assert self.tier.audit() == []
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            try:
+                self.run(self.tier.drop())
+            finally:
+                self.runner.close()
+                shutil.rmtree(self.folder)
+
+
+class RottenDiskMachine(DiskMachine):
+    """The same with bytes that change by themselves, and calls that fail."""
+
+    may_rot = True
+
+
+TestDisk = DiskMachine.TestCase
+TestDisk.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
+TestRottenDisk = RottenDiskMachine.TestCase
+TestRottenDisk.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)

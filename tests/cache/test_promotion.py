@@ -1,0 +1,391 @@
+"""Promotion: what comes back from disk is right or does not come, in the order in which it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.records import READ
+from kvoffloadd.tiers.disk.root import READ_FAILURES_MAX
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Shape, Tier
+from .fakes import keys_of
+
+
+async def blocked(tier: Tier) -> Tier:
+    """The read lane's only thread is at key 99 of a space of its own, and stays there until the gate opens."""
+    space = tier.space(b"b" * 16)
+    await tier.store_away(space, 99)
+    tier.files.reading.close()
+    tier.begin_fetch(space, 99, done=lambda: None)
+    await tier.until(tier.files.reading.entered.is_set)
+    return tier
+
+
+# --- order ---
+
+
+async def test_the_more_urgent_is_read_first(open_tier: Open) -> None:
+    tier = await open_tier(retry_s=60.0)
+    space = tier.space()
+    await tier.store_away(space, *range(6))
+    await blocked(tier)
+    order: list[int] = []
+    urgencies = [Urgency.PREFETCH, Urgency.PIN, Urgency.LOAD, Urgency.PREFETCH, Urgency.PIN, Urgency.LOAD]
+    for number, urgent in enumerate(urgencies):
+        tier.begin_fetch(space, number, urgent=urgent, done=lambda number=number: order.append(number))  # type: ignore[misc]
+    await tier.until(lambda: tier.root.read_lane.queued == 6)
+    tier.files.reading.open()
+    await tier.quiet()
+    assert order == [2, 5, 1, 4, 0, 3]
+    assert tier.served(space, *range(6)) == list(range(6))
+
+
+async def test_a_load_hastens_what_a_prefetch_has_begun(open_tier: Open) -> None:
+    tier = await open_tier(retry_s=60.0)
+    space = tier.space()
+    await tier.store_away(space, *range(4))
+    await blocked(tier)
+    order: list[str] = []
+    tier.begin_fetch(space, 0, urgent=Urgency.PREFETCH, done=lambda: order.append("prefetch 0"))
+    tier.begin_fetch(space, 1, urgent=Urgency.PREFETCH, done=lambda: order.append("prefetch 1"))
+    tier.begin_fetch(space, 2, urgent=Urgency.PIN, done=lambda: order.append("pin 2"))
+    await tier.until(lambda: tier.root.read_lane.queued == 3)
+    reads = len(tier.files.reads)
+    tier.begin_fetch(space, 1, urgent=Urgency.LOAD, done=lambda: order.append("load 1"))
+    await asyncio.sleep(0.01)
+    assert tier.root.read_lane.queued == 3, "it is not read twice"
+    tier.files.reading.open()
+    await tier.quiet()
+    assert order == ["prefetch 1", "load 1", "pin 2", "prefetch 0"]
+    assert len(tier.files.reads) == reads + 4
+
+
+async def test_a_long_fetch_takes_one_slice_a_turn(open_tier: Open) -> None:
+    count = 2 * SLICE_KEYS + 40
+    tier = await open_tier(Shape(pages=2048, segment_pages=512))
+    space = tier.space()
+    await tier.store_away(space, *range(count))
+    await blocked(tier)
+    ended: list[int] = []
+    tier.begin_fetch(space, *range(count), done=lambda: ended.append(1))
+    reserved = []
+    for _ in range(5):
+        await asyncio.sleep(0)
+        reserved.append(tier.disk.promotion.reserved - 1)
+    assert reserved[:3] == [SLICE_KEYS, 2 * SLICE_KEYS, count]
+    assert tier.states(space, 0, count - 1) == [PENDING, PENDING]
+    assert ended == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert ended == [1]
+    assert tier.served(space, *range(count)) == list(range(count))
+    assert max(tier.files.reads) <= PIECE_RECORDS
+
+
+# --- who waits ---
+
+
+async def test_several_waiters_and_one_read(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(8))
+    before = sum(tier.files.reads)
+    asked = [range(8), range(4), range(2, 8), [7], [7]]
+    found = await asyncio.gather(*(tier.fetch(space, *numbers) for numbers in asked))
+    assert found == [list(numbers) for numbers in asked]
+    assert sum(tier.files.reads) == before + 8
+    counters = tier.disk.promotion.counters
+    assert (counters.keys, counters.bytes) == (8, 8 * PAGE_BYTES)
+
+
+async def test_what_came_is_held_until_everybody_has_heard(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=16))
+    space = tier.space()
+    await tier.store_away(space, *range(4))
+    found: list[list[int]] = []
+
+    def fill_then_look() -> None:
+        """A pin takes its lease here; whoever was told first may have needed room."""
+        tier.write(space, range(100, 130))
+        found.append(tier.served(space, *range(4)))
+
+    for _ in range(3):
+        tier.begin_fetch(space, *range(4), done=fill_then_look)
+    await tier.quiet()
+    assert found == [[0, 1, 2, 3]] * 3
+    tier.write(space, range(200, 230))
+    assert tier.served(space, *range(4)) == [], "and not any longer"
+
+
+async def test_a_fetch_ends_when_the_last_of_its_keys_has_come(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, 1, 2)
+    tier.store(space, 3)
+    await blocked(tier)
+    ended: list[list[int]] = []
+    tier.begin_fetch(space, 1, done=lambda: None)
+    tier.begin_fetch(space, 3, 1, 2, 50, done=lambda: ended.append(tier.served(space, 1, 2, 3, 50)))
+    await asyncio.sleep(0.01)
+    assert ended == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert ended == [[1, 2, 3]]
+
+
+async def test_nothing_to_fetch_ends_later_too(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.store(space, 1)
+    ended: list[int] = []
+    tier.begin_fetch(space, 1, 2, done=lambda: ended.append(1))
+    tier.disk.promotion.fetch([], Urgency.PIN, lambda: ended.append(2))
+    assert ended == []
+    await tier.quiet()
+    assert ended == [1, 2]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(open_tier: Open, turns: int) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, 1, 2)
+    tier.files.reading.close()
+    told: list[str] = []
+    fetch = tier.begin_fetch(space, 1, 2, done=lambda: told.append("cancelled"))
+    other = tier.begin_fetch(space, 2, done=lambda: told.append("other"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    tier.disk.promotion.cancel(fetch)
+    assert tier.audit() == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert told == ["other"]
+    assert tier.disk.promotion.holds == 0
+    assert tier.served(space, 1, 2) == ([1, 2] if turns else [2]), "what was being read has come all the same"
+    tier.disk.promotion.cancel(other)
+    tier.disk.promotion.cancel(fetch)
+    assert tier.audit() == []
+
+
+# --- parts ---
+
+
+async def test_only_the_parts_that_lack_are_read(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space(sizes=(PAGE_BYTES, 5000, 3))
+    await tier.store_away(space, 1, 2)
+    tier.seal(tier.write(space, [1], parts=[1]))
+    before = sum(tier.files.reads)
+    assert await tier.fetch(space, 1, 2) == [1, 2]
+    assert sum(tier.files.reads) == before + 2 + 3
+
+
+async def test_a_key_that_somebody_is_storing_is_not_waited_for(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, 1, 2)
+    mine = tier.cache.reserve(space, keys_of(1), np.zeros(1, np.uint16), 0)
+    tier.reserved = 1
+    assert await tier.fetch(space, 1, 2) == [2]
+    tier.cache.abort(mine.parts)
+    tier.reserved = 0
+    assert tier.states(space, 1) == [PENDING], "it is on disk still"
+    assert await tier.fetch(space, 1) == [1]
+
+
+# --- no room ---
+
+
+async def test_what_finds_no_room_stays_on_disk(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=16))
+    space = tier.space()
+    await tier.store_away(space, *range(6))
+    tier.write(space, range(100, 113))
+    held = tier.cache.find(space, keys_of(*range(100, 113))).hit_rows
+    tier.cache.hold(held)
+    tier.holds = len(held)
+    assert await tier.fetch(space, *range(6)) == [0, 1, 2]
+    assert tier.disk.promotion.counters.without_space == 3
+    assert tier.states(space, *range(6)) == [HIT, HIT, HIT, PENDING, PENDING, PENDING]
+    tier.cache.unhold(held)
+    tier.holds = 0
+    assert await tier.fetch(space, *range(6)) == list(range(6))
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("offset", [8, 60, PAGE_BYTES - 3, PAGE_BYTES, 2 * PAGE_BYTES - 1])
+async def test_a_damaged_record_is_dropped_counted_and_a_miss(open_tier: Open, offset: int) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(6))
+    tier.flip(space, 2, offset)
+    assert await tier.fetch(space, *range(6)) == [0, 1, 3, 4, 5]
+    counters = tier.disk.promotion.counters
+    assert (counters.damaged, counters.unreadable, counters.keys) == (1, 0, 5)
+    assert tier.states(space, 2) == [MISS]
+    assert tier.cache.tier.gauges()["used_bytes"] == 5 * PAGE_BYTES, "its slot is free again"
+    tier.store(space, 2)
+    await tier.quiet()
+    tier.evict(space, 2)
+    assert await tier.fetch(space, 2) == [2], "stored again, it is as good as any"
+
+
+async def test_one_bad_part_makes_its_key_a_miss_and_no_other(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    await tier.store_away(space, 1, 2)
+    tier.flip(space, 1, PAGE_BYTES + 17, part=1)
+    assert await tier.fetch(space, 1, 2) == [2]
+    assert tier.states(space, 1) == [MISS]
+    assert tier.disk.catalog.records == 3, "the good part is known still"
+    tier.seal(tier.write(space, [1], parts=[1]))
+    assert tier.served(space, 1) == [1], "the good part came to memory as well"
+
+
+async def test_a_record_that_another_one_lies_over_is_not_taken_for_it(open_tier: Open) -> None:
+    """Whole pages in the wrong place: each has a good checksum, but is not what was wanted."""
+    tier = await open_tier()
+    space, other = tier.space(), tier.space(b"o" * 16)
+    await tier.store_away(space, 1, 2, 3)
+    await tier.store_away(other, 1)
+    root, segment, _ = tier.place(space, 1)
+    path = root.path / "segments" / segment.name
+    content, size = path.read_bytes(), 2 * PAGE_BYTES
+    first, second, third = (tier.place(space, number)[2] * PAGE_BYTES for number in (1, 2, 3))
+    foreign = tier.place(other, 1)[2] * PAGE_BYTES
+    with path.open("r+b") as stream:
+        for here, there in ((first, foreign), (foreign, second), (third, second)):
+            stream.seek(here)
+            stream.write(content[there : there + size])
+    assert await tier.fetch(space, 1, 2, 3) == [2]
+    assert await tier.fetch(other, 1) == []
+    assert tier.disk.promotion.counters.damaged == 3
+
+
+async def test_what_the_disk_can_not_read_is_a_miss(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(4))
+    tier.store(space, 50)
+    await tier.quiet()
+    tier.files.plant("read=EIO")
+    assert await tier.fetch(space, 0, 1, 50) == [50]
+    counters = tier.disk.promotion.counters
+    assert (counters.damaged, counters.unreadable) == (0, 2)
+    assert tier.states(space, 0, 1, 2) == [MISS, MISS, PENDING]
+    assert tier.cache.tier.gauges()["used_bytes"] == PAGE_BYTES
+    tier.files.plant("")
+    assert await tier.fetch(space, *range(4)) == [2, 3]
+    assert tier.root.state == State.OK
+
+
+async def test_a_root_that_reads_nothing_is_taken_off_and_comes_back(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    numbers = range(READ_FAILURES_MAX + 4)
+    await tier.store_away(space, *numbers)
+    tier.files.plant("read=EIO")
+    assert await tier.fetch(space, *numbers[:-4]) == []
+    await tier.until(lambda: tier.root.state == State.OFF)
+    await tier.until(lambda: not tier.disk.catalog.records)
+    assert tier.states(space, *numbers[-4:]) == [MISS] * 4
+    assert await tier.fetch(space, *numbers) == []
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.on_disk(space, *numbers) == list(numbers), "what it holds is found again"
+    assert await tier.fetch(space, *numbers) == list(numbers)
+
+
+# --- what changes meanwhile ---
+
+
+async def test_a_key_that_is_cleared_while_it_is_read_is_a_miss(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(4))
+    tier.files.reading.close()
+    ended: list[int] = []
+    tier.begin_fetch(space, *range(4), done=lambda: ended.append(1))
+    await tier.until(tier.files.reading.entered.is_set)
+    await tier.clear(space.namespace)
+    new = tier.space()
+    assert tier.states(new, *range(4)) == [MISS] * 4
+    tier.begin_fetch(space, *range(4), done=lambda: ended.append(2))
+    assert tier.audit() == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert sorted(ended) == [1, 2]
+    assert tier.states(new, *range(4)) == [MISS] * 4
+    assert tier.cache.tier.gauges()["used_bytes"] == 0
+
+
+async def test_a_bad_record_that_has_moved_on_meanwhile_is_kept_where_it_is_now(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, 1)
+    assert space.shelf is not None
+    tier.flip(space, 1, PAGE_BYTES + 5)
+    tier.files.reading.close()
+    tier.begin_fetch(space, 1, done=lambda: None)
+    await tier.until(tier.files.reading.entered.is_set)
+    _, segment, page = tier.place(space, 1)
+    catalog = tier.disk.catalog
+    catalog.put(space.shelf, keys_of(1), np.zeros(1, np.uint16), segment.ordinal, np.array([page + 2], np.uint32))
+    tier.files.reading.open()
+    await tier.quiet()
+    assert tier.on_disk(space, 1) == [1]
+
+
+# --- what one ticket reads ---
+
+
+def reads_of(segments: list[int], pages: list[int], sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    reads = np.zeros(len(segments), READ)
+    reads["page"], reads["payload_bytes"] = pages, sizes
+    return np.array(segments, np.uint32), reads
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    count=st.integers(1, 700),
+    num_segments=st.integers(1, 4),
+    size=st.sampled_from([1, PAGE_BYTES, 100_000, 3 << 20, 9 << 20]),
+)
+def test_pieces_cover_each_record_once_in_order_and_within_bounds(
+    seed: int, count: int, num_segments: int, size: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(num_segments * 1000)[:count]
+    segments, reads = reads_of((places // 1000).tolist(), (1 + places % 1000).tolist(), [size] * count)
+    found = pieces(segments, reads)
+    assert sorted(np.concatenate([piece for _, piece in found]).tolist()) == list(range(count))
+    last: dict[int, int] = {}
+    for segment, piece in found:
+        assert (segments[piece] == segment).all()
+        pages = reads["page"][piece].astype(int).tolist()
+        assert pages == sorted(pages)
+        assert pages[0] > last.get(segment, 0)
+        last[segment] = pages[-1]
+        assert len(piece) <= PIECE_RECORDS
+        assert size * (len(piece) - 1) < PIECE_BYTES
+    whole = max(1, min(PIECE_RECORDS, PIECE_BYTES // size))
+    assert len(found) <= 2 * (count // whole) + num_segments, "and not in crumbs"
+
+
+def test_pieces_are_bounded_when_parts_differ_in_size() -> None:
+    sizes = [PIECE_BYTES] * 3 + [PAGE_BYTES] * 380
+    segments, reads = reads_of([1] * len(sizes), list(range(1, 1 + len(sizes))), sizes)
+    assert max(len(piece) for _, piece in pieces(segments, reads)) <= PIECE_RECORDS

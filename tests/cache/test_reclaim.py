@@ -1,0 +1,235 @@
+"""Reclaim: the oldest segments are given up whole, what is used moves on, and no root outgrows its capacity."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.model import PAGE_BYTES
+
+from .conftest import Open
+from .disktier import MISS, Shape, Tier, bytes_under
+from .fakes import keys_of
+
+BIG = Shape(pages=512, segment_pages=64)
+"""30 records of two pages in a segment; 8 of them are a quarter of it."""
+
+PER_SEGMENT, QUARTER = 30, 8
+
+
+async def pour(tier: Tier, space: Space, first: int, count: int, *, step: int = 10) -> list[int]:
+    """Store keys and evict them once they are written. Returns their numbers."""
+    numbers = list(range(first, first + count))
+    for at in range(0, count, step):
+        some = numbers[at : at + step]
+        tier.store(space, *some)
+        await tier.quiet()
+        tier.evict(space, *some)
+        assert tier.audit() == []
+    return numbers
+
+
+async def test_the_oldest_go_first_and_by_whole_segments(open_tier: Open) -> None:
+    tier = await open_tier(BIG, rewrite_hot=False)
+    space = tier.space()
+    lost_at = []
+    everything: list[int] = []
+    for turn in range(60):
+        everything += await pour(tier, space, 10 * turn, 10)
+        kept = tier.on_disk(space, *everything)
+        assert kept == everything[len(everything) - len(kept) :], "what is left is the latest"
+        lost_at.append(len(everything) - len(kept))
+    assert set(lost_at) == {PER_SEGMENT * n for n in range(lost_at[-1] // PER_SEGMENT + 1)}
+    assert lost_at[-1] >= 10 * PER_SEGMENT
+    assert len(kept) > 6 * PER_SEGMENT, "no more is given up than is needed for the next segment"
+    assert tier.disk.reclaim.keys_evicted == lost_at[-1]
+    assert tier.disk.reclaim.records_rewritten == 0
+    assert await tier.fetch(space, *everything) == kept
+    assert tier.states(space, *everything[: lost_at[-1]]) == [MISS] * lost_at[-1]
+
+
+async def test_the_files_never_outgrow_the_capacity(open_tier: Open) -> None:
+    tier = await open_tier(Shape(roots=2))
+    space, odd = tier.space(), tier.space(b"o" * 16, sizes=(PAGE_BYTES + 1, 9 * PAGE_BYTES))
+    tier.store(space, *range(200))
+    tier.store(odd, *range(10))
+    most = 0
+    while not tier.is_quiet:
+        for root in tier.roots:
+            size = bytes_under(root.path)
+            most = max(most, size)
+            assert size <= root.capacity_bytes
+            assert size <= root.used_bytes
+        await asyncio.sleep(0.001)
+    assert most > tier.root.capacity_bytes * 3 // 4
+    assert all(root.counters.segments_recycled for root in tier.roots)
+
+
+async def test_what_was_read_since_it_was_written_moves_on(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    numbers = await pour(tier, space, 0, 5 * PER_SEGMENT)
+    hot = [0, 7, 11, 29]
+    assert await tier.fetch(space, *hot) == hot
+    tier.evict(space, *hot)
+    numbers += await pour(tier, space, 1000, 3 * PER_SEGMENT)
+    assert tier.disk.reclaim.keys_evicted == PER_SEGMENT * tier.root.counters.segments_recycled - len(hot)
+    assert tier.disk.reclaim.records_rewritten == len(hot)
+    assert tier.on_disk(space, *numbers[:PER_SEGMENT]) == hot
+    assert await tier.fetch(space, *hot) == hot
+    tier.evict(space, *hot)
+    evicted = tier.disk.reclaim.keys_evicted
+    await pour(tier, space, 2000, 8 * PER_SEGMENT)
+    assert tier.disk.reclaim.keys_evicted > evicted
+    assert tier.disk.reclaim.records_rewritten == 2 * len(hot), "read again, moved again"
+
+
+async def test_what_moved_on_and_is_not_read_again_goes(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await pour(tier, space, 0, PER_SEGMENT)
+    assert await tier.fetch(space, 3) == [3]
+    tier.evict(space, 3)
+    await pour(tier, space, 1000, 18 * PER_SEGMENT, step=30)
+    assert tier.disk.reclaim.records_rewritten == 1
+    assert tier.on_disk(space, *range(PER_SEGMENT)) == []
+
+
+async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    numbers = await pour(tier, space, 0, 7 * PER_SEGMENT)
+    assert await tier.fetch(space, *numbers[: 2 * PER_SEGMENT]) == numbers[: 2 * PER_SEGMENT]
+    tier.evict(space, *numbers[: 2 * PER_SEGMENT])
+    recycled = tier.root.counters.segments_recycled
+    await pour(tier, space, 1000, PER_SEGMENT)
+    turns = tier.root.counters.segments_recycled - recycled
+    assert turns >= 1
+    rewritten = tier.disk.reclaim.records_rewritten
+    assert 0 < rewritten <= turns * QUARTER
+    kept = tier.on_disk(space, *numbers[: turns * PER_SEGMENT])
+    assert len(kept) == rewritten
+    assert await tier.fetch(space, *kept) == kept
+
+
+async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await pour(tier, space, 0, 6 * PER_SEGMENT + 25)
+    hot = list(range(QUARTER))
+    assert await tier.fetch(space, *hot) == hot
+    tier.evict(space, *hot)
+    tier.files.reading.close()
+    tier.store(space, *range(1000, 1000 + 3 * PER_SEGMENT))
+    await tier.until(tier.files.reading.entered.is_set)  # the oldest segment is about to go
+    written = len(tier.files.writes)
+    await asyncio.sleep(0.1)  # what can be written is written
+    assert len(tier.files.writes) > written
+    tier.files.reading.open()
+    await tier.quiet()
+    assert tier.disk.reclaim.records_rewritten >= len(hot)
+    assert tier.on_disk(space, *hot) == hot
+    assert await tier.fetch(space, *hot) == hot
+
+
+async def test_what_is_in_memory_too_is_written_again(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    resident = list(range(5))
+    tier.store(space, *resident)
+    await tier.quiet()
+    numbers = await pour(tier, space, 10, 7 * PER_SEGMENT)
+    await pour(tier, space, 1000, PER_SEGMENT)
+    assert tier.disk.reclaim.keys_evicted >= PER_SEGMENT - len(resident)
+    assert tier.disk.reclaim.records_rewritten == 0, "not from disk"
+    assert tier.on_disk(space, *resident) == resident
+    assert numbers[0] not in tier.on_disk(space, *numbers)
+    tier.evict(space, *resident)
+    assert await tier.fetch(space, *resident) == resident
+
+
+async def test_without_rewriting_everything_goes(open_tier: Open) -> None:
+    tier = await open_tier(BIG, rewrite_hot=False)
+    space = tier.space()
+    tier.store(space, *range(3))
+    await pour(tier, space, 10, 5 * PER_SEGMENT)
+    assert await tier.fetch(space, 10, 11) == [10, 11]
+    tier.evict(space, 10, 11)
+    await pour(tier, space, 1000, 3 * PER_SEGMENT)
+    assert tier.on_disk(space, 0, 1, 2, 10, 11) == []
+    assert tier.served(space, 0, 1, 2) == [0, 1, 2]
+
+
+async def test_what_is_cleared_does_not_move_on(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await pour(tier, space, 0, PER_SEGMENT)
+    assert await tier.fetch(space, 1, 2) == [1, 2]
+    await tier.clear(space.namespace)
+    space = tier.space()
+    await pour(tier, space, 1000, 8 * PER_SEGMENT)
+    assert tier.disk.reclaim.records_rewritten == 0
+    assert tier.on_disk(space, *range(PER_SEGMENT)) == []
+
+
+async def test_a_damaged_hot_record_does_not_move_on(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await pour(tier, space, 0, 5 * PER_SEGMENT)
+    assert await tier.fetch(space, 1, 2, 3) == [1, 2, 3]
+    tier.evict(space, 1, 2, 3)
+    tier.flip(space, 2, PAGE_BYTES + 100)
+    await pour(tier, space, 1000, 3 * PER_SEGMENT)
+    assert tier.on_disk(space, 1, 2, 3) == [1, 3]
+    assert await tier.fetch(space, 1, 2, 3) == [1, 3]
+
+
+async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> None:
+    """The file is not used again before the read has ended."""
+    tier = await open_tier(BIG, rewrite_hot=False)
+    space = tier.space()
+    numbers = await pour(tier, space, 0, 6 * PER_SEGMENT + 20)
+    tier.files.reading.close()
+    found: list[list[int]] = []
+    tier.begin_fetch(space, *numbers[:4], done=lambda: found.append(tier.served(space, *numbers[:4])))
+    await tier.until(tier.files.reading.entered.is_set)
+    oldest = tier.segments_by_age()[0]
+    tier.store(space, *range(1000, 1000 + 2 * PER_SEGMENT))
+    await tier.until(lambda: tier.on_disk(space, numbers[0]) == [])
+    await asyncio.sleep(0.05)
+    assert oldest.ordinal in tier.root.segments
+    assert tier.root.counters.segments_recycled == 0
+    assert tier.audit() == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert tier.root.counters.segments_recycled >= 1
+    assert found == [numbers[:4]]
+
+
+async def test_segments_that_were_recycled_are_not_mistaken_after_a_restart(open_tier: Open) -> None:
+    tier = await open_tier(BIG, rewrite_hot=False)
+    space = tier.space()
+    numbers = await pour(tier, space, 0, 14 * PER_SEGMENT + 7)
+    kept = tier.on_disk(space, *numbers)
+    await tier.drop()
+    again = await open_tier(BIG, rewrite_hot=False)
+    space = again.space()
+    assert again.on_disk(space, *numbers) == kept
+    assert await again.fetch(space, *numbers) == kept
+    await pour(again, space, 5000, 3 * PER_SEGMENT)
+    left = again.on_disk(space, *numbers)
+    assert left == kept[len(kept) - len(left) :], "the oldest of the run before go first"
+    assert len(left) < len(kept)
+
+
+async def test_a_listener_hears_of_what_goes_with_a_segment(open_tier: Open) -> None:
+    tier = await open_tier(BIG, rewrite_hot=False)
+    space = tier.space()
+    space.namespace.listeners = 1
+    tier.store(space, *range(3))  # these stay in memory
+    numbers = await pour(tier, space, 10, 10 * PER_SEGMENT, step=30)
+    removed = b"".join(event.removed for event in tier.cache.entries.events)
+    added = b"".join(event.added for event in tier.cache.entries.events)
+    gone = [number for number in numbers if number not in tier.on_disk(space, *numbers)]
+    assert removed == keys_of(*gone).tobytes()
+    assert added == keys_of(*range(3), *numbers).tobytes()

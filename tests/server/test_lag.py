@@ -1,0 +1,142 @@
+"""How late the loop is: what is remembered, for how long, on a clock of the test's own and on a real loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvoffloadd.server.lag import BEAT_S, WINDOW_S, Lag
+
+
+@dataclass(eq=False)
+class Timer:
+    when: float
+    call: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class Clock:
+    """A loop whose time the test moves. `sleep(s)`: the loop runs; `block(s)`: it is held."""
+
+    now: float = 1000.0
+    timers: list[Timer] = field(default_factory=list)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, call: Callable[..., None], *args: Any) -> Timer:
+        timer = Timer(when, lambda: call(*args))
+        self.timers.append(timer)
+        return timer
+
+    def block(self, seconds: float) -> None:
+        self.now += seconds
+        self._run()
+
+    def sleep(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._next() <= end:
+            self.now = max(self.now, self._next())
+            self._run()
+        self.now = end
+
+    def _next(self) -> float:
+        return min((timer.when for timer in self.timers if not timer.cancelled), default=float("inf"))
+
+    def _run(self) -> None:
+        due = [timer for timer in self.timers if timer.when <= self.now]
+        self.timers = [timer for timer in self.timers if timer.when > self.now]
+        for timer in due:
+            if not timer.cancelled:
+                timer.call()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lag(clock: Clock) -> Lag:
+    made = Lag(clock)  # type: ignore[arg-type]
+    made.start()
+    return made
+
+
+def test_a_loop_that_keeps_time_is_not_late(clock: Clock, lag: Lag) -> None:
+    clock.sleep(10)
+    assert lag.worst_s == pytest.approx(0, abs=1e-9)
+    assert lag.recent_s == pytest.approx(0, abs=1e-9)
+
+
+def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
+    clock.sleep(0.5)
+    clock.block(0.3)
+    late = lag.worst_s
+    assert 0.29 < late < 0.31
+    assert lag.recent_s == late
+    clock.sleep(WINDOW_S)
+    assert lag.recent_s == late, "it is not forgotten before a whole window has passed"
+    clock.sleep(WINDOW_S)
+    assert lag.recent_s == pytest.approx(0, abs=1e-9)
+    assert lag.worst_s == late
+    clock.block(0.1)
+    assert 0.09 < lag.recent_s < 0.11
+    assert lag.worst_s == late
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.1, WINDOW_S / 2, WINDOW_S - 0.01, WINDOW_S + 0.3])
+def test_the_recent_covers_one_to_two_windows_whenever_the_delay_was(clock: Clock, lag: Lag, before_s: float) -> None:
+    clock.sleep(before_s)
+    clock.block(0.05)
+    clock.sleep(WINDOW_S - 0.06)
+    assert lag.recent_s > 0.04
+    clock.sleep(WINDOW_S + 0.1)
+    assert lag.recent_s == pytest.approx(0, abs=1e-9)
+
+
+def test_a_smaller_delay_does_not_hide_a_larger_one(clock: Clock, lag: Lag) -> None:
+    clock.block(0.2)
+    clock.block(0.1)
+    assert lag.worst_s == lag.recent_s > 0.19
+    clock.sleep(WINDOW_S)
+    clock.block(0.02)
+    assert lag.recent_s > 0.19
+
+
+def test_missed_beats_are_not_made_up_for(clock: Clock, lag: Lag) -> None:
+    clock.block(1.0)
+    assert len(clock.timers) == 1
+    assert clock.timers[0].when == pytest.approx(clock.now + BEAT_S)
+    clock.sleep(0.5)
+    assert lag.worst_s < 1.01, "one delay counts once"
+
+
+def test_no_beats_after_stop(clock: Clock, lag: Lag) -> None:
+    clock.sleep(0.1)
+    lag.stop()
+    clock.block(5)
+    assert lag.worst_s == pytest.approx(0, abs=1e-9)
+    assert clock.timers == []
+    lag.stop()
+    Lag(clock).stop()  # type: ignore[arg-type]
+
+
+async def test_a_real_loop_that_is_held_is_late() -> None:
+    lag = Lag(asyncio.get_running_loop())
+    lag.start()
+    await asyncio.sleep(3 * BEAT_S)
+    time.sleep(0.08)  # noqa: ASYNC251  it is what the test is about
+    await asyncio.sleep(3 * BEAT_S)
+    lag.stop()
+    assert lag.worst_s >= 0.08 - BEAT_S
+    assert lag.recent_s == lag.worst_s
