@@ -60,7 +60,7 @@ def is_calm(daemon: Daemon) -> bool:
     before = disk(daemon)["roots"][0]
     time.sleep(0.5)
     now = disk(daemon)["roots"][0]
-    return before["state"] == now["state"] == "ok" and before["write_errors"] == now["write_errors"]
+    return bool(before["state"] == now["state"] == "ok" and before["write_errors"] == now["write_errors"])
 
 
 @pytest.mark.parametrize(
