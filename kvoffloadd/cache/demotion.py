@@ -115,6 +115,11 @@ class Demotion:
         """Rows that are being written."""
         return sum(len(write.offer.rows) for write in self._writes)
 
+    @property
+    def unwritten_bytes(self) -> int:
+        """What waits to be written or is being written."""
+        return self.backlog_bytes + sum(sum(w.offer.space.part_bytes) * len(w.offer.rows) for w in self._writes)
+
     # --- what comes in ---
 
     def sealed(self, parts: I64Array) -> None:

@@ -356,7 +356,7 @@ class Disk:
             "keys": self.catalog.keys,
             "records": self.catalog.records,
             "index_bytes": self.catalog.memory_bytes(),
-            "backlog_bytes": self.demotion.backlog_bytes,
+            "backlog_bytes": self.demotion.unwritten_bytes,
             "demoted": {"keys": demotion.keys, "records": demotion.records, "bytes": demotion.bytes},
             "not_demoted": dict(demotion.not_demoted),
             "promoted": asdict(promotion),

@@ -77,6 +77,7 @@ def store_on_disk(daemon: Daemon, rank: Rank, keys: Keys, at_once: int = 64) -> 
         some = keys[start : start + at_once]
         assert rank.store_keys(some).outcome is Outcome.DONE
         _count_up(daemon, before + len(some))
+        idle(daemon)  # the count has keys, too, that are written again since their segment was given up
 
 
 def _count_up(daemon: Daemon, least: int) -> None:
