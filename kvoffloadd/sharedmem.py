@@ -28,7 +28,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_NORESERVE = 0x4000  # Python's mmap module names it from 3.13 on
 _POPULATE_ALIGN_BYTES = 2 << 20  # threads meet at huge page boundaries, so that none splits one
 _POPULATE_NICE = 10
-_POPULATE_STEP_BYTES = 512 << 10  # one call holds the lock of the address space: whoever maps memory waits until its end
+_POPULATE_STEP_BYTES = 512 << 10  # a call holds the lock of the address space: whoever maps memory waits for its end
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
