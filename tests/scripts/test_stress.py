@@ -43,7 +43,7 @@ def test_workers_outlive_the_daemon() -> None:
 
 def test_keys_outlive_the_daemon_on_disk() -> None:
     done = run_script(
-        "stress.py", "--seconds", "6", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
+        "stress.py", "--seconds", "10", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
         "--kill-daemon",
     )  # fmt: skip
     figures, disk = done.figures, done.figures["disk"]

@@ -146,12 +146,14 @@ class Home:
             raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
         return create_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
 
-    def segment_bytes(self, name: str) -> int:
-        """Size of a segment file, 0 if there is none; blocks. Raises OSError."""
+    def left_bytes(self, name: str, unless_known: int) -> int:
+        """What a segment file takes, 0 if there is none; blocks."""
         try:
             return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
         except FileNotFoundError:
             return 0
+        except OSError:
+            return unless_known
 
     def trouble(self) -> str:
         """Why the directory is not what it was; empty: it is; blocks."""

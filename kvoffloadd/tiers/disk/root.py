@@ -237,12 +237,6 @@ class Root:
     def _header(self) -> SegmentHeader:
         return SegmentHeader(secrets.token_bytes(16), self._numbers.number(), self.segment_bytes, int(time.time()))
 
-    async def _size_of(self, name: str, unless_known: int) -> int:
-        try:
-            return await self.write_lane.perform(partial(self.home.segment_bytes, name), urgent=FIRST)
-        except OSError:
-            return unless_known
-
     async def _prepare(self, name: str, size_bytes: int, header: SegmentHeader) -> bool:
         self._preparing = True
         make = partial(self.home.make_segment, name, header, self._settings.min_free_bytes, reuse=bool(size_bytes))
@@ -250,7 +244,7 @@ class Root:
             fd = await self.write_lane.perform(make, urgent=FIRST)
         except (OSError, KvOffloadError) as error:
             # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
-            left_bytes = await self._size_of(name, size_bytes)
+            left_bytes = await self.write_lane.perform(partial(self.home.left_bytes, name, size_bytes), urgent=FIRST)
             if left_bytes:
                 self._void.append((name, left_bytes))
             self._write_failed(error)
