@@ -244,8 +244,8 @@ class Root:
             fd = await self.write_lane.perform(make, urgent=FIRST)
         except (OSError, KvOffloadError) as error:
             # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
-            left_bytes = await self.write_lane.perform(partial(self.home.left_bytes, name, size_bytes), urgent=FIRST)
-            if left_bytes:
+            size = partial(self.home.left_bytes, name, size_bytes)
+            if left_bytes := await self.write_lane.perform(size, urgent=FIRST):
                 self._void.append((name, left_bytes))
             self._write_failed(error)
             return False
@@ -257,10 +257,7 @@ class Root:
             return False
         segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
         self.segments[segment.ordinal] = segment
-        if self._open is None:
-            self._open = segment
-        else:
-            self._spare = segment
+        self._open, self._spare = (segment, self._spare) if self._open is None else (self._open, segment)
         if self.state == State.FULL:
             self.health.become(State.OK)
         self.health.wrote()
