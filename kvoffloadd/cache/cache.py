@@ -79,11 +79,25 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
-    """`states` per key; `parts` are the record numbers that were reserved, key by key, part by part."""
+class Payloads:
+    """Parts of some keys: record numbers `parts`; of each the index of its key among those that were asked for, and the
+    index `columns` of its part among those that were wanted.
+    """
+
+    parts: I64Array
+    keys: I64Array
+    columns: I64Array
+
+    def only(self, wanted: BoolArray) -> Payloads:
+        """Those of the mask."""
+        return Payloads(self.parts[wanted], self.keys[wanted], self.columns[wanted])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation(Payloads):
+    """What was reserved, key by key, part by part; `states` per key."""
 
     states: U8Array
-    parts: I64Array
 
 
 class Cache:
@@ -208,11 +222,6 @@ class Cache:
         self._tick += 1
         self.tier.touch(self.entries.parts.page[parts], self._tick)
 
-    def part_records(self, rows: U32Array, part: int) -> I64Array:
-        """Record numbers of one part of each row."""
-        found: I64Array = self.entries.first[rows].astype(np.int64) + part
-        return found
-
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """Where the payloads are; valid while the parts are held."""
         return self.tier.addresses(self.entries.parts.page[parts])
@@ -262,7 +271,8 @@ class Cache:
         states[at[served:]] = _NO_SPACE
         self.counters.keys_without_space += len(at) - served
         at = at[:served]
-        return Reservation(states, self.entries.records(rows[at], wanted)[empty[at]])
+        which, columns = np.nonzero(empty[at])
+        return Reservation(self.entries.records(rows[at], wanted)[which, columns], at[which], columns, states)
 
     def _reserve_slots(
         self,

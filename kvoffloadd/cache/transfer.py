@@ -39,7 +39,7 @@ VERIFY_URGENT, SEAL_URGENT = 0, 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferResult:
-    """`bad`: which of its keys failed verification (load), or were cleared while they were being stored."""
+    """`bad`: which of its parts are of keys that failed verification (load), or were cleared while being stored."""
 
     outcome: Outcome
     bytes: int
@@ -75,7 +75,7 @@ class TransferCounters:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A running job. `parts`: record numbers it reads or writes, one per key; `rows`: their keys, held by a load."""
+    """A running job. `parts`: record numbers it reads or writes; `rows`: of each its key, held by a load."""
 
     direction: Direction
     parts: I64Array
@@ -99,8 +99,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a load copies as things stand: one part of each of these rows. `build(good)` makes the copies of the keys
-    that are good.
+    """What a load copies as things stand: record numbers `parts`, and of each its key's row. `build(good)` makes the
+    copies of those that are good.
     """
 
     rows: U32Array
@@ -136,7 +136,7 @@ class Transfers:
     # --- store ---
 
     def store(self, parts: I64Array, copies: Copies, terms: Terms, done: Callable[[TransferResult], None]) -> Transfer:
-        """Copy into reserved parts, one per key, that the job owns from here on; commit or abort them at the end."""
+        """Copy into reserved parts that the job owns from here on; commit or abort them at the end."""
         self.cache.begin(parts)
         transfer = Transfer(Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool))
         self.running.add(transfer)
@@ -177,7 +177,7 @@ class Transfers:
     def load(
         self, plan: Callable[[], LoadPlan], away: list[Away], terms: Terms, done: Callable[[TransferResult], None]
     ) -> Transfer:
-        """Copy one part of each of the plan's keys out, which are complete; they are held until the end.
+        """Copy the plan's parts out, of keys that are complete; they are held until the end.
 
         Keys that are `away` are brought into memory first; then `plan` is asked again. With `verify_loads` a key whose
         sealed payload does not match its checksum is dropped before the copy.
@@ -238,7 +238,8 @@ class Transfers:
         stored = self.cache.entries.parts.digest[transfer.parts[at]]
         transfer.bad[at] = (digests != stored).any(axis=1)
         if transfer.bad.any():
-            self.cache.drop(transfer.rows[transfer.bad])
+            transfer.bad = np.isin(transfer.rows, transfer.rows[transfer.bad])  # with all parts of their keys
+            self.cache.drop(distinct(transfer.rows[transfer.bad]))
         begin()
 
     def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Copies]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import GroupKind, Ref
+from kvoffloadd.model import GroupKind, GroupSchema, Ref
 from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class Group:
     """A group as this rank registers it: the schema that the namespace shares, and this rank's part.
 
     `refs`: where a block's bytes lie in the tensors' rows; none: this rank has no part of the group (a scheduler, or a
-    pipeline rank without its layers). `parts` and `part`: this rank holds slice `part` of `parts` of each key's bytes.
+    pipeline rank without its layers). `parts` and `part`: this rank holds slice `part` of `parts` of each key's bytes;
+    one that holds several registers the group as often, each time with the refs of that part.
     """
 
     group: int
@@ -34,6 +35,13 @@ class Group:
     blocks_per_key: int = 1
     parts: int = 1
     part: int = 0
+
+    @property
+    def schema(self) -> GroupSchema:
+        """What the namespace shares."""
+        return GroupSchema(
+            self.group, self.kind, self.tokens_per_key, self.window_keys, self.blocks_per_key, self.parts
+        )
 
     def spec(self) -> GroupSpec:
         """As it travels."""
@@ -66,12 +74,14 @@ class KvCache:
         self.groups = tuple(groups)
         self.timelines = tuple(timelines)
         self._by_number = {group.group: group for group in self.groups}
-        if len(self._by_number) != len(self.groups):
-            raise UsageError("a group is named twice")
+        if len({(group.group, group.part) for group in self.groups}) != len(self.groups):
+            raise UsageError("a part of a group is named twice")
         for group in self.groups:
             self._check(group)
 
     def _check(self, group: Group) -> None:
+        if group.schema != self._by_number[group.group].schema:
+            raise UsageError(f"the parts of group {group.group} differ in more than their refs")
         if not 0 <= group.part < group.parts:
             raise UsageError(f"group {group.group}: part {group.part} of {group.parts}")
         for ref in group.refs:
@@ -82,7 +92,7 @@ class KvCache:
                 raise UsageError(f"group {group.group}: {ref} leaves its page of {page_bytes} bytes")
 
     def group(self, number: int) -> Group:
-        """The group of that number. Raises UsageError."""
+        """The group of that number; if several parts of it are held, any of them. Raises UsageError."""
         found = self._by_number.get(number)
         if found is None:
             raise UsageError(f"group {number} is not registered; these are: {sorted(self._by_number)}")

@@ -95,7 +95,9 @@ class RefSpec(Part, frozen=True):
 
 
 class GroupSpec(Part, frozen=True):
-    """A group: the schema that the whole namespace shares, and this rank's part and refs (none: it has no part)."""
+    """A group: the schema that the whole namespace shares, and a part that this rank holds, with its refs (none: it has
+    no part). One for each part.
+    """
 
     group: Small
     kind: Literal["full", "sliding", "chunked", "mamba"]
@@ -255,7 +257,7 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class Store(Request, frozen=True, tag="store"):
-    """A job: worker memory -> daemon. `lease` 0: reserves this rank's part itself. `ready`: nothing is read before."""
+    """A job: worker memory -> daemon. `lease` 0: reserves this rank's parts itself. `ready`: nothing is read before."""
 
     reply: ClassVar[str] = "accepted"
     job: Id

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.cache import Payloads, Reservation
 from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
 from kvoffloadd.device.plan import DESCRIPTORS_MAX, Copies, check_destinations, concatenate, make_copies
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
-from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U8Array, U32Array, U64Array
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class GroupJob:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A running job of this session. `chosen[g]`: indices of the keys of list g that are copied; `lost[g]`: those
-    that never were.
+    """A running job of this session. `chosen[g]`: of each copied payload of list g the index of its key, as often as
+    the rank holds parts of it; `lost[g]`: of the keys that never were copied.
     """
 
     id: int
@@ -85,27 +86,22 @@ class Jobs:
                 raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = [self._leased(share, lease) for share in shares] if lease else None
-        reserved = self._charge(message, shares)
-        states, chosen, parts, copies = [], [], [], []
-        for number, share in enumerate(shares):
-            state, mine = leased[number] if leased else self._reserve(share)
-            at = np.flatnonzero(state == _RESERVED)
-            states.append(state.tobytes())
-            chosen.append(at)
-            parts.append(mine)
-            copies.append(self._copies(Direction.STORE, share, at, mine))
+        outbox_bytes = self._charge(message, shares)
+        taken = leased or [self._reserve(share) for share in shares]
+        parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
+        copies = [self._copies(Direction.STORE, share, one) for share, one in zip(shares, taken, strict=True)]
         if lease:
-            taken = np.concatenate([np.zeros(0, np.int64), *parts])
-            lease.parts = np.setdiff1d(lease.parts, taken, assume_unique=True)
+            lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
             # A filled lease stays until its release: another rank may yet name it, for parts that were there before.
-            self.account.refund("leases", len(taken))
-        job = Job(message.job, registration, reserved, chosen, [np.zeros(0, np.int64)] * len(shares))
+            self.account.refund("leases", len(parts))
+        nothing = [np.zeros(0, np.int64)] * len(shares)
+        job = Job(message.job, registration, outbox_bytes, [one.keys for one in taken], nothing)
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
-            return self.context.transfers.store(np.concatenate(parts), concatenate(copies), terms, done)
+            return self.context.transfers.store(parts, concatenate(copies), terms, done)
 
-        self._start(job, start if any(map(len, chosen)) else None)
-        return Accepted(seq=message.seq, job=message.job, states=states)
+        self._start(job, start if len(parts) else None)
+        return Accepted(seq=message.seq, job=message.job, states=[one.states.tobytes() for one in taken])
 
     def load(self, message: Load, registration: Registration) -> Accepted:
         """Copy out what hits; what does not is named in the completion."""
@@ -155,7 +151,8 @@ class Jobs:
         memory = []
         for share, mask in zip(shares, wanted, strict=True):
             at = np.flatnonzero(mask)
-            memory.append(share.group.plan.expand(share.blocks[at], np.zeros(len(at), np.uint64)))
+            nowhere = np.zeros(len(at), np.uint64)
+            memory += [held.plan.expand(share.blocks[at], nowhere) for held in share.group.held]
         check_destinations(np.concatenate([m for m, _, _ in memory]), np.concatenate([s for _, _, s in memory]))
 
     def _plan_load(
@@ -168,17 +165,20 @@ class Jobs:
         if founds is None:
             founds = [self.context.cache.find(share.space, share.keys) for share in shares]
         masks = [found.hits & mask for found, mask in zip(founds, wanted, strict=True)]
-        job.chosen = chosen = [np.flatnonzero(mask) for mask in masks]
         job.lost = [np.flatnonzero(~mask) for mask in masks]
-        rows = [found.rows[at].astype(np.uint32) for found, at in zip(founds, chosen, strict=True)]
-        parts = [self.context.cache.part_records(r, share.group.part) for r, share in zip(rows, shares, strict=True)]
+        taken = [
+            self._every_part(share, np.flatnonzero(mask), found.rows)
+            for share, mask, found in zip(shares, masks, founds, strict=True)
+        ]
+        job.chosen = [one.keys for one in taken]
+        rows = [found.rows[one.keys].astype(np.uint32) for found, one in zip(founds, taken, strict=True)]
 
         def build(good: BoolArray) -> Copies:
-            masks = np.split(good, np.cumsum([len(at) for at in chosen])[:-1])
-            mine = zip(shares, chosen, parts, masks, strict=True)
-            return concatenate([self._copies(Direction.LOAD, s, at[mask], part[mask]) for s, at, part, mask in mine])
+            masks = np.split(good, np.cumsum([len(one.keys) for one in taken])[:-1])
+            mine = zip(shares, taken, masks, strict=True)
+            return concatenate([self._copies(Direction.LOAD, share, one.only(mask)) for share, one, mask in mine])
 
-        return LoadPlan(np.concatenate(rows), np.concatenate(parts), build)
+        return LoadPlan(np.concatenate(rows), np.concatenate([one.parts for one in taken]), build)
 
     @staticmethod
     def _check_plan(plan: LoadPlan) -> Callable[[], LoadPlan]:
@@ -216,25 +216,27 @@ class Jobs:
         for item in groups:
             group = registration.group(item.group)
             keys = keys_array(item.keys, self.namespace.key_bytes)
-            per_key = group.plan.blocks_per_key
+            per_key = group.schema.blocks_per_key
             if len(item.blocks) != 4 * per_key * len(keys):
                 raise BlockIdError(
                     f"group {item.group}: {len(item.blocks)} bytes of block ids; {len(keys)} keys of {per_key} blocks "
                     f"need {4 * per_key * len(keys)}"
                 )
             blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
-            outside = (blocks >= group.plan.num_blocks) & (blocks != NO_BLOCK)
+            outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
             if outside.any():
                 raise BlockIdError(
                     f"group {item.group}: block id {int(blocks[outside].max())}; "
-                    f"the tensors have {group.plan.num_blocks} blocks"
+                    f"the tensors have {group.num_blocks} blocks"
                 )
-            if len(keys) * len(group.plan.size) > DESCRIPTORS_MAX:
+            if len(keys) * group.descriptors > DESCRIPTORS_MAX:
                 raise LimitError(f"group {item.group}: more than {DESCRIPTORS_MAX} descriptors in one job; split it")
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
-        total = sum(len(share.keys) for share in shares)
+        # What a key costs here, it costs for each part.
+        total = sum(len(share.keys) * len(share.group.held) for share in shares)
         if total > self.context.config.limits.keys_per_request:
-            raise LimitError(f"{total} keys in one request; the cap is {self.context.config.limits.keys_per_request}")
+            cap = self.context.config.limits.keys_per_request
+            raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
         return shares
 
     def _admit(self, message: Store | Load) -> None:
@@ -263,28 +265,42 @@ class Jobs:
             if not lease.growing and not np.isin(found.hit_rows, lease.rows).all():
                 raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
-    def _leased(self, share: GroupJob, lease: WriteLease) -> tuple[U8Array, I64Array]:
+    def _leased(self, share: GroupJob, lease: WriteLease) -> Reservation:
         rows = self.context.cache.find(share.space, share.keys).rows
-        parts = np.zeros(0, np.int64)
-        if (rows >= 0).all():
-            parts = self.context.cache.part_records(rows.astype(np.uint32), share.group.part)
+        if (rows < 0).any():
+            raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
+        parts = self.context.cache.entries.records(rows, share.group.parts)
         state = self.context.cache.entries.parts.state[parts]
         mine = np.isin(parts, lease.parts) & (state == PartState.RESERVED)
         there = state >= PartState.COMMITTED  # stored before the reservation, which took the key's other parts
-        if len(parts) != len(share.keys) or not (mine | there).all():
+        if not (mine | there).all():
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        return np.where(mine, _RESERVED, _HIT).astype(np.uint8), parts[mine]
+        keys, columns = np.nonzero(mine)
+        states = np.where(mine.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
+        return Reservation(parts[keys, columns], keys, columns, states)
 
     # --- plans ---
 
-    def _reserve(self, share: GroupJob) -> tuple[U8Array, I64Array]:
-        wanted = np.array([share.group.part], np.uint16)
-        reservation = self.context.cache.reserve(share.space, share.keys, wanted, share.first)
-        return reservation.states, reservation.parts
+    def _reserve(self, share: GroupJob) -> Reservation:
+        return self.context.cache.reserve(share.space, share.keys, share.group.parts, share.first)
 
-    def _copies(self, direction: Direction, share: GroupJob, at: I64Array, parts: I64Array) -> Copies:
-        addresses = self.context.cache.payload_addresses(parts)
-        memory, payload, sizes = share.group.plan.expand(share.blocks[at], addresses)
+    def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
+        """What this rank holds of the keys at these places."""
+        parts = self.context.cache.entries.records(rows[at], share.group.parts)
+        keys, columns = np.indices(parts.shape)
+        return Payloads(parts.ravel(), at[keys.ravel()], columns.ravel())
+
+    def _copies(self, direction: Direction, share: GroupJob, taken: Payloads) -> Copies:
+        made = []
+        for column, held in enumerate(share.group.held):
+            mine = np.flatnonzero(taken.columns == column)
+            addresses = self.context.cache.payload_addresses(taken.parts[mine])
+            made.append(held.plan.expand(share.blocks[taken.keys[mine]], addresses))
+        memory, payload, sizes = (np.concatenate(columns) for columns in zip(*made, strict=True))
+        if len(made) > 1:
+            # A key's parts often lie side by side in memory as in their slots: next to each other they become one copy.
+            order = np.argsort(payload, kind="stable")
+            memory, payload, sizes = memory[order], payload[order], sizes[order]
         return make_copies(direction, memory, payload, sizes, len(sizes))
 
     def _terms(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> Terms:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.signals import Ready
 from kvoffloadd.errors import (
@@ -15,7 +17,7 @@ from kvoffloadd.errors import (
     SchemaError,
     UnknownNameError,
 )
-from kvoffloadd.model import GroupKind, GroupSchema, Ref
+from kvoffloadd.model import GroupKind, GroupSchema, Ref, U16Array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,12 +45,39 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RegisteredGroup:
-    """This rank's view of a group. `plan` yields nothing if the rank has no part of it."""
+class HeldPart:
+    """Which bytes of this rank's tensors are a part of a group's keys."""
 
-    group: int
     part: int
     plan: GroupPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegisteredGroup:
+    """This rank's view of a group. `held`: ascending by part; none if the rank has no part of it."""
+
+    schema: GroupSchema
+    held: tuple[HeldPart, ...]
+
+    @property
+    def group(self) -> int:
+        """Its number."""
+        return self.schema.group
+
+    @property
+    def parts(self) -> U16Array:
+        """u16 (held,): the parts that this rank holds."""
+        return np.array([held.part for held in self.held], np.uint16)
+
+    @property
+    def num_blocks(self) -> int:
+        """Block ids at or above are refused."""
+        return min(held.plan.num_blocks for held in self.held)
+
+    @property
+    def descriptors(self) -> int:
+        """Of each key, all parts together."""
+        return sum(len(held.plan.size) for held in self.held)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +99,7 @@ class Registration:
         found = self.groups.get(number)
         if found is None:
             raise UnknownNameError(f"registration {self.id} has no group {number}; it has {sorted(self.groups)}")
-        if not found.plan.payload_bytes:
+        if not found.held:
             raise UnknownNameError(
                 f"registration {self.id} has no part of group {number}: it was registered without refs"
             )
@@ -153,29 +182,44 @@ def build(
     if len(devices) > 1:
         raise ExtentError("tensors on several devices: register those of each device apart")
     signals = find_signals(message.signals, attached)
-    checked = []
-    if len({spec.group for spec in groups}) != len(groups):
-        raise DuplicateError("a group is registered twice in one request")
-    if len(namespace.spaces.keys() | {spec.group for spec in groups}) > GROUPS_PER_NAMESPACE_MAX:
+    known = namespace.spaces.keys()
+    if len(known | {spec.group for spec in groups}) > GROUPS_PER_NAMESPACE_MAX:
         raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
+    by_group: dict[int, list[GroupSpec]] = {}
     for spec in groups:
-        schema = schema_of(spec)
+        by_group.setdefault(spec.group, []).append(spec)
+    checked = [_checked(specs, located, cache, namespace) for specs in by_group.values()]
+    for group in checked:
+        space: Space = cache.declare(namespace, group.schema)
+        for held in group.held:
+            cache.learn_part(space, held.part, held.plan.payload_bytes)
+    used = frozenset(spec.allocation for spec in tensors) | frozenset(message.signals)
+    by_number = {group.group: group for group in checked}
+    return Registration(registration_id, next(iter(devices), None), by_number, used, signals)
+
+
+def _checked(
+    specs: Sequence[GroupSpec], tensors: Sequence[Tensor], cache: Cache, namespace: Namespace
+) -> RegisteredGroup:
+    """One group, from its specs: one for each part that the rank holds."""
+    schema = schema_of(specs[0])
+    namespace.check_schema(schema)
+    held: dict[int, HeldPart] = {}
+    for spec in specs:
+        if schema_of(spec) != schema:
+            raise SchemaError(f"group {spec.group} is registered as {schema} and as {schema_of(spec)} in one request")
+        if spec.part in held:
+            raise DuplicateError(f"part {spec.part} of group {spec.group} is registered twice in one request")
         refs = [Ref(r.tensor, r.offset, r.length, r.count, r.stride) for r in spec.refs]
-        plan = GroupPlan.build(located, refs, spec.blocks_per_key)
+        plan = GroupPlan.build(tensors, refs, spec.blocks_per_key)
         if plan.payload_bytes > cache.tier.payload_bytes_max:
             raise ExtentError(
                 f"group {spec.group}: a payload of {plan.payload_bytes} bytes does not fit into a slab of "
                 f"{cache.tier.payload_bytes_max}; raise memory.slab_bytes or lower blocks_per_key"
             )
-        namespace.check_schema(schema)
         known = namespace.spaces.get(spec.group)
         if known is not None and plan.payload_bytes:
             known.check_part(spec.part, plan.payload_bytes)
-        checked.append((schema, RegisteredGroup(spec.group, spec.part, plan)))
-    for schema, group in checked:
-        space: Space = cache.declare(namespace, schema)
-        if group.plan.payload_bytes:
-            cache.learn_part(space, group.part, group.plan.payload_bytes)
-    used = frozenset(spec.allocation for spec in tensors) | frozenset(message.signals)
-    known_groups = {group.group: group for _, group in checked}
-    return Registration(registration_id, next(iter(devices), None), known_groups, used, signals)
+        if plan.payload_bytes:
+            held[spec.part] = HeldPart(spec.part, plan)
+    return RegisteredGroup(schema, tuple(held[part] for part in sorted(held)))

@@ -77,7 +77,7 @@ class CacheMachine(RuleBasedStateMachine):
         if len(rows):
             self.cache.hold(rows)
             self.cache.use(space, found, 0)
-            records = self.cache.part_records(rows, space.schema.parts - 1)
+            records = self.cache.entries.first[rows].astype(np.int64) + space.schema.parts - 1
             pages = self.cache.entries.parts.page[records].tolist()
             self.held.append((n, rows, {page: self.content[page] for page in pages}))
 

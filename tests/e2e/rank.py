@@ -80,7 +80,7 @@ class Rank:
         self.client.connect()
         refs = [ref for group in groups for ref in group.refs]
         pages = [max((r.end for r in refs if r.tensor == t), default=1) for t in range(1 + _last_tensor(refs))]
-        self._groups = {group.group: group for group in groups}
+        self._groups = tuple(groups)
         self._timelines = timelines
         self._allocate(where, num_blocks, pages, name)
         self._again = partial(self._allocate, where, num_blocks, pages, name)
@@ -96,7 +96,7 @@ class Rank:
             self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in shared]
         else:
             self.tensors, self._rows = self._place.tensors, self._place.rows
-        self.cache = KvCache(self.tensors, list(self._groups.values()), self._timelines)
+        self.cache = KvCache(self.tensors, self._groups, self._timelines)
 
     def renew(self) -> None:
         """Give the memory back, which is registered no more; then make it again, and register it."""
@@ -124,7 +124,7 @@ class Rank:
 
     def blocks_of(self, group: int, first: int, keys: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Consecutive blocks from `first` on, as a job names them."""
-        per_key = self._groups[group].blocks_per_key
+        per_key = next(one.blocks_per_key for one in self._groups if one.group == group)
         ids = np.arange(first, first + keys * per_key)
         return ids if per_key == 1 else ids.reshape(keys, per_key)
 
@@ -187,14 +187,15 @@ class Rank:
             self._place.publish(runs, late=delay_s is not None)
 
     def _places(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any]) -> Iterator[tuple[U8Array, U8Array]]:
-        known = self._groups[group]
-        for key, ids in zip(keys, np.asarray(blocks).reshape(len(keys), known.blocks_per_key).tolist(), strict=True):
-            for block, row in enumerate(ids):
-                if row == NO_BLOCK:
-                    continue
-                for number, ref in enumerate(known.refs):
-                    expected = content(key.tobytes(), group, known.part, block, number, ref.payload_bytes)
-                    yield from _runs(self._rows[ref.tensor][row], ref, expected)
+        for known in (one for one in self._groups if one.group == group):
+            of_keys = np.asarray(blocks).reshape(len(keys), known.blocks_per_key).tolist()
+            for key, ids in zip(keys, of_keys, strict=True):
+                for block, row in enumerate(ids):
+                    if row == NO_BLOCK:
+                        continue
+                    for number, ref in enumerate(known.refs):
+                        expected = content(key.tobytes(), group, known.part, block, number, ref.payload_bytes)
+                        yield from _runs(self._rows[ref.tensor][row], ref, expected)
 
     # --- jobs ---
 

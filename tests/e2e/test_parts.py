@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
-from kvoffloadd.errors import RemoteError
+from kvoffloadd.client import Group, GroupKind, KeyState, KvCache, Outcome, Ref, SharedTensor
+from kvoffloadd.errors import RemoteError, UsageError
 from tests.e2e.process import Daemon
-from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 
 HIT, MISS, PENDING, RESERVED = KeyState.HIT, KeyState.MISS, KeyState.PENDING, KeyState.RESERVED
 
@@ -139,3 +140,118 @@ def test_a_leased_store_of_a_part_that_was_there_before(ranks: tuple[Rank, Rank]
     job = second.client.store(second.registration, {0: (keys, second.blocks_of(0, 0, 6))}, lease=reserved.lease)
     assert second.wait(job).outcome is Outcome.DONE
     assert first.states(keys) == [HIT] * 6
+
+
+# --- a rank that holds several parts ---
+
+FOUR = tuple(Group(0, GroupKind.FULL, 16, refs=(Ref(0, part * 1024, 1024),), parts=4, part=part) for part in range(4))
+"""Of an engine of one rank; those of two and of four have two of them each, and one."""
+
+
+def engine(daemon: Daemon, size: int) -> list[Rank]:
+    """Ranks of one instance. Their rows begin with the first part that they hold."""
+    instance = os.urandom(16)
+    held = 4 // size
+    return [
+        daemon.welcome(
+            Rank(
+                daemon.socket,
+                [replace(FOUR[rank * held + at], refs=FOUR[at].refs) for at in range(held)],
+                instance=instance,
+            )
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("stored", [1, 2, 4])
+@pytest.mark.parametrize("loaded", [1, 2, 4])
+def test_engines_of_several_sizes_share(daemon: Daemon, keys: Keys, stored: int, loaded: int) -> None:
+    for rank in engine(daemon, stored):
+        assert rank.states(keys) == [MISS] * 6
+        told = rank.store_keys(keys)
+        assert (told.outcome, told.bytes) == (Outcome.DONE, 6 * 4096 // stored)
+    for rank in engine(daemon, loaded):
+        assert rank.states(keys) == [HIT] * 6
+        assert rank.loads_right(keys)
+    assert daemon.verify(payloads=True) == ()
+
+
+def test_parts_that_lie_side_by_side_are_one_copy(start_daemon: Callable[..., Daemon], keys: Keys) -> None:
+    """The parts of a key are next to each other in its rows, and in slots of whole pages."""
+    daemon = start_daemon()
+    pages = tuple(replace(one, refs=(Ref(0, one.part * PAGE, PAGE),)) for one in FOUR)
+    rank = daemon.welcome(Rank(daemon.socket, pages))
+    rank.store_keys(keys)
+    store = daemon.status()["transfers"]["store"]
+    assert (store["descriptors"], store["copies"]) == (24, 6)
+
+
+def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) -> None:
+    half = engine(daemon, 2)[0]
+    (whole,) = engine(daemon, 1)
+    half.store_keys(keys[:3])
+    told = whole.store_keys(keys)
+    assert (told.states[0].tolist(), told.bytes) == ([RESERVED] * 6, 3 * 2048 + 3 * 4096)
+    assert whole.loads_right(keys)
+    assert whole.store_keys(keys).states[0].tolist() == [HIT] * 6
+
+
+def test_a_part_that_another_stores_leaves_the_key_to_it(standing: Callable[..., Daemon], keys: Keys) -> None:
+    """Nothing of the key is stored twice, and nothing is told to be stored that is not."""
+    daemon = standing(faults="delay_s=0.15")
+    quarter = engine(daemon, 4)[3]
+    (whole,) = engine(daemon, 1)
+    theirs = quarter.begin_store({0: (keys[:2], quarter.blocks_of(0, 0, 2))})
+    told = whole.store_keys(keys)
+    assert told.states[0].tolist() == [PENDING] * 2 + [RESERVED] * 4
+    assert quarter.wait(theirs).outcome is Outcome.DONE
+    assert whole.states(keys) == [MISS] * 2 + [HIT] * 4
+    assert whole.store_keys(keys).states[0].tolist() == [RESERVED] * 2 + [HIT] * 4
+    assert whole.loads_right(keys)
+
+
+def test_a_reservation_is_filled_by_ranks_of_several_parts(daemon: Daemon, keys: Keys) -> None:
+    first, second = engine(daemon, 2)
+    found = first.client.reserve({0: keys})
+    assert found.states[0].tolist() == [RESERVED] * 6
+    for rank in (first, second):
+        told = rank.store_keys(keys, lease=int(found.lease))
+        assert (told.states[0].tolist(), told.outcome) == ([RESERVED] * 6, Outcome.DONE)
+    first.client.release(found.lease)
+    assert second.loads_right(keys)
+    only = first.client.reserve({0: new_keys(np.random.default_rng(0), 1)}, [0])
+    with pytest.raises(RemoteError, match="bad_lease"):
+        first.store_keys(new_keys(np.random.default_rng(0), 1), lease=int(only.lease))
+
+
+@pytest.mark.parametrize(
+    ("groups_of", "said"),
+    [
+        ((FOUR[0], FOUR[1], replace(FOUR[0], refs=())), "part 0 of group 0 is registered twice"),
+        ((FOUR[0], replace(FOUR[1], parts=5)), "registered as .*parts=4.* and as .*parts=5"),
+        ((FOUR[0], replace(FOUR[1], tokens_per_key=32)), "registered as .* and as "),
+    ],
+)
+def test_parts_that_do_not_go_together(daemon: Daemon, groups_of: tuple[Group, ...], said: str) -> None:
+    """By a peer that checks nothing itself."""
+    rank = daemon.welcome(Rank(daemon.socket, FOUR, register=False))
+    rank.cache.groups = groups_of
+    with pytest.raises(RemoteError, match=said):
+        rank.client.register(rank.cache)
+
+
+def test_what_a_client_checks_itself() -> None:
+    tensor = SharedTensor.allocate(4, PAGE)
+    with pytest.raises(UsageError, match="a part of a group is named twice"):
+        KvCache([tensor], [FOUR[0], FOUR[0]])
+    with pytest.raises(UsageError, match="the parts of group 0 differ in more than their refs"):
+        KvCache([tensor], [FOUR[0], replace(FOUR[1], blocks_per_key=2)])
+
+
+def test_the_cap_counts_parts(standing: Callable[..., Daemon], keys: Keys) -> None:
+    daemon = standing("limits.keys_per_request=20")
+    (whole,) = engine(daemon, 1)
+    assert whole.store_keys(keys[:5]).outcome is Outcome.DONE
+    with pytest.raises(RemoteError, match="24 keys in one request, counted for each part that is held; the cap is 20"):
+        whole.store_keys(keys)

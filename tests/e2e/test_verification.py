@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref
 from tests.e2e.process import Daemon
 from tests.e2e.rank import PAGE, Keys, Rank, content, new_keys
 
@@ -20,13 +20,13 @@ HIT, MISS = KeyState.HIT, KeyState.MISS
 Start = Callable[..., Daemon]
 
 
-def flip_a_bit(daemon: Daemon, key: bytes) -> None:
-    """In the middle of the payload of a key of group 0, in the daemon's own memory."""
-    payload = content(key, 0, 0, 0, 0, PAGE).tobytes()
+def flip_a_bit(daemon: Daemon, key: bytes, part: int = 0, size: int = PAGE) -> None:
+    """In the middle of a payload of group 0, in the daemon's own memory."""
+    payload = content(key, 0, part, 0, 0, size).tobytes()
     for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
         if "kvoffloadd-arena" in os.readlink(entry):
             with entry.open("r+b", buffering=0) as arena:
-                at = arena.read().index(payload) + PAGE // 2
+                at = arena.read().index(payload) + size // 2
                 arena.seek(at)
                 (byte,) = arena.read(1)
                 arena.seek(at)
@@ -70,6 +70,24 @@ def test_a_corrupt_key_is_a_named_failure_and_then_a_miss(verifying: Daemon, key
     assert verifying.status()["cache"]["keys_corrupt"] == before + 1
     rank.store_keys(keys)
     assert rank.loads_right(keys)
+
+
+def test_a_corrupt_part_spoils_its_key(verifying: Daemon, keys: Keys) -> None:
+    """Of a rank that holds all four: nothing of the key comes."""
+    held = [Group(0, GroupKind.FULL, 16, refs=(Ref(0, part * 1024, 1024),), parts=4, part=part) for part in range(4)]
+    rank = verifying.welcome(Rank(verifying.socket, held, namespace=NamespaceSpec(model="parts")))
+    rank.store_keys(keys)
+    assert rank.client.drain(5.0).unsealed == 0
+    flip_a_bit(verifying, keys[2].tobytes(), part=3, size=1024)
+    rank.wipe()
+    blocks = rank.blocks_of(0, 10, 6)
+    result = rank.load({0: (keys, blocks)})
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [2])
+    good = np.array([0, 1, 3, 4, 5])
+    assert rank.wrong(0, keys[good], blocks[good]) == 0
+    rank.wipe_loaded(0, blocks[good])
+    assert rank.clean()
+    assert rank.states(keys) == [HIT, HIT, MISS, HIT, HIT, HIT]
 
 
 def test_a_corrupt_key_under_a_lease(verifying: Daemon, keys: Keys) -> None:
