@@ -1,4 +1,4 @@
-"""The command line: `kvoffloadd serve`, and an operator's questions and orders to a running daemon.
+"""The command line: `kvoffloadd serve`, an operator's questions and orders to a running daemon, and `plan` before all.
 
 Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
 3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked.
@@ -27,6 +27,9 @@ DEFAULT_SOCKET = config.ServerConfig().socket
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
 """For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours.
 Whoever waits at a terminal may interrupt it."""
+
+PLAN_TERMS = ("block_size", "tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
+"""Options of `plan` that go to the planner as they are."""
 
 DROPPED = ", dropped"
 """How the daemon ends a finding that its repair has put right (cache/inspection.py)."""
@@ -109,6 +112,25 @@ def _load(arguments: argparse.Namespace) -> config.Config:
                  for path, size in arguments.disk)  # fmt: skip
         overrides["disk.roots"] = f"[{', '.join(roots)}]"
     return config.load(arguments.config, overrides)
+
+
+# --- before there is a daemon --------------------------------------------------------------------------
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.planner import Terms, make_plan, plan_json, print_plan, read_model, read_trace
+
+    terms: dict[str, Any] = {name: getattr(arguments, name) for name in PLAN_TERMS}
+    sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk}
+    terms |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    model = read_model(arguments.model_config)
+    trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
+    plan = make_plan(model, Terms(**terms), trace)
+    if arguments.json:
+        _print_json(plan_json(plan))
+    else:
+        print_plan(plan)
+    return EXIT_OK
 
 
 # --- questions and orders to a running daemon -------------------------------------------------------
@@ -289,6 +311,8 @@ def _parser() -> argparse.ArgumentParser:
             "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
         )
 
+    _add_plan_options(add("plan", _plan, "What a model's KV cache will be, and how much of it the daemon would hold."))
+
     config_commands = commands.add_parser("config", help="Check or show config files.").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
@@ -312,6 +336,46 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
         "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="instead of the file's value; repeatable",
     )  # fmt: skip
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model-config", type=Path, required=True, metavar="FILE", help="the model's config.json, as on Hugging Face"
+    )
+    parser.add_argument("--block-size", type=_count, default=16, metavar="TOKENS", help="the engine's; default: 16")
+    parser.add_argument("--tp", type=_count, default=1, metavar="RANKS", help="tensor-parallel ranks; default: 1")
+    parser.add_argument(
+        "--attn-pack-size", dest="pack_size", type=_count, default=0, metavar="LAYERS",
+        help="attention layers on a page, where a Mamba state sets it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="DTYPE", help="auto (default, the model's), fp8, bfloat16 ..."
+    )
+    parser.add_argument(
+        "--no-hybrid", dest="hybrid", action="store_false", help="the engine's hybrid cache manager is off: one group"
+    )
+    parser.add_argument(
+        "--share-tp", action="store_true", help="ranks of other tensor-parallel sizes are to read it, too"
+    )
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="of the memory tier; default: the daemon's, 4GiB")
+    parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="a typical prompt; default: 8000"
+    )
+    prompts.add_argument(
+        "--trace", type=Path, metavar="FILE", help="prompts as they were: input_length and hash_ids in JSON lines"
+    )
+    parser.add_argument(
+        "--trace-block-tokens", type=_count, default=512, metavar="TOKENS", help="of a hash id; default: 512"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 32):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
+    return int(text)
 
 
 def _assignment(text: str) -> tuple[str, str]:

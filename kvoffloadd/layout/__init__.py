@@ -1,0 +1,74 @@
+"""The worker's side of layouts: whatever an engine allocated, the daemon sees canonical tensors and refs.
+
+`canonicalise` takes an engine's tensors; `cross_layers`, `packed_pages` and `packed_rows` plan memory for an engine
+that lets us allocate. Importing this loads no torch.
+"""
+
+from kvoffloadd.layout.backend import (
+    FLASH_HND,
+    FLASH_NHD,
+    LATENT,
+    PACKED_HND,
+    PACKED_NHD,
+    TRITON_HND,
+    TRITON_NHD,
+    Backend,
+    probe_block_dim,
+)
+from kvoffloadd.layout.cache import CanonicalCache, canonicalise
+from kvoffloadd.layout.canonical import Canonical, canonical_geometry, kernel_ids
+from kvoffloadd.layout.crosslayer import cross_layers
+from kvoffloadd.layout.fingerprint import fingerprint
+from kvoffloadd.layout.geometry import Rows, View
+from kvoffloadd.layout.heads import Share, share_of
+from kvoffloadd.layout.packing import packed_block_size, packed_pages
+from kvoffloadd.layout.plan import HOST, Allocated, Plan, TensorPlan
+from kvoffloadd.layout.reach import Reach, clip, descriptors, group_ids
+from kvoffloadd.layout.rows import packed_rows, packs_rows, uniform_type
+from kvoffloadd.layout.spec import Attention, LayerGroup, LayerKind, LayerSpec, Mamba, State, layer_kind
+from kvoffloadd.layout.validity import Loaded, valid_prefix
+
+__all__ = [
+    "FLASH_HND",
+    "FLASH_NHD",
+    "HOST",
+    "LATENT",
+    "PACKED_HND",
+    "PACKED_NHD",
+    "TRITON_HND",
+    "TRITON_NHD",
+    "Allocated",
+    "Attention",
+    "Backend",
+    "Canonical",
+    "CanonicalCache",
+    "LayerGroup",
+    "LayerKind",
+    "LayerSpec",
+    "Loaded",
+    "Mamba",
+    "Plan",
+    "Reach",
+    "Rows",
+    "Share",
+    "State",
+    "TensorPlan",
+    "View",
+    "canonical_geometry",
+    "canonicalise",
+    "clip",
+    "cross_layers",
+    "descriptors",
+    "fingerprint",
+    "group_ids",
+    "kernel_ids",
+    "layer_kind",
+    "packed_block_size",
+    "packed_pages",
+    "packed_rows",
+    "packs_rows",
+    "probe_block_dim",
+    "share_of",
+    "uniform_type",
+    "valid_prefix",
+]

@@ -1,0 +1,265 @@
+"""From an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffloadd.client import Group
+from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.backend import HEAD, Backend
+from kvoffloadd.layout.geometry import Rows, Run, Segment, View, merged, refs_of, segments
+from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, check_groups, item_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvoffloadd.model import Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """`rows`: the canonical tensors. `groups`: ready to register, one for each part that the rank holds; refs in the
+    order of the rows' bytes, neighbouring layers merged, no padding. `layers`: the refs of each layer alone.
+    """
+
+    rows: tuple[Rows, ...]
+    groups: tuple[Group, ...]
+    layers: Mapping[str, tuple[Ref, ...]]
+
+    def payload_bytes(self, group: int) -> int:
+        """Of one block of the group at this index."""
+        return sum(ref.payload_bytes for ref in self.groups[group].refs)
+
+
+def canonical_geometry(
+    views: Mapping[str, Sequence[View]],
+    specs: Mapping[str, LayerSpec],
+    groups: Sequence[LayerGroup],
+    memory_bytes: Mapping[int, int],
+) -> Canonical:
+    """`views`: of each layer one, or one for each of its states; `memory_bytes`: size of the memory they lie in.
+
+    Raises UsageError, naming the layer, its shape and strides, for what can't be expressed without a copy.
+    """
+    check_groups(specs, groups)
+    if views.keys() != specs.keys():
+        raise UsageError(f"views and specs are not of the same layers: {sorted(views.keys() ^ specs.keys())}")
+    found: list[Segment] = []
+    for layer, spec in specs.items():
+        found += _layer_segments(layer, spec, views[layer])
+    clusters = _clusters(found)
+    rows = _whole_rows(clusters, memory_bytes)
+    runs = _runs_by_layer(found, rows)
+    refs = {layer: tuple(_refs(one.items())) for layer, one in runs.items()}
+    known = [
+        _group(group, group.part + at, specs, _held_runs(group, at, specs, views, rows) or runs, rows)
+        for group in groups
+        for at in range(group.held)
+    ]
+    return Canonical(tuple(rows), tuple(known), refs)
+
+
+def _layer_segments(layer: str, spec: LayerSpec, views: Sequence[View]) -> list[Segment]:
+    if isinstance(spec, Mamba):
+        expected = [(state.shape, item_bytes(state.dtype)) for state in spec.states]
+        there = [(view.shape[1:], item_bytes(view.dtype)) for view in views]
+        if expected != there:
+            said = ", ".join(str(view) for view in views)
+            raise UsageError(f"layer {layer}: states {said} are not those of {spec.states}, blocks first")
+        return [one for view in views for one in segments(layer, view, 0, 1)]
+    _check_attention(layer, spec, views)
+    return [one for view in views for one in segments(layer, view, spec.block_dim, spec.kernel_blocks)]
+
+
+def _held_runs(
+    group: LayerGroup,
+    at: int,
+    specs: Mapping[str, LayerSpec],
+    views: Mapping[str, Sequence[View]],
+    rows: Sequence[Rows],
+) -> dict[str, dict[int, list[Run]]]:
+    """Runs of the heads that are the part at this place among those that the rank holds; none: it holds one part."""
+    if group.held == 1:
+        return {}
+    found: list[Segment] = []
+    for layer in group.layers:
+        spec = specs[layer]
+        if isinstance(spec, Mamba) or not isinstance(spec.backend, Backend) or HEAD not in spec.backend.shape:
+            raise UsageError(f"layer {layer}: {group.held} parts of it are held, but where its heads lie is not known")
+        if spec.num_kv_heads % group.held:
+            raise UsageError(f"layer {layer}: {spec.num_kv_heads} heads are not {group.held} equal parts")
+        heads, dim = spec.num_kv_heads // group.held, spec.backend.shape.index(HEAD)
+        for view in views[layer]:
+            found += segments(layer, view.narrow(dim, at * heads, heads), spec.block_dim, spec.kernel_blocks)
+    return _runs_by_layer(found, rows)
+
+
+def _check_attention(layer: str, spec: Attention, views: Sequence[View]) -> None:
+    """One tensor as the backend indexes it; where that is not known, K and V may also be in one each."""
+    said = " and ".join(map(str, views))
+    known = isinstance(spec.backend, Backend)
+    if len(views) != 1 and (known or len(views) != 2):
+        raise UsageError(f"layer {layer}: {said}: {len(views)} tensors, where its spec describes one")
+    if not all(0 <= spec.block_dim < len(view.shape) for view in views):
+        raise UsageError(f"layer {layer}: {said} has no dimension {spec.block_dim} that counts blocks")
+    per_block = sum(_bytes_behind(view, spec.block_dim) for view in views) * spec.kernel_blocks
+    if per_block != spec.payload_bytes or any(item_bytes(view.dtype) != item_bytes(spec.dtype) for view in views):
+        raise UsageError(
+            f"layer {layer}: {said} has {per_block} bytes a block, its spec says {spec.payload_bytes} of {spec.dtype}"
+        )
+    count = views[0].shape[spec.block_dim]
+    expected = spec.shape(count // spec.kernel_blocks)
+    if expected is not None and expected != views[0].shape and count % spec.kernel_blocks == 0:
+        raise UsageError(f"layer {layer}: {said} is not of the backend's shape {expected}")
+
+
+def _bytes_behind(view: View, block_dim: int) -> int:
+    sizes = (size for at, size in enumerate(view.shape) if at != block_dim)
+    return item_bytes(view.dtype) * math.prod(sizes)
+
+
+def _clusters(found: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments of one tensor together, in the order in which layers first use them."""
+    first = {id(segment): at for at, segment in enumerate(found)}
+    clusters: list[list[Segment]] = []
+    by_memory = sorted(
+        found, key=lambda one: (one.rows.memory, one.rows.num_blocks, one.rows.stride_bytes, one.rows.offset)
+    )
+    for segment in by_memory:
+        if clusters and _fits(clusters[-1], segment):
+            clusters[-1].append(segment)
+        else:
+            clusters.append([segment])
+    for cluster in clusters:
+        _check_kernel_blocks(cluster)
+    return sorted(clusters, key=lambda cluster: min(first[id(segment)] for segment in cluster))
+
+
+def _fits(cluster: Sequence[Segment], segment: Segment) -> bool:
+    """Whether the segment lies in the rows that the cluster has begun."""
+    head, rows = cluster[0].rows, segment.rows
+    same = (head.memory, head.num_blocks, head.stride_bytes) == (rows.memory, rows.num_blocks, rows.stride_bytes)
+    return same and rows.offset + rows.page_bytes <= head.offset + head.stride_bytes
+
+
+def _check_kernel_blocks(cluster: Sequence[Segment]) -> None:
+    """Kernel blocks of layers that share rows interleave; with different ratios they would interleave differently."""
+    starts: dict[str, int] = {}
+    for segment in cluster:
+        starts[segment.layer] = min(segment.rows.offset, starts.get(segment.layer, segment.rows.offset))
+    other = next((one for one in cluster if one.kernel_blocks != cluster[0].kernel_blocks), None)
+    if other is not None and len(set(starts.values())) > 1:
+        raise UsageError(
+            f"layers {cluster[0].layer} and {other.layer} share a tensor with other layers, but have "
+            f"{cluster[0].kernel_blocks} and {other.kernel_blocks} kernel blocks a block: their bytes would overlap; "
+            "give them equal kernel blocks, or tensors of their own"
+        )
+
+
+def _whole_rows(clusters: Sequence[Sequence[Segment]], memory_bytes: Mapping[int, int]) -> list[Rows]:
+    """One tensor for each cluster, its rows as long as memory allows, so that padding is part of them."""
+    tight = []
+    for cluster in clusters:
+        head = cluster[0].rows
+        page = max(one.rows.offset + one.rows.page_bytes for one in cluster) - head.offset
+        tight.append(Rows(head.memory, head.offset, head.num_blocks, page, head.stride_bytes))
+    ordered = sorted(range(len(tight)), key=lambda at: (tight[at].memory, tight[at].offset))
+    whole = list(tight)
+    for at, behind in zip(ordered, [*ordered[1:], None], strict=True):
+        rows = tight[at]
+        limit = memory_bytes[rows.memory]
+        if rows.end > limit:
+            raise UsageError(f"layer {clusters[at][0].layer} leaves its memory of {limit} bytes")
+        if behind is not None and tight[behind].memory == rows.memory:
+            limit = tight[behind].offset
+            if rows.end > limit:
+                raise UsageError(
+                    f"layers {clusters[at][0].layer} and {clusters[behind][0].layer} interleave, but not in rows of "
+                    f"one length: blocks are {rows.stride_bytes} and {tight[behind].stride_bytes} bytes apart; "
+                    "pad pages to one size, or give them memory of their own"
+                )
+        if rows.end - rows.page_bytes + rows.stride_bytes <= limit:
+            whole[at] = Rows(rows.memory, rows.offset, rows.num_blocks, rows.stride_bytes, rows.stride_bytes)
+    return whole
+
+
+def _runs_by_layer(found: Sequence[Segment], rows: Sequence[Rows]) -> dict[str, dict[int, list[Run]]]:
+    """For each layer: its runs in each tensor."""
+    runs: dict[str, dict[int, list[Run]]] = {}
+    for segment in found:
+        tensor = _tensor_of(segment, rows)
+        start = segment.rows.offset - rows[tensor].offset
+        placed = [(start + offset, length) for offset, length in segment.runs]
+        runs.setdefault(segment.layer, {}).setdefault(tensor, []).extend(placed)
+    for layer, by_tensor in runs.items():
+        for tensor, placed in by_tensor.items():
+            by_tensor[tensor] = sorted(placed)
+            _check_apart([(layer, run) for run in placed])
+    return runs
+
+
+def _tensor_of(segment: Segment, rows: Sequence[Rows]) -> int:
+    """The tensor in whose rows the segment lies: in its first row, since first rows do not overlap."""
+    begin, end = segment.rows.offset, segment.rows.offset + segment.rows.page_bytes
+    return next(
+        at
+        for at, one in enumerate(rows)
+        if one.memory == segment.rows.memory and one.offset <= begin and end <= one.offset + one.page_bytes
+    )
+
+
+def _refs(by_tensor: Iterable[tuple[int, Sequence[Run]]]) -> list[Ref]:
+    return [ref for tensor, runs in sorted(by_tensor) for ref in refs_of(tensor, runs)]
+
+
+def _group(
+    group: LayerGroup,
+    part: int,
+    specs: Mapping[str, LayerSpec],
+    runs: Mapping[str, Mapping[int, list[Run]]],
+    rows: Sequence[Rows],
+) -> Group:
+    by_tensor: dict[int, list[tuple[str, Run]]] = {}
+    seen: set[tuple[int, tuple[Run, ...]]] = set()
+    for layer in group.layers:
+        for tensor, placed in runs[layer].items():
+            # A layer that uses another one's cache adds nothing to the payload.
+            if (tensor, tuple(placed)) not in seen:
+                by_tensor.setdefault(tensor, []).extend((layer, run) for run in placed)
+            seen.add((tensor, tuple(placed)))
+    if len({rows[tensor].num_blocks for tensor in by_tensor}) > 1:
+        counts = {layer: rows[next(iter(runs[layer]))].num_blocks for layer in group.layers}
+        raise UsageError(f"group {group.group}: its layers differ in how many blocks they have: {counts}")
+    for placed_by in by_tensor.values():
+        _check_apart(placed_by)
+    spec = specs[group.layers[0]]
+    tokens_per_key = spec.block_size * group.blocks_per_key
+    return Group(
+        group=group.group,
+        kind=spec.group_kind,
+        tokens_per_key=tokens_per_key,
+        refs=tuple(_refs((tensor, merged([run for _, run in placed])) for tensor, placed in by_tensor.items())),
+        window_keys=spec.window_keys(tokens_per_key),
+        blocks_per_key=group.blocks_per_key,
+        parts=group.parts,
+        part=part,
+    )
+
+
+def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
+    """That no two runs of a block overlap: one group's layers can't use the same bytes."""
+    ordered = sorted(placed, key=lambda one: one[1])
+    for (one, (offset, length)), (other, (begin, _)) in itertools.pairwise(ordered):
+        if offset + length > begin:
+            raise UsageError(
+                f"layers {one} and {other} of one group overlap in the same block: bytes {begin} to {offset + length} "
+                "of its row are both's; layers of a group need slots of their own"
+            )
+
+
+def kernel_ids(ids: Sequence[int], kernel_blocks: int) -> list[int]:
+    """The kernel blocks of these blocks, in order: what kernels index a layer's tensor with."""
+    return [block * kernel_blocks + at for block in ids for at in range(kernel_blocks)]

@@ -1,0 +1,94 @@
+"""Which blocks of each group a transfer needs. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.model import GroupKind, Ref, U32Array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a group's layers look. `block_size` and `window` in tokens; `window`: of sliding attention, or a
+    chunk's size. Raises UsageError for what is no reach.
+    """
+
+    kind: GroupKind
+    block_size: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+        if self.block_size < 1 or (self.window > 0) != windowed:
+            raise UsageError(f"a group of kind {self.kind} with blocks of {self.block_size} and window {self.window}")
+
+    def blocks(self, tokens: int) -> range:
+        """Blocks that the token behind a prefix of that many tokens needs; the prefix need not end with a block."""
+        end, first = -(-tokens // self.block_size), self._first_token(tokens)
+        return range(first // self.block_size if first < tokens else end, end)
+
+    def _first_token(self, tokens: int) -> int:
+        match self.kind:
+            case GroupKind.FULL:
+                return 0
+            case GroupKind.SLIDING:
+                return max(0, tokens - self.window + 1)
+            case GroupKind.CHUNKED:
+                return tokens // self.window * self.window
+            case GroupKind.MAMBA:
+                return max(0, tokens - 1)
+
+    def boundary_blocks(self) -> int:
+        """How many blocks a sliding window needs at most at the end of a block. Raises UsageError for other kinds."""
+        return -(-(self._window() - 1) // self.block_size)
+
+    def transfer_blocks(self) -> int:
+        """How many blocks a sliding window needs at most wherever a prefix ends. Raises UsageError for other kinds."""
+        tokens = self._window() - 1
+        return 0 if tokens == 0 else -(-(tokens - 1) // self.block_size) + 1
+
+    def _window(self) -> int:
+        if self.kind is not GroupKind.SLIDING:
+            raise UsageError(f"a group of kind {self.kind} has no sliding window")
+        return self.window
+
+    def wanted(self, remote: int, local: int) -> range:
+        """Blocks to load for a prefix of `remote` blocks when the first `local` are here.
+
+        Raises UsageError if more are here than there: nothing was to be loaded.
+        """
+        if not 0 <= local <= remote:
+            raise UsageError(f"{local} blocks are here, only {remote} there: more local than remote")
+        needed = self.blocks(remote * self.block_size)
+        return range(max(local, needed.start), remote) if local < remote else range(remote, remote)
+
+
+def clip(blocks: range, window: int, block_size: int) -> range:
+    """The last of these blocks, `ceil(window / block_size) + 1`: what engines ask for, wherever a prefix may end."""
+    return blocks[-window // block_size - 1 :]
+
+
+def group_ids(ids: Sequence[Sequence[int] | U32Array]) -> tuple[U32Array, ...]:
+    """Block ids of each group, u32 (blocks,), possibly none. Ids name blocks within their group only.
+
+    Raises TypeError for a flat list: which group would it be of?
+    """
+    found = []
+    for group, one in enumerate(ids):
+        if isinstance(one, str | bytes) or not hasattr(one, "__len__"):
+            raise TypeError(f"block ids are a list for each group; at {group} there is {one!r}")
+        # By length: an array has no truth value.
+        found.append(np.asarray(one, np.uint32) if len(one) else np.zeros(0, np.uint32))
+    return tuple(found)
+
+
+def descriptors(refs: Sequence[Sequence[Ref]], blocks: Sequence[int]) -> int:
+    """Runs of all blocks before any are merged: `refs` and number of blocks of each group."""
+    return sum(count * sum(ref.count for ref in one) for one, count in zip(refs, blocks, strict=True))

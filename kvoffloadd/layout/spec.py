@@ -1,0 +1,267 @@
+"""What an engine's layers and groups are, as plain data of no engine: kinds, sizes, dtypes."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.backend import BLOCK, DIM, HEAD, KV, PAIR, TOKEN, Backend
+from kvoffloadd.model import GroupKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+}
+"""Dtypes by torch's names."""
+
+
+class LayerKind(enum.StrEnum):
+    """Kinds of layers that can be described; others are refused by name."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    MLA = "mla"
+    MAMBA = "mamba"
+
+
+ATTENTION_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.MLA)
+
+
+def layer_kind(name: str) -> LayerKind:
+    """The kind of that name. Raises UsageError for one that is not known."""
+    try:
+        return LayerKind(name)
+    except ValueError:
+        known = ", ".join(LayerKind)
+        raise UsageError(f"layers of kind {name!r} are not known; these are: {known}") from None
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises UsageError for a dtype that is not known."""
+    found = ITEM_BYTES.get(dtype)
+    if found is None:
+        raise UsageError(f"dtype {dtype!r} is not known; these are: {', '.join(ITEM_BYTES)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer with K and V, or with one latent vector a token (MLA: one head, `head_size` is the vector's).
+
+    `block_size`, `window`: tokens; `window` is that of sliding attention (MLA may have one) or a chunk's size.
+    `backend`: its dimensions and their order, or only which dimension of the layer's tensor counts blocks.
+    `padded_bytes`: what a block takes with padding behind it; 0: no padding. `kernel_blocks`: as how many blocks the
+    kernels see one. Raises UsageError for what is no layer.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    backend: Backend | int
+    kind: LayerKind = LayerKind.FULL
+    window: int = 0
+    padded_bytes: int = 0
+    kernel_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        item_bytes(self.dtype)
+        kind = layer_kind(self.kind)
+        if kind not in ATTENTION_KINDS:
+            raise UsageError(f"an attention layer can't be of kind {kind}")
+        if min(self.block_size, self.num_kv_heads, self.head_size, self.kernel_blocks) < 1:
+            raise UsageError(f"sizes of a layer must be positive: {self}")
+        if self.block_size % self.kernel_blocks:
+            raise UsageError(f"{self.block_size} tokens are not {self.kernel_blocks} equal kernel blocks")
+        if (self.window > 0) != (kind in (LayerKind.SLIDING, LayerKind.CHUNKED)) and kind is not LayerKind.MLA:
+            raise UsageError(f"a layer of kind {kind} with a window of {self.window} tokens")
+        if kind is LayerKind.MLA and self.num_kv_heads != 1:
+            raise UsageError(f"MLA has one head, not {self.num_kv_heads}")
+        if self.padded_bytes and self.padded_bytes < self.payload_bytes:
+            raise UsageError(f"a page of {self.payload_bytes} bytes can't be padded to {self.padded_bytes}")
+        if self.page_bytes % self.kernel_blocks:
+            raise UsageError(f"a page of {self.page_bytes} bytes is not {self.kernel_blocks} equal kernel pages")
+        if isinstance(self.backend, Backend):
+            sizes = self.axes(1)
+            elements = math.prod(sizes[axis] for axis in self.backend.shape) * item_bytes(self.dtype)
+            if elements != self.payload_bytes:
+                raise UsageError(f"backend {self.backend.name} {self.backend.shape} does not hold a layer of {kind}")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one block, without padding."""
+        vectors = 1 if self.kind == LayerKind.MLA else 2
+        return vectors * self.block_size * self.num_kv_heads * self.head_size * item_bytes(self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one block, with padding."""
+        return self.padded_bytes or self.payload_bytes
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """What the layer needs of the keys before a boundary."""
+        if self.kind == LayerKind.CHUNKED:
+            return GroupKind.CHUNKED
+        return GroupKind.SLIDING if self.window else GroupKind.FULL
+
+    def window_keys(self, tokens_per_key: int) -> int:
+        """Keys that a lookup at a boundary needs: those with the last `window - 1` tokens, or a whole chunk's."""
+        tokens = self.window if self.kind == LayerKind.CHUNKED else max(0, self.window - 1)
+        return -(-tokens // tokens_per_key)
+
+    def axes(self, num_blocks: int) -> dict[str, int]:
+        """Sizes by the dimensions' names."""
+        return {
+            BLOCK: num_blocks * self.kernel_blocks,
+            KV: 2,
+            TOKEN: self.block_size // self.kernel_blocks,
+            HEAD: self.num_kv_heads,
+            DIM: self.head_size,
+            PAIR: 2 * self.head_size,
+        }
+
+    def shape(self, num_blocks: int) -> tuple[int, ...] | None:
+        """Of the layer's tensor; None if the backend is not known."""
+        if not isinstance(self.backend, Backend):
+            return None
+        sizes = self.axes(num_blocks)
+        return tuple(sizes[axis] for axis in self.backend.shape)
+
+    @property
+    def block_dim(self) -> int:
+        """Which dimension of the layer's tensor counts (kernel) blocks."""
+        return self.backend.block_dim if isinstance(self.backend, Backend) else self.backend
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state of a Mamba layer, of one block."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Of one block."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A layer whose page holds states, one behind the other. Its tensors: (num_blocks, *shape) for each state.
+
+    `block_size`: tokens. `padded_bytes`: as for Attention. Raises UsageError for what is no layer.
+    """
+
+    block_size: int
+    states: tuple[State, ...]
+    padded_bytes: int = 0
+    kind: LayerKind = LayerKind.MAMBA
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or not self.states or min(state.bytes for state in self.states) < 1:
+            raise UsageError(f"sizes of a layer must be positive: {self}")
+        if layer_kind(self.kind) is not LayerKind.MAMBA:
+            raise UsageError(f"a Mamba layer can't be of kind {self.kind}")
+        if self.padded_bytes and self.padded_bytes < self.payload_bytes:
+            raise UsageError(f"a page of {self.payload_bytes} bytes can't be padded to {self.padded_bytes}")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one block, without padding."""
+        return sum(state.bytes for state in self.states)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one block, with padding."""
+        return self.padded_bytes or self.payload_bytes
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """What the layer needs of the keys before a boundary."""
+        return GroupKind.MAMBA
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Mamba has no kernel blocks."""
+        return 1
+
+    def window_keys(self, tokens_per_key: int) -> int:
+        """Mamba has no window."""
+        return 0
+
+
+LayerSpec = Attention | Mamba
+
+
+def attention(layer: str, spec: LayerSpec) -> Attention:
+    """The spec as one of attention. Raises UsageError."""
+    if not isinstance(spec, Attention):
+        raise UsageError(f"layer {layer} is no attention layer")
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share block tables, and what this rank holds of each key: as in `client.Group`.
+
+    `held`: the rank holds so many parts, from `part` on: equal ranges of its heads, in order.
+    """
+
+    group: int
+    layers: tuple[str, ...]
+    blocks_per_key: int = 1
+    parts: int = 1
+    part: int = 0
+    held: int = 1
+
+
+def check_blocks(num_blocks: int) -> None:
+    """That there are blocks. Raises UsageError."""
+    if num_blocks < 1:
+        raise UsageError(f"{num_blocks} blocks are no cache")
+
+
+def check_groups(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> None:
+    """That each layer is in one group, with layers of its kind, window and block size, and that parts exist. Raises
+    UsageError.
+    """
+    seen: dict[str, int] = {}
+    for group in groups:
+        if not group.layers:
+            raise UsageError(f"group {group.group} has no layers")
+        if group.part < 0 or group.held < 1 or group.part + group.held > group.parts:
+            raise UsageError(f"group {group.group}: {group.held} parts from {group.part} of {group.parts}")
+        for layer in group.layers:
+            if layer not in specs:
+                raise UsageError(f"group {group.group}: layer {layer} is not described")
+            if layer in seen:
+                raise UsageError(f"layer {layer} is in group {seen[layer]} and in group {group.group}")
+            seen[layer] = group.group
+            _check_equal(group.group, (group.layers[0], specs[group.layers[0]]), (layer, specs[layer]))
+    missing = sorted(specs.keys() - seen.keys())
+    if missing:
+        raise UsageError(f"layers {', '.join(missing)} are in no group: they would never be stored")
+
+
+def _check_equal(group: int, one: tuple[str, LayerSpec], other: tuple[str, LayerSpec]) -> None:
+    needs = [(spec.group_kind, getattr(spec, "window", 0), spec.block_size) for _, spec in (one, other)]
+    if needs[0] != needs[1]:
+        said = [
+            f"{name} ({kind}, window {window}, {size} tokens a block)"
+            for (name, _), (kind, window, size) in zip((one, other), needs, strict=True)
+        ]
+        raise UsageError(f"group {group}: layers {' and '.join(said)} can't share block tables")

@@ -1,0 +1,70 @@
+"""torch's tensors as geometry, and geometry as torch's tensors. Imports torch when called, never before."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.geometry import Rows, View
+from kvoffloadd.layout.spec import item_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Storages:
+    """The memory under tensors: numbers for it, and what keeps it alive. Tensors over one storage share a number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._tensors: list[Any] = []
+        self.sizes: dict[int, int] = {}
+
+    def view(self, layer: str, tensor: Any) -> View:
+        """The tensor as geometry. Raises UsageError for what is no dense tensor, or of a dtype that is not known."""
+        torch = importlib.import_module("torch")
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise UsageError(f"layer {layer}: a {type(tensor).__name__} is no dense torch tensor")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        item_bytes(dtype)
+        if self._tensors and tensor.device != self._tensors[0].device:
+            raise UsageError(
+                f"layer {layer}: it is on {tensor.device}, others are on {self._tensors[0].device}; "
+                "register one cache for each device"
+            )
+        storage = tensor.untyped_storage()
+        # Storages of the meta device have no address.
+        name = ("address", storage.data_ptr()) if storage.data_ptr() else ("object", storage._cdata)
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number == len(self._tensors):
+            self._tensors.append(tensor)
+            self.sizes[number] = storage.nbytes()
+        elif storage.nbytes() > self.sizes[number]:
+            self._tensors[number], self.sizes[number] = tensor, storage.nbytes()
+        offset = tensor.storage_offset() * tensor.element_size()
+        return View(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype)
+
+    def rows(self, rows: Rows) -> Any:
+        """torch.int8 (num_blocks, page_bytes) over the memory that these rows name."""
+        return rows_over(self._tensors[rows.memory], rows)
+
+
+def rows_over(tensor: Any, rows: Rows) -> Any:
+    """torch.int8 (num_blocks, page_bytes) with strides (stride_bytes, 1), over the tensor's storage."""
+    torch = importlib.import_module("torch")
+    raw = torch.empty(0, dtype=torch.int8, device=tensor.device)
+    size, stride = (rows.num_blocks, rows.page_bytes), (rows.stride_bytes, 1)
+    return raw.set_(tensor.untyped_storage(), rows.offset, size, stride)
+
+
+def view_over(flat: Any, view: View) -> Any:
+    """A tensor of the view's dtype over `flat`: torch.int8 (bytes,), from byte 0 of its memory."""
+    torch = importlib.import_module("torch")
+    typed = flat.view(getattr(torch, view.dtype))
+    return typed.as_strided(view.shape, view.strides, view.offset // item_bytes(view.dtype))
+
+
+def device_type(tensors: Sequence[Any]) -> str:
+    """Type of the device that the tensors are on: "cpu", "cuda", "meta"."""
+    return str(tensors[0].device.type) if tensors else "cpu"

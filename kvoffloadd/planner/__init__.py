@@ -1,0 +1,35 @@
+"""What a model's KV cache will be, before anything runs: groups, pages, descriptors, and how much the tiers hold.
+
+`read_model` understands a Hugging Face config.json, `make_plan` works out the rest with `kvoffloadd.layout`'s own
+geometry, `print_plan` and `plan_json` show it. Importing this loads no torch, and nothing of the daemon.
+"""
+
+from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of
+from kvoffloadd.planner.grouping import form_groups
+from kvoffloadd.planner.layouts import KV_APART, Layout, predicted_descriptors
+from kvoffloadd.planner.modelconfig import ModelConfig, read_model
+from kvoffloadd.planner.planning import CapacityPlan, Terms, make_plan
+from kvoffloadd.planner.rank import KV_DTYPES, Rank
+from kvoffloadd.planner.report import plan_json, print_plan
+from kvoffloadd.planner.trace import Trace, read_trace
+
+__all__ = [
+    "KV_APART",
+    "KV_DTYPES",
+    "CapacityPlan",
+    "DiskSpace",
+    "Layout",
+    "MemorySpace",
+    "ModelConfig",
+    "Rank",
+    "Terms",
+    "Trace",
+    "demand_of",
+    "form_groups",
+    "make_plan",
+    "plan_json",
+    "predicted_descriptors",
+    "print_plan",
+    "read_model",
+    "read_trace",
+]

@@ -1,0 +1,111 @@
+"""Which layout transfers best and why, and what will disappoint: sentences for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvoffloadd.layout import LayerKind
+from kvoffloadd.model import PAGE_BYTES, slot_pages
+from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES, ROWS, Layout
+from kvoffloadd.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffloadd.planner.capacity import MemorySpace
+    from kvoffloadd.planner.rank import Rank
+
+SHORT_ENOUGH = 4
+"""A block should be at most this part of a prompt: what lies behind the last whole block is computed again."""
+
+IN_DOUBT = (CROSS_LAYER, HEADS_FIRST, ROWS)
+"""Which goes first where descriptors are equal."""
+
+WASTEFUL = 0.25
+"""Of a slot, the part that padding may take before it is worth a word."""
+
+
+def recommend(layouts: Sequence[Layout], prompt_tokens: int, share_tp: bool) -> tuple[Layout, str]:
+    """The layout with the fewest descriptors for a prompt's store and load; and why, in a sentence.
+
+    Blocks short enough for the prompt go first, and of those the longest: states are stored once a block. `share_tp`:
+    ranks of other tensor-parallel sizes are to read what is stored.
+    """
+    short = [one for one in layouts if one.block_tokens * SHORT_ENOUGH <= prompt_tokens]
+    length = max(one.block_tokens for one in short) if short else min(one.block_tokens for one in layouts)
+    fitting = [one for one in layouts if one.block_tokens == length]
+    shareable = [one for one in fitting if one.name == HEADS_FIRST] if share_tp else []
+    best = min(shareable or fitting, key=lambda one: (_moved(one, prompt_tokens), sum(one.padding), _doubt(one)))
+    said = f'"{best.name}": {_cost(best)}'
+    worst = max(fitting, key=lambda one: sum(one.descriptors))
+    if sum(worst.descriptors) > sum(best.descriptors):
+        said += f', where "{worst.name}" takes {_cost(worst)}'
+    if len({one.block_tokens for one in layouts}) > 1:
+        which = "longest that are at most a quarter" if short else "shortest there are, none is a quarter"
+        said += f"; its blocks of {length:,} tokens are the {which} of a prompt of {prompt_tokens:,}"
+    if shareable:
+        said += "; a range of heads is contiguous, so that ranks of other tensor-parallel sizes can read it"
+    return best, f"{said}."
+
+
+def _moved(layout: Layout, tokens: int) -> int:
+    """Descriptors of a prompt's store and of its load; of a block of each group where it has no whole block."""
+    store, load = layout.stored_blocks(tokens), layout.needed_blocks(tokens)
+    return layout.descriptors_of(store) + layout.descriptors_of(load) or sum(layout.descriptors)
+
+
+def _doubt(layout: Layout) -> int:
+    return IN_DOUBT.index(layout.name) if layout.name in IN_DOUBT else len(IN_DOUBT)
+
+
+def _cost(layout: Layout) -> str:
+    number = sum(layout.descriptors)
+    each = format_bytes(sum(layout.payloads) // number)
+    groups = f"a block of each of the {layout.num_groups} groups" if layout.num_groups > 1 else "a block"
+    return f"{number} descriptor{'s' * (number > 1)} of {each} for {groups}"
+
+
+def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int, prompts_held: int) -> list[str]:
+    """What will disappoint. `prompts_held`: whole prompts of `prompt_tokens` in the memory tier, all groups stored."""
+    found = []
+    block = layout.block_tokens
+    if block > prompt_tokens:
+        found.append(
+            f"a block has {block:,} tokens, a typical prompt {prompt_tokens:,}: it has no full block, so that nothing "
+            f"of it is ever stored or found again; {_shorter(layout, rank, prompt_tokens)}"
+        )
+    largest = max(layout.payloads)
+    if largest > memory.payload_bytes_max:
+        found.append(
+            f"a payload of {format_bytes(largest)} fits no slab of {format_bytes(memory.payload_bytes_max)}: the "
+            f"daemon refuses to register it; set memory.slab_bytes to {format_bytes(_slot_bytes(largest))} or more"
+        )
+    elif prompts_held < 1 and block <= prompt_tokens:
+        found.append(
+            f"memory holds less than one prompt of {prompt_tokens:,} tokens: its first blocks are gone before its last "
+            "are stored; raise --memory"
+        )
+    wasted = [_slot_bytes(payload) / payload - 1 for payload in layout.payloads]
+    if max(wasted) > WASTEFUL:
+        smallest = layout.payloads[wasted.index(max(wasted))]
+        found.append(
+            f"a payload of {format_bytes(smallest)} takes a slot of {format_bytes(_slot_bytes(smallest))}: "
+            "larger blocks, or several blocks a key, waste less"
+        )
+    return found
+
+
+def _slot_bytes(payload_bytes: int) -> int:
+    return slot_pages(payload_bytes) * PAGE_BYTES
+
+
+def _shorter(layout: Layout, rank: Rank, prompt_tokens: int) -> str:
+    if rank.block_size >= layout.block_tokens:
+        return f"use a --block-size of {prompt_tokens:,} or less"
+    pack = layout.pack_size * 2
+    while rank.block_tokens(pack) > prompt_tokens and rank.block_tokens(pack) < rank.block_tokens(pack // 2):
+        pack *= 2
+    most = rank.model.count(LayerKind.FULL)
+    if pack > most or rank.block_tokens(pack) > prompt_tokens:
+        return "no pack size makes it short enough"
+    return f"--attn-pack-size {pack} ({PAGES.format(pack)}) makes it {rank.block_tokens(pack):,}"

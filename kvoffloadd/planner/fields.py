@@ -1,0 +1,106 @@
+"""Keys of a config.json: each is read with a check, and an error names the key and what would work."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+NESTED = ("text_config", "llm_config", "language_config")
+"""Where models that see or hear keep what is said of their text layers."""
+
+CLASS_DEFAULTS: dict[str, dict[str, object]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window_pattern": 6,
+    },
+}
+"""By `model_type`: what its published files leave out, because the model's class in transformers has it."""
+
+
+class Fields:
+    """The keys of one model. Those of the nested text model go before those around it. A null is as good as absent.
+
+    `assumed`: what was read from nowhere in the file; for people.
+    """
+
+    def __init__(self, source: str, values: Mapping[str, object]) -> None:
+        nested = next((name for name in NESTED if isinstance(values.get(name), dict)), "")
+        inner = values[nested] if nested else {}
+        self.source = source
+        self.assumed: list[str] = []
+        self._prefix = f"{nested}." if nested else ""
+        self._inner = inner if isinstance(inner, dict) else {}
+        self._values = {**_said(values), **_said(self._inner)}
+        self.model_type = self.text("model_type", "")
+        self._defaults = CLASS_DEFAULTS.get(self.model_type, {})
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        """To be raised: this key of this file, and what is wrong with it."""
+        return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
+
+    def get(self, key: str) -> object | None:
+        """The value; what the model's class has for it; None: absent."""
+        if key in self._values:
+            return self._values[key]
+        default = self._defaults.get(key)
+        if default is not None:
+            said = f"{key} = {default} is not in the file: it is what transformers has for {self.model_type}"
+            if said not in self.assumed:
+                self.assumed.append(said)
+        return default
+
+    def keys_beginning(self, prefixes: tuple[str, ...]) -> list[str]:
+        """Keys of the file that begin with one of these, and say something."""
+        return [key for key, value in self._values.items() if key.startswith(prefixes) and value]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0. Raises ConfigError; also if it is absent and there is no default."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(key, "is missing; it must be a whole number above 0")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, f"= {value!r} must be a whole number above 0")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """Raises ConfigError unless it is text or absent."""
+        value = self._values.get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, f"= {value!r} must be text")
+        return value
+
+    def items(self, key: str) -> list[object] | None:
+        """A list; None: absent or empty. Raises ConfigError for what is no list."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.error(key, f"= {value!r} must be a list")
+        return value or None
+
+
+def _said(values: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def read_fields(path: Path) -> Fields:
+    """Raises ConfigError for what can't be read or is no JSON object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a model's config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a JSON object, as a model's config.json is")
+    return Fields(str(path), values)

@@ -1,0 +1,93 @@
+"""Which kind each layer of a model is: said by a list, by an interval, or by the model's type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvoffloadd.layout import LayerKind
+
+if TYPE_CHECKING:
+    from kvoffloadd.planner.fields import Fields
+
+TYPES = {
+    "full_attention": LayerKind.FULL,
+    "sliding_attention": LayerKind.SLIDING,
+    "chunked_attention": LayerKind.CHUNKED,
+    "linear_attention": LayerKind.MAMBA,
+}
+"""What `layer_types` may say. Linear attention (Gated DeltaNet) keeps states, as Mamba does."""
+
+LAYERS_MAX = 10_000
+
+ALTERNATING = {"gemma2"}
+"""Model types whose layers are sliding and full in turn, without saying so in the file."""
+
+ALL_SLIDING = {"mistral", "mixtral", "phi3", "starcoder2"}
+"""Model types whose `sliding_window` is that of every layer."""
+
+
+def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
+    """One for each layer, the first layer's first. Raises ConfigError where the file leaves a doubt."""
+    count = fields.integer("num_hidden_layers")
+    if count > LAYERS_MAX:
+        raise fields.error("num_hidden_layers", f"= {count} must be at most {LAYERS_MAX}")
+    listed = fields.items("layer_types")
+    if listed is not None:
+        return _listed(fields, listed, count)
+    if fields.get("full_attention_interval") is not None:
+        return _every(fields.integer("full_attention_interval"), LayerKind.MAMBA, count)
+    if fields.get("linear_num_value_heads") is not None:
+        raise fields.error("layer_types", "is missing: which layers are linear? Add it, or full_attention_interval")
+    if fields.get("attention_chunk_size") is not None:
+        return _chunked(fields, count)
+    if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
+        return _windowed(fields, count)
+    return (LayerKind.FULL,) * count
+
+
+def _every(interval: int, others: LayerKind, count: int) -> tuple[LayerKind, ...]:
+    """Each `interval`-th layer is full, the others are not."""
+    return tuple(others if (at + 1) % interval else LayerKind.FULL for at in range(count))
+
+
+def _listed(fields: Fields, listed: list[object], count: int) -> tuple[LayerKind, ...]:
+    if len(listed) != count:
+        raise fields.error("layer_types", f"has {len(listed)} entries, num_hidden_layers says {count}")
+    for name in listed:
+        if not isinstance(name, str) or name not in TYPES:
+            raise fields.error("layer_types", f"has {name!r}, which is not known; these are: {', '.join(TYPES)}")
+    return tuple(TYPES[str(name)] for name in listed)
+
+
+def _chunked(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+    """Layers with rotary positions attend to their chunk, those without to everything."""
+    rotary = fields.items("no_rope_layers")
+    if rotary is not None:
+        if len(rotary) != count or not all(one in (0, 1) for one in rotary):
+            raise fields.error("no_rope_layers", f"must be a list of {count} zeros and ones, or absent")
+        return tuple(LayerKind.CHUNKED if one else LayerKind.FULL for one in rotary)
+    if fields.get("no_rope_layer_interval") is not None:
+        return _every(fields.integer("no_rope_layer_interval"), LayerKind.CHUNKED, count)
+    raise fields.error(
+        "attention_chunk_size", "does not say which layers are chunked; add layer_types or no_rope_layers"
+    )
+
+
+def _windowed(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if fields.get(key) is not None:
+            return _every(fields.integer(key), LayerKind.SLIDING, count)
+    if fields.model_type in ALTERNATING:
+        return _every(2, LayerKind.SLIDING, count)
+    if fields.get("max_window_layers") is not None and fields.get("use_sliding_window") is True:
+        first = fields.get("max_window_layers")
+        if not isinstance(first, int) or first < 0:
+            raise fields.error("max_window_layers", f"= {first!r} must be a number of layers")
+        return tuple(LayerKind.SLIDING if at >= first else LayerKind.FULL for at in range(count))
+    if fields.model_type in ALL_SLIDING:
+        return (LayerKind.SLIDING,) * count
+    raise fields.error(
+        "sliding_window",
+        f"does not say which layers of a model_type {fields.model_type!r} have it; add layer_types "
+        f"(one of {', '.join(TYPES)} for each layer) or sliding_window_pattern",
+    )

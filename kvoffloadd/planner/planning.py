@@ -1,0 +1,193 @@
+"""From a model and the terms it is to run under to a plan: layouts compared, and what the tiers hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvoffloadd.config import Config
+from kvoffloadd.errors import ConfigError, UsageError
+from kvoffloadd.layout import LayerKind
+from kvoffloadd.planner.advice import recommend, warnings
+from kvoffloadd.planner.capacity import INDEX_BYTES_PER_KEY, DiskSpace, MemorySpace, demand_of
+from kvoffloadd.planner.layouts import Layout, can_pack, possible_layouts
+from kvoffloadd.planner.rank import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffloadd.planner.modelconfig import ModelConfig
+    from kvoffloadd.planner.trace import Trace
+
+DEFAULTS = Config()
+"""Of the daemon."""
+
+PROMPT_TOKENS = 8000
+"""A typical prompt, where nobody says: a chat of some turns, or a few pages of documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the model is to run under. `pack_size`: 0 where it is not said. `disk_bytes`: 0 for no disk.
+
+    `hybrid`, `kv_dtype`, `block_size`, `tp`: as of `Rank`. `share_tp`: other tensor-parallel sizes are to read it, too.
+    """
+
+    memory_bytes: int = DEFAULTS.memory.capacity_bytes
+    slab_bytes: int = DEFAULTS.memory.slab_bytes
+    disk_bytes: int = 0
+    segment_bytes: int = DEFAULTS.disk.segment_bytes
+    block_size: int = 16
+    tp: int = 1
+    pack_size: int = 0
+    kv_dtype: str = "auto"
+    hybrid: bool = True
+    share_tp: bool = False
+    prompt_tokens: int = PROMPT_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt length. `stored_bytes`: of all ranks, all groups stored for every block; `needed_bytes`: of what a
+    restore of its whole blocks needs.
+    """
+
+    name: str
+    tokens: int
+    blocks: int
+    stored_bytes: int
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tier holds. `blocks`: times a block of each group, all stored. `prompts`: for each prompt how many whole
+    ones, all stored; `needed`: how many if only what their restore needs were held. None: they have no whole block.
+    """
+
+    tier: str
+    capacity_bytes: int
+    blocks: int
+    tokens: int
+    keys: int
+    index_bytes: int
+    prompts: tuple[int | None, ...]
+    needed: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """`layout`: what groups and capacities are those of; as today's engines have it, or in packs as `pack_size` says.
+
+    `parts`: of a key of each group. `refused`: names of layouts, and why they are impossible.
+    """
+
+    rank: Rank
+    terms: Terms
+    trace: Trace | None
+    layout: Layout
+    parts: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    refused: dict[str, str]
+    recommended: Layout
+    why: str
+    prompts: tuple[Prompt, ...]
+    held: tuple[Held, ...]
+    warnings: tuple[str, ...]
+    assumed: tuple[str, ...]
+
+
+def make_plan(model: ModelConfig, terms: Terms, trace: Trace | None = None) -> CapacityPlan:
+    """`trace`: its median prompt goes before `terms.prompt_tokens`. Raises ConfigError for terms that contradict."""
+    rank = Rank(model, terms.tp, terms.block_size, terms.kv_dtype, terms.hybrid)
+    if terms.pack_size and not can_pack(model):
+        raise ConfigError(
+            "--attn-pack-size is for models with states and attention layers of one kind; leave it out for this one"
+        )
+    layers = len(model.kinds) - model.count(LayerKind.MAMBA)
+    if terms.pack_size > layers:
+        raise ConfigError(f"--attn-pack-size {terms.pack_size}: there are {layers} attention layers to be packed")
+    try:
+        layouts, refused = possible_layouts(rank, terms.pack_size)
+    except UsageError as error:
+        raise ConfigError(f"no layout can hold this model's layers: {error}") from None
+    layout = next(one for one in layouts if one.pack_size == max(1, terms.pack_size))
+    parts = tuple(rank.parts(layout.spec(group).kind) for group in range(layout.num_groups))
+    lengths = {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
+    memory = MemorySpace(terms.memory_bytes, terms.slab_bytes)
+    spaces: list[tuple[str, MemorySpace | DiskSpace]] = [("memory", memory)]
+    if terms.disk_bytes:
+        spaces.append(("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes)))
+    held = tuple(_held(name, space, layout, parts, list(lengths.values())) for name, space in spaces)
+    typical = next(iter(lengths.values()))
+    recommended, why = recommend(layouts, typical, terms.share_tp)
+    return CapacityPlan(
+        rank, terms, trace, layout, parts, tuple(layouts), refused, recommended, why,
+        prompts=tuple(_prompt(name, tokens, layout, parts) for name, tokens in lengths.items()),
+        held=held,
+        warnings=(*_unshared(rank, terms), *warnings(layout, rank, memory, typical, held[0].prompts[0] or 0)),
+        assumed=tuple(_assumed(rank, layout, terms, trace)),
+    )  # fmt: skip
+
+
+def _unshared(rank: Rank, terms: Terms) -> list[str]:
+    """Where sharing was asked for and can't be had."""
+    if terms.share_tp and rank.model.is_hybrid:
+        return [
+            "states are no heads: ranks of other tensor-parallel sizes can't read what is stored, despite --share-tp"
+        ]
+    return []
+
+
+def _prompt(name: str, tokens: int, layout: Layout, parts: Sequence[int]) -> Prompt:
+    stored, needed = (
+        sum(count * p * payload for count, p, payload in zip(blocks, parts, layout.payloads, strict=True))
+        for blocks in (layout.stored_blocks(tokens), layout.needed_blocks(tokens))
+    )
+    return Prompt(name, tokens, tokens // layout.block_tokens, stored, needed)
+
+
+def _held(
+    name: str, space: MemorySpace | DiskSpace, layout: Layout, parts: Sequence[int], lengths: Sequence[int]
+) -> Held:
+    def times(blocks: Sequence[int]) -> int | None:
+        demand = demand_of(zip(blocks, parts, layout.payloads, strict=True))
+        return space.holds(demand) if demand else None
+
+    blocks = times((1,) * layout.num_groups) or 0
+    return Held(
+        tier=name,
+        capacity_bytes=space.capacity_bytes,
+        blocks=blocks,
+        tokens=blocks * layout.block_tokens,
+        keys=blocks * layout.num_groups,
+        index_bytes=blocks * layout.num_groups * INDEX_BYTES_PER_KEY,
+        prompts=tuple(times(layout.stored_blocks(tokens)) for tokens in lengths),
+        needed=tuple(times(layout.needed_blocks(tokens)) for tokens in lengths),
+    )
+
+
+def _assumed(rank: Rank, layout: Layout, terms: Terms, trace: Trace | None) -> list[str]:
+    """What the figures rest on."""
+    model = rank.model
+    said = [*model.assumed]
+    if terms.tp > 1:
+        said.append(
+            f"all {terms.tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks"
+        )
+    if model.kv_heads < terms.tp and not model.is_mla:
+        said.append(f"{terms.tp // model.kv_heads} ranks have the same KV head: one of them stores it")
+    if model.is_mla and terms.tp > 1:
+        said.append("all ranks have the same latents: one of them stores them")
+    if rank.dtype == "float32":
+        said.append("float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16")
+    if not terms.hybrid:
+        said.append("windows and chunks count as full attention, since the hybrid cache manager is off")
+    said.append("a key is one block of one group; what is stored is stored for all groups and every full block")
+    if layout.needs_less:
+        said.append("of windows and states a restore needs less than is stored: both figures are shown")
+    if trace is not None:
+        said.append(
+            f"the trace's prompts are blocks of {trace.block_tokens} tokens; the last of each is counted as full"
+        )
+    return said

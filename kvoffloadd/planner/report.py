@@ -1,0 +1,274 @@
+"""A plan for people, as tables that fit 100 columns, and for programs, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.layout import Attention
+from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_pages
+from kvoffloadd.planner.capacity import RECORD_HEADER_PAGES
+from kvoffloadd.report import printable
+from kvoffloadd.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import Console
+
+    from kvoffloadd.planner.layouts import Layout
+    from kvoffloadd.planner.planning import CapacityPlan
+
+PIPE_COLUMNS = 100
+"""Width in a file or a pipe, where there is no terminal to ask."""
+
+Row = tuple[str, ...]
+Section = tuple[str, Row, list[Row]]
+"""Title, headings and rows of a table."""
+
+
+# --- for programs ---------------------------------------------------------------------------------------
+
+
+def plan_json(plan: CapacityPlan) -> dict[str, Any]:
+    """Everything, as maps, lists and numbers. Lists inside a layout have an entry for each of its groups."""
+    rank, layout = plan.rank, plan.layout
+    model = dataclasses.asdict(rank.model)
+    model["kinds"] = {str(kind): rank.model.count(kind) for kind in dict.fromkeys(rank.model.kinds)}
+    return {
+        "model": model,
+        "rank": {
+            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.dtype,
+            "token_bytes": rank.token_bytes, "state_bytes": rank.state_bytes,
+        },
+        "block_tokens": layout.block_tokens,
+        "block_tokens_asked": rank.block_size,
+        "pack_size": layout.pack_size,
+        "page_bytes": _page_bytes(plan),
+        "row_bytes": layout.plan.block_bytes,
+        "groups": [_group(plan, group) for group in range(layout.num_groups)],
+        "layouts": [_layout(plan, one) for one in plan.layouts],
+        "impossible": plan.refused,
+        "recommended": {"layout": plan.recommended.name, "why": plan.why},
+        "prompts": [dataclasses.asdict(prompt) for prompt in plan.prompts],
+        "held": [dataclasses.asdict(held) for held in plan.held],
+        "trace": dataclasses.asdict(plan.trace) | {"unique_tokens": plan.trace.unique_tokens} if plan.trace else None,
+        "warnings": list(plan.warnings),
+        "assumed": list(plan.assumed),
+    }  # fmt: skip
+
+
+def _page_bytes(plan: CapacityPlan) -> int:
+    """Of one block in one slot of the engine's memory."""
+    return plan.layout.block_tokens * plan.rank.token_bytes * plan.layout.pack_size
+
+
+def _group(plan: CapacityPlan, group: int) -> dict[str, Any]:
+    layout, spec = plan.layout, plan.layout.spec(group)
+    payload = layout.payloads[group]
+    return {
+        "group": group,
+        "kind": str(spec.kind),
+        "layers": list(layout.plan.groups[group].layers),
+        "window_tokens": spec.window if isinstance(spec, Attention) else 0,
+        "window_keys": spec.window_keys(layout.block_tokens),
+        "layer_bytes": spec.payload_bytes,
+        "payload_bytes": payload,
+        "parts": plan.parts[group],
+        "slot_bytes": slot_pages(payload) * PAGE_BYTES,
+        "record_bytes": (slot_pages(payload) + RECORD_HEADER_PAGES) * PAGE_BYTES,
+    }
+
+
+def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
+    tokens = plan.prompts[0].tokens
+    return {
+        "name": layout.name,
+        "pack_size": layout.pack_size,
+        "block_tokens": layout.block_tokens,
+        "tensors": len(layout.plan.canonical.rows),
+        "row_bytes": layout.plan.block_bytes,
+        "descriptors": list(layout.descriptors),
+        "payload_bytes": list(layout.payloads),
+        "padding_bytes": list(layout.padding),
+        "descriptor_bytes": sum(layout.payloads) // sum(layout.descriptors),
+        "stored_bytes_per_token": sum(layout.payloads) / layout.block_tokens,
+        "prompt_store_descriptors": layout.descriptors_of(layout.stored_blocks(tokens)),
+        "prompt_load_descriptors": layout.descriptors_of(layout.needed_blocks(tokens)),
+        "prompt_load_descriptors_clipped": layout.descriptors_of(layout.clipped_blocks(tokens)),
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------------
+
+
+def print_plan(plan: CapacityPlan) -> None:
+    """Tables on standard output, then the advice, the warnings, and what all of it rests on."""
+    # Imported here, as in kvoffloadd.report: a terminal library is no business of those who want JSON.
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    _print(console, *_summary(plan), left=2)
+    _print(console, *_groups(plan), left=2)
+    _print(console, *_layouts(plan))
+    notes = ["store, load: descriptors of the prompt, on each rank; unused: of the engine's memory, never stored"]
+    for reason in dict.fromkeys(plan.refused.values()):
+        names = " and ".join(f'"{name}"' for name, why in plan.refused.items() if why == reason)
+        notes.append(f"not possible: {names}: {reason}")
+    _indented(console, notes)
+    if plan.rank.model.is_hybrid:
+        _print(console, *_packs(plan))
+    _print(console, *_held(plan), left=2)
+    _sentences(console, "best layout", [plan.why])
+    _sentences(console, "warnings", plan.warnings)
+    _sentences(console, "assumed", plan.assumed)
+
+
+def _print(console: Console, title: str, headings: Row, rows: Iterable[Row], left: int = 1) -> None:
+    """`left`: so many columns hold words, the others numbers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(f"\n{title}", "bold"))
+    table = Table(box=None, show_header=any(headings), padding=(0, 1, 0, 1))
+    for at, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if at < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console.print(table)
+
+
+def _sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
+    from rich.text import Text
+
+    if sentences:
+        console.print(Text(f"\n{title}", "bold"))
+        _indented(console, sentences)
+
+
+def _indented(console: Console, sentences: Sequence[str]) -> None:
+    from rich.padding import Padding
+
+    for sentence in sentences:
+        console.print(Padding(printable(sentence), (0, 0, 0, 2)))
+
+
+def _summary(plan: CapacityPlan) -> Section:
+    rank, layout = plan.rank, plan.layout
+    model = rank.model
+    kinds = ", ".join(f"{model.count(kind)} {kind}" for kind in dict.fromkeys(model.kinds))
+    heads = f"{rank.kv_heads} KV head{'s' * (rank.kv_heads > 1)} of {model.head_size}"
+    held = f"one latent of {model.head_size}" if model.is_mla else heads
+    block = f"{layout.block_tokens:,} tokens"
+    if layout.block_tokens != rank.block_size:
+        block += f" ({rank.block_size} asked for: a page must hold a layer's state)"
+    rows: list[Row] = [
+        ("layers", f"{len(model.kinds)}: {kinds}"),
+        ("each rank", f"1 of {rank.tp}: {held}, {rank.dtype}, {format_bytes(rank.token_bytes)} a token and layer"),
+        ("block", block),
+        ("page", f"{format_bytes(_page_bytes(plan))} of a slot, {format_bytes(layout.plan.block_bytes)} of all slots"),
+    ]
+    if model.linear is not None:
+        rows.insert(2, ("state", f"{rank.state_bytes:,} bytes a layer, convolution and recurrent state"))
+    for prompt in plan.prompts:
+        source = f" (of {plan.trace.requests:,} in the trace)" if plan.trace else ""
+        size = format_bytes(prompt.stored_bytes)
+        needed = f", of which a restore needs {format_bytes(prompt.needed_bytes)}" if plan.layout.needs_less else ""
+        blocks = f"{prompt.blocks:,} blocks, {size}{needed}" if prompt.blocks else "no whole block"
+        rows.append((f"{prompt.name} prompt", f"{prompt.tokens:,} tokens{source}: {blocks}"))
+    return f"{model.model_type}, {rank.tp} rank{'s' * (rank.tp > 1)}", ("", ""), rows
+
+
+def _groups(plan: CapacityPlan) -> Section:
+    """Equal groups in one line."""
+    alike: dict[Row, list[int]] = {}
+    for group in range(plan.layout.num_groups):
+        found = _group(plan, group)
+        window = f"{found['window_tokens']:,} tokens" if found["window_tokens"] else "-"
+        row = (
+            found["kind"], window, str(len(found["layers"])), format_bytes(found["payload_bytes"]),
+            str(found["parts"]), format_bytes(found["slot_bytes"]), format_bytes(found["record_bytes"]),
+        )  # fmt: skip
+        alike.setdefault(row, []).append(group)
+    headings = ("group", "kind", "window", "layers", "payload", "parts", "slot in memory", "record on disk")
+    title = "groups (a key is one block of one group; a payload is one rank's part of it)"
+    return title, headings, [(_ranges(groups), *row) for row, groups in alike.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _layouts(plan: CapacityPlan) -> Section:
+    rows: list[Row] = []
+    for layout in plan.layouts:
+        found = _layout(plan, layout)
+        unused = sum(layout.padding) / (layout.plan.block_bytes * layout.num_groups)
+        rows.append((
+            ("* " if layout is plan.recommended else "  ") + layout.name,
+            f"{layout.block_tokens:,}",
+            f"{found['tensors']:,}",
+            _spread(layout.descriptors),
+            format_bytes(found["descriptor_bytes"]),
+            f"{found['prompt_store_descriptors']:,}",
+            f"{found['prompt_load_descriptors']:,}",
+            f"{100 * unused:.1f} %",
+        ))  # fmt: skip
+    title = f"layouts (* the best), for a prompt of {plan.prompts[0].tokens:,} tokens"
+    return title, ("layout", "block", "tensors", "descriptors", "each", "store", "load", "unused"), rows
+
+
+def _spread(numbers: Sequence[int]) -> str:
+    """Of all groups: one number, or from the least to the most."""
+    least, most = min(numbers), max(numbers)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _packs(plan: CapacityPlan) -> Section:
+    rows: list[Row] = []
+    for size in sorted({layout.pack_size for layout in plan.layouts}):
+        layout = next(one for one in plan.layouts if one.pack_size == size)
+        states = sum(layout.reach(at).kind is GroupKind.MAMBA for at in range(layout.num_groups))
+        prompt = plan.prompts[0].tokens
+        rows.append((
+            str(size), f"{layout.block_tokens:,}", format_bytes(layout.block_tokens * plan.rank.token_bytes * size),
+            f"{layout.num_groups - states} + {states}", format_bytes(sum(layout.payloads) // layout.block_tokens),
+            f"{prompt // layout.block_tokens:,}",
+        ))  # fmt: skip
+    title = "attention layers on a page (--attn-pack-size): shorter blocks, but a state is stored for each"
+    return title, ("pack", "block", "page", "groups", "stored a token", "blocks of a prompt"), rows
+
+
+def _held(plan: CapacityPlan) -> Section:
+    tiers = plan.held
+    rows: list[Row] = [
+        ("capacity", "", *(format_bytes(held.capacity_bytes) for held in tiers)),
+        ("keys", "", *(f"{held.keys:,}" for held in tiers)),
+        ("index, in the daemon's own memory", "", *(f"about {format_bytes(held.index_bytes)}" for held in tiers)),
+        ("tokens", "all that is stored", *(f"{held.tokens:,}" for held in tiers)),
+    ]
+    for at, prompt in enumerate(plan.prompts):
+        named = f"prompts of {prompt.tokens:,} tokens"
+        rows.append((named, "all that is stored", *(_times(held.prompts[at]) for held in tiers)))
+        if plan.layout.needs_less:
+            rows.append((named, "what a restore needs", *(_times(held.needed[at]) for held in tiers)))
+    if plan.trace:
+        unique = plan.trace.unique_tokens
+        rows.append((
+            f"of the trace's {unique:,} distinct tokens", "all that is stored",
+            *(f"{100 * min(1.0, held.tokens / unique):.1f} %" for held in tiers),
+        ))  # fmt: skip
+    return "what the daemon holds", ("", "if it keeps", *(held.tier for held in tiers)), rows
+
+
+def _times(number: int | None) -> str:
+    return "no whole block" if number is None else f"{number:,}"

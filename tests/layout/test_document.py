@@ -1,0 +1,124 @@
+"""The examples of docs/LAYOUTS.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvoffloadd.layout
+from kvoffloadd.client import GroupKind, Ref
+from kvoffloadd.layout import (
+    FLASH_HND,
+    FLASH_NHD,
+    LATENT,
+    TRITON_NHD,
+    Attention,
+    Backend,
+    LayerGroup,
+    LayerKind,
+    LayerSpec,
+    Loaded,
+    Reach,
+    Rows,
+    View,
+    canonical_geometry,
+    cross_layers,
+    kernel_ids,
+    packed_block_size,
+    packed_pages,
+    packed_rows,
+    share_of,
+    valid_prefix,
+)
+from tests.layout.models import layer, mamba, named, one_group
+
+TEXT = (Path(__file__).parents[2] / "docs" / "LAYOUTS.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("strides", "rows"),
+    [
+        ((192, 64, 16, 8, 1), (Rows(0, 0, 3, 128, 128), Rows(0, 384, 3, 128, 128))),
+        ((64, 128, 16, 8, 1), (Rows(0, 0, 3, 256, 256),)),
+    ],
+)
+def test_strides_decide(strides: tuple[int, ...], rows: tuple[Rows, ...]) -> None:
+    view = View(0, 0, (2, 3, 4, 2, 8), strides, "bfloat16")
+    assert canonical_geometry({"l": [view]}, {"l": layer()}, [LayerGroup(0, ("l",))], {0: 768}).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("backend", "sliding"), [(FLASH_NHD, Ref(0, 0, 512)), (FLASH_HND, Ref(0, 0, 256, 2, 384))], ids=["default", "heads"]
+)
+def test_one_tensor_for_many_layers(backend: Backend, sliding: Ref) -> None:
+    specs: dict[str, LayerSpec] = {
+        **named("f", 3, layer(backend=backend)),
+        **named("s", 2, layer(backend=backend, kind=LayerKind.SLIDING, window=9)),
+    }
+    groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1"))]
+    plan = cross_layers(specs, groups, 2)
+    assert plan.block_bytes == 768
+    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 768),), (sliding,)]
+
+
+def test_mamba() -> None:
+    specs: dict[str, LayerSpec] = {**named("a", 2, layer()), **named("m", 2, mamba(block=4, padded=256))}
+    plan = cross_layers(specs, [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("m0", "m1"))], 2)
+    assert plan.canonical.groups[1].refs == (Ref(0, 0, 68, 2, 256),)
+    assert 256 - 68 == 188
+
+
+def test_kernel_blocks() -> None:
+    specs = {name: layer(2, 1, block=16, dtype="uint8", backend=TRITON_NHD, kernel_blocks=4) for name in "abc"}
+    plan = cross_layers(specs, one_group(dict(specs)), 2)
+    assert (plan.block_bytes, plan.canonical.layers["b"]) == (192, (Ref(0, 16, 16, 4, 48),))
+    assert f"`kernel_ids([3, 7], 4)`: {', '.join(map(str, kernel_ids([3, 7], 4)))}" in TEXT
+
+
+def test_packs() -> None:
+    specs: dict[str, LayerSpec] = {**named("a", 5, layer()), **named("m", 4, mamba(block=4))}
+    plan = packed_pages(specs, 2, 2)
+    assert [one.shape for one in plan.tensors] == [(2, 512)] * 3
+    assert [group.layers for group in plan.groups[1:]] == [("m0", "m2"), ("m1", "m3")]
+    assert [packed_block_size(2_134_016, 1024, pack) for pack in (4, 1)] == [528, 2096]
+
+
+def test_rows() -> None:
+    sizes = (64, 16, 24)
+    specs: dict[str, LayerSpec] = {f"l{size}": Attention(4, 1, size, "uint8", LATENT, LayerKind.MLA) for size in sizes}
+    plan = packed_rows(specs, one_group(specs), 2)
+    assert (plan.block_bytes, plan.canonical.groups[0].refs) == (416, (Ref(0, 0, 416),))
+
+
+def test_windows() -> None:
+    reach = Reach(GroupKind.SLIDING, 16, 24)
+    assert (reach.blocks(48), reach.blocks(49)) == (range(1, 3), range(1, 4))
+    for failed, blocks in ((62, 62), (61, 0)):
+        valid = np.zeros(63, bool)
+        valid[46:] = True
+        valid[failed] = False
+        full = Loaded(GroupKind.FULL, 64, np.ones(63, bool))
+        assert valid_prefix([full, Loaded(GroupKind.SLIDING, 64, valid, 16)], 0) == blocks * 64
+
+
+@pytest.mark.parametrize(
+    ("backend", "first", "second"),
+    [
+        (FLASH_HND, Ref(0, 0, 768), Ref(0, 768, 768)),
+        (FLASH_NHD, Ref(0, 0, 32, 24, 64), Ref(0, 32, 32, 24, 64)),
+    ],
+)
+def test_parts(backend: Backend, first: Ref, second: Ref) -> None:
+    specs: dict[str, LayerSpec] = named("l", 3, layer(4, backend=backend))
+    share = share_of(LayerKind.FULL, 8, 0, 2, 4)
+    group = LayerGroup(0, tuple(specs), parts=share.parts, part=share.part, held=share.held)
+    assert [known.refs for known in cross_layers(specs, [group], 2).canonical.groups] == [(first,), (second,)]
+
+
+def test_names_in_the_document_exist() -> None:
+    calls = set(re.findall(r"`?\b([a-z]+_[a-z_]+)\(", TEXT)) - {"kv_cache"}
+    assert calls
+    assert [name for name in calls if not hasattr(kvoffloadd.layout, name)] == []

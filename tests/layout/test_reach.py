@@ -1,0 +1,180 @@
+"""Transfers that know groups: windows, partial hits, and what is valid after failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.client import GroupKind, Ref
+from kvoffloadd.errors import UsageError
+from kvoffloadd.layout import Loaded, Reach, clip, descriptors, group_ids, valid_prefix
+
+FULL = Reach(GroupKind.FULL, 64)
+SLIDING = Reach(GroupKind.SLIDING, 64, 1024)
+MAMBA = Reach(GroupKind.MAMBA, 64)
+QUICK = settings(max_examples=200, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("window", "size", "boundary", "transfer"),
+    [(24, 16, 2, 3), (17, 16, 1, 2), (1024, 64, 16, 17), (1025, 64, 16, 17), (1, 16, 0, 0), (2, 16, 1, 1)],
+)
+def test_blocks_of_a_window(window: int, size: int, boundary: int, transfer: int) -> None:
+    reach = Reach(GroupKind.SLIDING, size, window)
+    assert (reach.boundary_blocks(), reach.transfer_blocks()) == (boundary, transfer)
+    lengths = range(4 * window + 4 * size)
+    assert max(len(reach.blocks(length)) for length in lengths) == transfer
+    assert max(len(reach.blocks(length * size)) for length in range(4 * window // size + 4)) == boundary
+
+
+@QUICK
+@given(st.sampled_from(GroupKind), st.integers(1, 9), st.integers(1, 30), st.integers(0, 99))
+def test_blocks_are_those_of_the_tokens_looked_at(kind: GroupKind, size: int, window: int, tokens: int) -> None:
+    windowed = kind in (GroupKind.SLIDING, GroupKind.CHUNKED)
+    reach = Reach(kind, size, window if windowed else 0)
+    seen = {
+        GroupKind.FULL: range(tokens),
+        GroupKind.SLIDING: [token for token in range(tokens) if tokens - token < window],
+        GroupKind.CHUNKED: [token for token in range(tokens) if token // window == tokens // window],
+        GroupKind.MAMBA: range(max(0, tokens - 1), tokens),
+    }[kind]
+    assert set(reach.blocks(tokens)) == {token // size for token in seen}
+
+
+def test_the_clip_of_engines() -> None:
+    assert clip(range(63), 1024, 64) == range(46, 63)
+    assert clip(range(63), 24, 16) == range(60, 63)
+    assert clip(range(2), 1024, 64) == range(2)
+    assert clip(range(0), 1024, 64) == range(0)
+
+
+def test_descriptors_of_gemma_3_4b() -> None:
+    """34 layers: 5 full and 29 sliding, groups of 5 slots, the last of 4 layers; K and V apart."""
+    full, last = [Ref(at, 0, 8) for at in range(10)], [Ref(at, 0, 8) for at in range(8)]
+    every = [full + full + full + full + full + full + last]
+    assert descriptors(every, [63]) == 63 * 34 * 2 == 4284
+    groups, padded = [full] * 6 + [last], [full] * 7
+    for window_blocks, documented, un_padded in ((17, 1650, 1616), (16, 1590, 1558)):
+        counts = [63, *([window_blocks] * 6)]
+        assert (descriptors(padded, counts), descriptors(groups, counts)) == (documented, un_padded)
+    assert len(SLIDING.wanted(63, 0)) == 16
+
+
+@pytest.mark.parametrize(
+    ("local", "full", "sliding", "mamba"), [(0, 63, 16, 1), (40, 23, 16, 1), (50, 13, 13, 1), (63, 0, 0, 0)]
+)
+def test_partial_hits(local: int, full: int, sliding: int, mamba: int) -> None:
+    assert [len(reach.wanted(63, local)) for reach in (FULL, SLIDING, MAMBA)] == [full, sliding, mamba]
+    assert all(reach.wanted(63, local).stop == 63 for reach in (FULL, SLIDING, MAMBA))
+
+
+def test_more_local_than_remote() -> None:
+    with pytest.raises(UsageError, match="64 blocks are here, only 63 there"):
+        FULL.wanted(63, 64)
+
+
+def test_what_has_no_window() -> None:
+    with pytest.raises(UsageError, match="kind full has no sliding window"):
+        FULL.boundary_blocks()
+    for wrong in ((GroupKind.FULL, 64, 5), (GroupKind.SLIDING, 64, 0), (GroupKind.MAMBA, 0, 0)):
+        with pytest.raises(UsageError, match="a group of kind"):
+            Reach(*wrong)
+
+
+def test_ids_are_per_group() -> None:
+    """The full-attention group need not be the first; empty ones are told by length."""
+    ids = group_ids([np.array([0, 1], np.uint32), [], np.zeros(0, np.int64), range(379, 442)])
+    assert [len(one) for one in ids] == [2, 0, 0, 63]
+    assert all(one.dtype == np.uint32 for one in ids)
+    assert (int(ids[3][0]), int(ids[3][-1])) == (379, 441)
+    assert group_ids([]) == ()
+
+
+@pytest.mark.parametrize("wrong", [[1, 2, 3], [[1], 2], ["12"], np.arange(3)])
+def test_a_flat_list_of_ids(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="block ids are a list for each group"):
+        group_ids(wrong)
+
+
+# --- failures ---
+
+
+def after_load(failed_full: tuple[int, ...] = (), failed_sliding: tuple[int, ...] = ()) -> list[Loaded]:
+    """63 blocks, nothing local, sliding blocks 46 to 62 loaded; the sliding group first."""
+    full, sliding = np.ones(63, bool), np.zeros(63, bool)
+    sliding[46:] = True
+    full[list(failed_full)] = False
+    sliding[list(failed_sliding)] = False
+    return [Loaded(GroupKind.SLIDING, 64, sliding, 16), Loaded(GroupKind.FULL, 64, full)]
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding", "blocks"),
+    [
+        ((), (), 63),
+        ((), (62,), 62),
+        ((62,), (62,), 62),
+        ((62,), (), 62),
+        ((61,), (61,), 0),
+        ((), (61,), 0),
+        ((), (60,), 0),
+        ((), (50,), 0),
+        ((50,), (), 0),
+        ((), (46,), 63),
+    ],
+)
+def test_what_is_valid_after_a_failure(full: tuple[int, ...], sliding: tuple[int, ...], blocks: int) -> None:
+    """Cutting at the failed block would serve wrong bytes: earlier boundaries need blocks that nobody asked for."""
+    groups = after_load(full, sliding)
+    tokens = valid_prefix(groups, 0)
+    assert tokens == blocks * 64
+    for group in groups:
+        kept = group.kept(tokens)
+        assert not kept[blocks:].any()
+        assert not (kept & ~group.valid).any()
+    assert valid_prefix(groups, 20 * 64) == max(20, blocks) * 64
+
+
+def test_no_groups() -> None:
+    assert valid_prefix([], 128) == 128
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> list[Loaded]:
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(GroupKind))
+        valid = np.array(draw(st.lists(st.sampled_from([True, True, True, False]), max_size=24)), bool)
+        window = draw(st.integers(1, 6)) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0
+        groups.append(Loaded(kind, draw(st.sampled_from([2, 4, 6])), valid, window))
+    return groups
+
+
+def needs(group: Loaded, length: int) -> set[int]:
+    """Keys that a prefix of `length` keys needs, one by one."""
+    return {
+        key
+        for key in range(length)
+        if group.kind == GroupKind.FULL
+        or (group.kind == GroupKind.SLIDING and length - key <= group.window_keys)
+        or (group.kind == GroupKind.CHUNKED and key // group.window_keys == length // group.window_keys)
+        or (group.kind == GroupKind.MAMBA and key == length - 1)
+    }
+
+
+@QUICK
+@given(loads(), st.integers(0, 40))
+def test_the_valid_prefix_is_the_longest_that_all_groups_can_serve(groups: list[Loaded], local: int) -> None:
+    best = local
+    for tokens in range(1, 24 * 6 + 1):
+        lengths = [divmod(tokens, group.tokens_per_key) for group in groups]
+        if all(
+            rest == 0 and length <= len(group.valid) and all(group.valid[key] for key in needs(group, length))
+            for group, (length, rest) in zip(groups, lengths, strict=True)
+        ):
+            best = max(best, tokens)
+    assert valid_prefix(groups, local) == best

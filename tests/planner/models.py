@@ -1,0 +1,50 @@
+"""Configs of real models, numbers only, and plans made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvoffloadd.planner import CapacityPlan, Layout, ModelConfig, Rank, Terms, Trace, make_plan, read_model
+
+DATA = Path(__file__).parent / "data"
+GPT_OSS, GEMMA_2, GEMMA_3 = "gpt-oss-20b", "gemma-2-2b", "gemma-3-4b"
+LLAMA, LLAMA_4, QWEN, DEEPSEEK = "llama-3.1-8b", "llama-4-scout", "qwen3.5-397b-a17b", "deepseek-v2-lite"
+TRACE = Path(__file__).resolve().parents[3] / "shared" / "data" / "conversation_trace.jsonl"
+GIB = 1 << 30
+
+
+def path_of(name: str) -> Path:
+    return DATA / f"{name}.json"
+
+
+def model(name: str) -> ModelConfig:
+    return read_model(path_of(name))
+
+
+def rank(name: str, tp: int = 1, block_size: int = 16, **more: Any) -> Rank:
+    return Rank(model(name), tp, block_size, **more)
+
+
+def plan(name: str, trace: Trace | None = None, **terms: Any) -> CapacityPlan:
+    return make_plan(model(name), Terms(**terms), trace)
+
+
+def layout(made: CapacityPlan, name: str) -> Layout:
+    return next(one for one in made.layouts if one.name == name)
+
+
+def changed(folder: Path, name: str, **keys: object) -> Path:
+    """The model's config with these keys of its text layers changed; `...` takes one away."""
+    values = json.loads(path_of(name).read_text(encoding="utf-8"))
+    inner = values.get("text_config", values)
+    for key, value in keys.items():
+        if value is ...:
+            inner.pop(key, None)
+            values.pop(key, None)
+        else:
+            inner[key] = value
+    path = folder / "config.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return path

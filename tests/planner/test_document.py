@@ -1,0 +1,33 @@
+"""docs/PLANNING.md shows what the command says."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd import cli
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "PLANNING.md"
+
+
+def test_the_example_is_real(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    example = text.split("## An example\n")[1].split("\n## ")[0]
+    lines = [line.removeprefix("    ") for line in example.splitlines() if line.startswith("    ") or not line.strip()]
+    command, *shown = "\n".join(lines).strip().splitlines()
+    monkeypatch.chdir(DOCUMENT.parents[1])
+    assert cli.main(shlex.split(command.removeprefix("kvoffloadd "))) == 0
+    said = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert [line.rstrip() for line in "\n".join(shown).strip().splitlines()] == said
+
+
+def test_every_option_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    known = capsys.readouterr().out
+    words = DOCUMENT.read_text(encoding="utf-8").replace("`", " ").replace(",", " ").replace(")", " ").split()
+    named = {word for word in words if word.startswith("--") and word != "--"}
+    assert len(named) >= 10
+    assert all(word in known for word in named - {"--help"})

@@ -1,0 +1,182 @@
+"""config.json: what is understood, and what is refused by the key's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.layout import LayerKind
+from kvoffloadd.planner import read_model
+from tests.planner.models import DATA, DEEPSEEK, GEMMA_2, GEMMA_3, GPT_OSS, LLAMA, LLAMA_4, QWEN, changed, model
+
+FULL, SLIDING, CHUNKED, MAMBA, MLA = (
+    LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.MAMBA, LayerKind.MLA,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "kv_heads", "head_size", "window"),
+    [
+        (LLAMA, {FULL: 32}, 8, 128, 0),
+        (GPT_OSS, {SLIDING: 12, FULL: 12}, 8, 64, 128),
+        (GEMMA_2, {SLIDING: 13, FULL: 13}, 4, 256, 4096),
+        (GEMMA_3, {SLIDING: 29, FULL: 5}, 4, 256, 1024),
+        (QWEN, {MAMBA: 45, FULL: 15}, 2, 256, 0),
+        (DEEPSEEK, {MLA: 27}, 1, 576, 0),
+        (LLAMA_4, {CHUNKED: 36, FULL: 12}, 8, 128, 0),
+    ],
+)
+def test_real_models(name: str, kinds: dict[LayerKind, int], kv_heads: int, head_size: int, window: int) -> None:
+    found = model(name)
+    assert {kind: found.count(kind) for kind in found.kinds} == kinds
+    assert (found.kv_heads, found.head_size, found.window) == (kv_heads, head_size, window)
+    assert found.dtype == "bfloat16"
+    assert found.is_mla == (MLA in kinds)
+    assert found.is_hybrid == (MAMBA in kinds)
+
+
+def test_every_config_of_the_data_is_read() -> None:
+    assert len([read_model(path) for path in DATA.glob("*.json")]) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [(GPT_OSS, [1, 3, 5]), (GEMMA_2, [1, 3, 5]), (GEMMA_3, [5, 11, 17]), (QWEN, [3, 7, 11]), (LLAMA_4, [3, 7, 11])],
+)
+def test_which_layers_are_full(name: str, full: list[int]) -> None:
+    kinds = model(name).kinds
+    assert [at for at, kind in enumerate(kinds) if kind is FULL][:3] == full
+
+
+def test_what_a_model_class_fills_in_is_said() -> None:
+    """The published gemma-3-4b has neither heads nor a pattern in its file."""
+    said = " ".join(model(GEMMA_3).assumed)
+    for key in ("sliding_window_pattern = 6", "num_key_value_heads = 4", "head_dim = 256"):
+        assert key in said
+    assert model(GPT_OSS).assumed == ()
+
+
+def test_defaults(tmp_path: Path) -> None:
+    """As many KV heads as heads; a head is its part of the hidden size."""
+    found = read_model(changed(tmp_path, LLAMA, num_key_value_heads=..., torch_dtype="torch.float16"))
+    assert (found.kv_heads, found.head_size, found.dtype) == (32, 128, "float16")
+
+
+def test_layers_that_guess_ahead_are_left_out(tmp_path: Path) -> None:
+    found = read_model(changed(tmp_path, QWEN, mtp_num_hidden_layers=1))
+    assert found.kinds == model(QWEN).kinds
+    assert "mtp_num_hidden_layers: layers that only guess tokens ahead are left out" in found.assumed
+
+
+def test_the_newer_name_of_the_dtype_goes_first(tmp_path: Path) -> None:
+    assert read_model(changed(tmp_path, LLAMA, dtype="float16")).dtype == "float16"
+
+
+def test_a_null_is_absent(tmp_path: Path) -> None:
+    found = read_model(changed(tmp_path, LLAMA, sliding_window=None, head_dim=None, layer_types=None))
+    assert (found.head_size, found.count(FULL)) == (128, 32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sliding"),
+    [
+        ({"use_sliding_window": False}, 0),
+        ({"use_sliding_window": True, "max_window_layers": 30}, 2),
+        ({"model_type": "mistral"}, 32),
+        ({"model_type": "cohere2", "sliding_window_pattern": 4}, 24),
+        ({"model_type": "gemma2"}, 16),
+    ],
+)
+def test_windows_without_layer_types(tmp_path: Path, keys: dict[str, object], sliding: int) -> None:
+    found = read_model(changed(tmp_path, LLAMA, sliding_window=4096, **keys))
+    assert found.count(SLIDING) == sliding
+    assert found.window == (4096 if sliding else 0)
+
+
+def test_chunks(tmp_path: Path) -> None:
+    rotary = [1, 1, 1, 0] * 12
+    found = read_model(changed(tmp_path, LLAMA_4, no_rope_layers=rotary, no_rope_layer_interval=...))
+    assert (found.kinds, found.chunk) == (model(LLAMA_4).kinds, 8192)
+    listed = ["chunked_attention"] * 47 + ["full_attention"]
+    assert read_model(changed(tmp_path, LLAMA_4, layer_types=listed)).count(FULL) == 1
+
+
+def test_linear_layers(tmp_path: Path) -> None:
+    """As a list instead of an interval; states in the model's dtype where the file has no other, which is said."""
+    listed = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 15
+    path = changed(tmp_path, QWEN, layer_types=listed, full_attention_interval=..., mamba_ssm_dtype=...)
+    found = read_model(path)
+    assert found.kinds == model(QWEN).kinds
+    assert found.linear is not None
+    assert (found.linear.dtype, found.linear.conv_channels) == ("bfloat16", 12_288)
+    assert "mamba_ssm_dtype is not in the file" in " ".join(found.assumed)
+
+
+@pytest.mark.parametrize("form", [{"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}])
+def test_a_quantised_cache_is_noticed(tmp_path: Path, form: dict[str, object]) -> None:
+    assert read_model(changed(tmp_path, LLAMA, quantization_config=form)).kv_quantised
+    assert not read_model(changed(tmp_path, LLAMA, quantization_config={"quant_method": "fp8"})).kv_quantised
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "complaint"),
+    [
+        (LLAMA, {"num_hidden_layers": ...}, r"config.json: num_hidden_layers is missing; it must be a whole number"),
+        (LLAMA, {"num_attention_heads": ...}, r"num_attention_heads is missing"),
+        (LLAMA, {"num_attention_heads": 30}, r"head_dim is missing, and 4096 \(hidden_size\) is not 30 equal heads"),
+        (LLAMA, {"num_hidden_layers": True}, r"num_hidden_layers = True must be a whole number above 0"),
+        (LLAMA, {"num_hidden_layers": 1 << 40}, r"num_hidden_layers = \d+ must be at most 10000"),
+        (LLAMA, {"head_dim": -1}, r"head_dim = -1 must be a whole number"),
+        (LLAMA, {"torch_dtype": "int4"}, r"torch_dtype = 'int4' is not known; these are: bfloat16, float16, float32"),
+        (LLAMA, {"torch_dtype": 16}, r"torch_dtype = 16 must be text"),
+        (LLAMA, {"layer_types": "full"}, r"layer_types = 'full' must be a list"),
+        (LLAMA, {"sliding_window": 4096}, r"sliding_window does not say which layers .*'llama'.*; add layer_types"),
+        (LLAMA, {"v_head_dim": 64}, r"v_head_dim is not understood: K has heads of 128"),
+        (
+            LLAMA,
+            {"num_kv_shared_layers": 10},
+            r"num_kv_shared_layers is not understood: some of its layers use another",
+        ),
+        (
+            LLAMA,
+            {"multi_query": True, "num_key_value_heads": ...},
+            r"multi_query is not understood; add num_key_value_",
+        ),
+        (LLAMA, {"mamba_d_state": 128}, r"mamba_d_state is not understood: it is of a state space model"),
+        (GPT_OSS, {"layer_types": ["full_attention"]}, r"layer_types has 1 entries, num_hidden_layers says 24"),
+        (
+            GPT_OSS,
+            {"layer_types": ["rolling"] * 24},
+            r"layer_types has 'rolling', which is not known; these are: full_",
+        ),
+        (GPT_OSS, {"sliding_window": ...}, r"sliding_window is missing"),
+        (GPT_OSS, {"layer_types": ["linear_attention"] * 24}, r"has no attention layer"),
+        (GEMMA_3, {"num_hidden_layers": 0}, r"text_config.num_hidden_layers = 0 must be a whole number"),
+        (QWEN, {"full_attention_interval": ...}, r"layer_types is missing: which layers are linear\?"),
+        (QWEN, {"linear_conv_kernel_dim": ...}, r"linear_conv_kernel_dim is missing"),
+        (QWEN, {"dtype": ..., "mamba_ssm_dtype": ...}, r"dtype is missing: states are kept in it"),
+        (QWEN, {"dtype": ...}, r"dtype is missing: convolutions are kept in it"),
+        (DEEPSEEK, {"qk_rope_head_dim": ...}, r"qk_rope_head_dim is missing"),
+        (DEEPSEEK, {"index_head_dim": 128}, r"index_head_dim is not understood: its layers keep an index"),
+        (DEEPSEEK, {"sliding_window": 5, "model_type": "mistral"}, r"kv_lora_rank with layers of kind sliding is not"),
+        (LLAMA_4, {"no_rope_layer_interval": ...}, r"attention_chunk_size does not say which layers are chunked"),
+        (LLAMA_4, {"no_rope_layers": [1, 2]}, r"no_rope_layers must be a list of 48 zeros and ones"),
+        (GEMMA_2, {"use_sliding_window": True, "max_window_layers": -1, "model_type": "x"}, r"max_window_layers = -1"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, name: str, keys: dict[str, object], complaint: str) -> None:
+    hidden = {key: ... for key in ("head_dim",) if name == LLAMA and key not in keys}
+    with pytest.raises(ConfigError, match=complaint):
+        read_model(changed(tmp_path, name, **hidden, **keys))
+
+
+def test_what_is_no_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ConfigError, match=r"config.json: No such file or directory; name a model's config.json"):
+        read_model(path)
+    for text, complaint in (("{", "not JSON"), ("[1]", "not a JSON object"), ("\xff", "not JSON")):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=complaint):
+            read_model(path)
