@@ -136,11 +136,11 @@ class Mapping:
             raise ResourceError(f"can't unmap {self.size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
-def populate(address: int, size_bytes: int, threads: int) -> None:
+def populate(address: int, size_bytes: int, threads: int, stop: threading.Event | None = None) -> None:
     """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
     takes (about a second per GiB and thread), without the GIL: call it off the event loop.
 
-    Contents never change, so others may use the memory meanwhile. On kernels before 5.14 one byte of each page is read,
+    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. On kernels before 5.14 one byte of each page is read,
     which commits the pages of shared memory alike.
 
     Raises:
@@ -151,7 +151,7 @@ def populate(address: int, size_bytes: int, threads: int) -> None:
     step = max(-(-(end - start) // max(threads, 1)), 1)
     step += -step % _POPULATE_ALIGN_BYTES
     with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="kvo-populate", initializer=_stand_back) as pool:
-        for done in [pool.submit(_populate, at, min(step, end - at)) for at in range(start, end, step)]:
+        for done in [pool.submit(_populate, at, min(step, end - at), stop) for at in range(start, end, step)]:
             done.result()
 
 
@@ -161,9 +161,11 @@ def _stand_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POPULATE_NICE)
 
 
-def _populate(address: int, size_bytes: int) -> None:
+def _populate(address: int, size_bytes: int, stop: threading.Event | None) -> None:
     end = address + size_bytes
     for at in range(address, end, _POPULATE_STEP_BYTES):
+        if stop is not None and stop.is_set():
+            return
         _populate_step(at, min(_POPULATE_STEP_BYTES, end - at))
 
 

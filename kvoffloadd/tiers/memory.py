@@ -10,6 +10,7 @@ Event loop only, but for `prefault`.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,7 +58,8 @@ class MemoryTier:
         self.slab_touched: U64Array = np.zeros(self.num_slabs, np.uint64)
         self._unassigned: list[int] = list(range(self.num_slabs - 1, -1, -1))
         self._sizes: dict[int, _Size] = {}
-        self._closed = False
+        self._closed = threading.Event()
+        self._prefaulting = threading.Lock()  # held while pages are touched: they must be there
 
     @property
     def capacity_bytes(self) -> int:
@@ -65,15 +67,19 @@ class MemoryTier:
         return self.num_pages * PAGE_BYTES
 
     def prefault(self, threads: int) -> None:
-        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena."""
-        populate(self.mapping.address, self.mapping.size_bytes, threads)
+        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; `close` ends
+        it.
+        """
+        with self._prefaulting:
+            populate(self.mapping.address, self.mapping.size_bytes, threads, self._closed)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that nothing reads or writes the arena any more."""
-        if self._closed:
+        if self._closed.is_set():
             raise UsageError("the memory tier is closed already")
-        self._closed = True
-        self.mapping.close()
+        self._closed.set()
+        with self._prefaulting:  # it ends within a millisecond or so
+            self.mapping.close()
         os.close(self.fd)
 
     def addresses(self, pages: U32Array) -> U64Array:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -107,3 +109,14 @@ class Slots(RuleBasedStateMachine):
 
 TestSlots = Slots.TestCase
 TestSlots.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_closing_ends_prefaulting() -> None:
+    """No page is touched once the arena is gone: another mapping may be there by then."""
+    with ThreadPoolExecutor(1) as pool:
+        for delay_s in (0.0, 0.001, 0.01):
+            tier = MemoryTier(256 << 20, 1 << 20)
+            prefault = pool.submit(tier.prefault, 2)
+            time.sleep(delay_s)
+            tier.close()
+            prefault.result(10)
