@@ -40,7 +40,8 @@ def needs_soft(what: str) -> None:
 
 def why_no_cuda() -> str:
     """What is missing for ranks on a GPU in software; empty: nothing."""
-    if importlib.util.find_spec("cuda") is None:
+    # Other packages, or an empty folder that one left behind, may be named cuda, too.
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "needs cuda-bindings"
     return "" if shutil.which("cc") or not is_soft() else "needs a C compiler"
 
