@@ -140,8 +140,8 @@ def populate(address: int, size_bytes: int, threads: int, stop: threading.Event 
     """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
     takes (about a second per GiB and thread), without the GIL: call it off the event loop.
 
-    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. On kernels before 5.14 one byte of each page is read,
-    which commits the pages of shared memory alike.
+    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. On kernels
+    before 5.14 one byte of each page is read, which commits the pages of shared memory alike.
 
     Raises:
         ResourceError: the kernel has no memory for it.

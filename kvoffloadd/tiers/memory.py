@@ -67,8 +67,8 @@ class MemoryTier:
         return self.num_pages * PAGE_BYTES
 
     def prefault(self, threads: int) -> None:
-        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; `close` ends
-        it.
+        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; ended by
+        `close`.
         """
         with self._prefaulting:
             populate(self.mapping.address, self.mapping.size_bytes, threads, self._closed)

@@ -1,0 +1,31 @@
+"""vLLM offloads its KV cache through the daemon: `KVOffloaddConnector`, or `KVOffloaddSpec` for vLLM's connector.
+
+Importing this loads neither vLLM nor torch; the two names do, and raise ImportError where the installed vLLM is none
+of those that are supported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvoffloadd.integrations.vllm.connector import KVOffloaddConnector
+    from kvoffloadd.integrations.vllm.spec import KVOffloaddSpec
+
+__all__ = ["KVOffloaddConnector", "KVOffloaddSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not at the top: vLLM is there in its own processes only, and our tests of the pure parts have none.
+    from kvoffloadd.integrations.vllm import versions
+
+    versions.check()
+    if name == "KVOffloaddSpec":
+        from kvoffloadd.integrations.vllm.spec import KVOffloaddSpec
+
+        return KVOffloaddSpec
+    from kvoffloadd.integrations.vllm.connector import KVOffloaddConnector
+
+    return KVOffloaddConnector

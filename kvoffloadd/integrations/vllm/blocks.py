@@ -1,0 +1,84 @@
+"""From vLLM's list of GPU blocks to the block ids of each key.
+
+vLLM names the blocks of a transfer group by group: so many blocks of each group, and the index, in the request, of the
+first one. A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffloadd.model import NO_BLOCK, U32Array
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for no block: never stored, never loaded into."""
+
+Chunks = dict[int, tuple[bytes, U32Array]]
+"""Group -> (packed keys, u32 (keys, blocks_per_key)), what the client's `store` and `load` take."""
+
+
+def load_chunks(
+    groups: Sequence[tuple[int, list[bytes]]],
+    block_ids: npt.NDArray[Any],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    blocks_per_key: int,
+) -> Chunks:
+    """`groups`: in vLLM's order, group and keys. Blocks of a chunk that the request does not load are `NO_BLOCK`.
+
+    Raises ValueError where blocks and keys do not fit each other.
+    """
+    chunks: Chunks = {}
+    for (group, keys), ids, first in _split(groups, block_ids, group_sizes, block_indices):
+        if not keys and not ids.size:
+            continue
+        skip = first % blocks_per_key
+        if -(-(skip + ids.size) // blocks_per_key) != len(keys):
+            raise ValueError(f"group {group}: {ids.size} blocks from block {first} are not {len(keys)} chunks")
+        flat = np.full(len(keys) * blocks_per_key, NO_BLOCK, np.uint32)
+        flat[skip : skip + ids.size] = np.where(ids == NULL_BLOCK, NO_BLOCK, ids)
+        chunks[group] = (b"".join(keys), flat.reshape(len(keys), blocks_per_key))
+    return chunks
+
+
+def store_chunks(
+    groups: Sequence[tuple[int, list[bytes]]],
+    block_ids: npt.NDArray[Any],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    blocks_per_key: int,
+) -> Chunks:
+    """As `load_chunks`, with whole chunks alone.
+
+    vLLM leaves out blocks that have slid out of a window. If they are the first ones, that chunk is dropped; if it
+    can't be told which they are, all of the group: what is missing is a miss later, what is wrong would be a wrong hit.
+    """
+    chunks: Chunks = {}
+    for (group, keys), ids, first in _split(groups, block_ids, group_sizes, block_indices):
+        skip = first % blocks_per_key
+        if skip + ids.size != len(keys) * blocks_per_key:
+            continue
+        whole, kept = (keys[1:], ids[blocks_per_key - skip :]) if skip else (keys, ids)
+        if whole:
+            chunks[group] = (b"".join(whole), kept.astype(np.uint32).reshape(len(whole), blocks_per_key))
+    return chunks
+
+
+def _split(
+    groups: Sequence[tuple[int, list[bytes]]],
+    block_ids: npt.NDArray[Any],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+) -> list[tuple[tuple[int, list[bytes]], npt.NDArray[Any], int]]:
+    if not len(groups) == len(group_sizes) == len(block_indices):
+        raise ValueError(f"{len(groups)} groups of keys, {len(group_sizes)} of blocks, {len(block_indices)} starts")
+    ends = np.cumsum(group_sizes)
+    parts = np.split(block_ids, ends[:-1])
+    return list(zip(groups, parts, block_indices, strict=True))

@@ -1,0 +1,136 @@
+"""vLLM's OffloadingConnector for engines that are to outlive the daemon.
+
+vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks
+and has it computed, for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.vllm.namespace import IDENTITY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+
+_POLICY = "recompute"
+_PACKAGE = "kvoffloadd.integrations.vllm"
+
+
+class KVOffloaddConnector(OffloadingConnector):
+    """`kv_connector` KVOffloaddConnector, `kv_connector_module_path` of this package."""
+
+    connector_worker: OffloadingConnectorWorker | None
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises UsageError where vLLM would end requests whose loads fail."""
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != _POLICY:
+            raise UsageError(
+                f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, which has '
+                f"{transfer.kv_load_failure_policy!r}: requests would fail whenever the daemon does"
+            )
+        _complete(vllm_config)
+        transfer.kv_connector_extra_config[IDENTITY] = _identity(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
+        self._results: FailingWorker | None = None
+        if self.connector_worker is not None:
+            self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
+            self.connector_worker = self._results
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What ended, with the loads that failed among it."""
+        if self._results is None:
+            return super().get_transfer_results(finished_req_ids)
+        return self._results.transfer_results()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """The scheduler's side: a request whose load failed computes, and stores, everything."""
+        super().update_connector_output(connector_output)
+        manager: KVOffloaddManager = self.scheduler.manager
+        for request in connector_output.failed_recving or ():
+            status = self.scheduler._req_status.get(request)
+            if status is None:
+                continue
+            tokens = sum(high - low for low, high, _key in status.load_key_ranges)
+            manager.load_failed(request, tokens)
+            if not status.req.is_finished():
+                self._failed.add(request)
+            for group_state in status.group_states:
+                group_state.next_stored_chunk_idx = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Asked for once its load has failed and its blocks are free, a request steps back from the head of its queue.
+
+        vLLM looks at no request behind one that it finds no blocks for: those behind it may have loads that have ended,
+        too, and hold the blocks that it needs, so that nobody would ever go on. Skipped once, it waits elsewhere.
+        """
+        if request.request_id in self._failed:
+            self._failed.discard(request.request_id)
+            return None, False
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Any:
+        """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
+        self._failed.discard(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
+        """It may have been aborted before it was asked for again."""
+        self._failed.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
+        """In the front end's process, which makes no connector."""
+        _complete(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments, **named)
+
+
+class FailingWorker(OffloadingConnectorWorker):
+    """vLLM's worker half, which asserts that every transfer succeeds, with results that may be failures."""
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        """Ended since the last call. A store never fails for the scheduler: what was dropped is a miss later."""
+        results = KVConnectorTransferResults()
+        for ended in [] if self.worker is None else self.worker.get_finished():
+            request = self._load_jobs.pop(ended.job_id, None)
+            if ended.success and ended.transfer_size is not None and ended.transfer_time is not None:
+                stats = self._connector_worker_meta.transfer_stats
+                direction = stats.store if request is None else stats.load
+                direction.record(ended.transfer_size, ended.transfer_time)
+            self._connector_worker_meta.mark_completed(ended.job_id)
+            if request is not None:
+                results.finished_recving.add(request)
+                if not ended.success:
+                    results.failed_recving.add(request)
+        return results
+
+
+def _complete(vllm_config: VllmConfig) -> None:
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra.setdefault("spec_name", "KVOffloaddSpec")
+    extra.setdefault("spec_module_path", _PACKAGE)
+
+
+def _identity(vllm_config: VllmConfig) -> dict[str, str]:
+    model = vllm_config.model_config
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}  # else a function: it has no name
+    return {
+        "revision": str(model.revision or ""),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": f"{model.quantization} {overrides!r}",
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+    }

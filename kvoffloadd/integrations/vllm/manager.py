@@ -1,0 +1,199 @@
+"""vLLM's offloading manager: what the scheduler asks for, told from what the daemon answered.
+
+Nothing here waits. The first answer for a key is RETRY; the keys that a step asked for go out at its end, one pin for
+each request, and the answers are there a step or two later. What hits is pinned until it is loaded, or the request is
+preempted, aborted or finished.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffloadd.integrations.vllm import metrics
+from kvoffloadd.integrations.vllm.asker import Asker, Question
+from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
+from kvoffloadd.integrations.vllm.names import by_group
+from kvoffloadd.integrations.vllm.promises import Answer, Promises
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from kvoffloadd.integrations.vllm.options import Options
+
+_ASK_AGAIN_S = 0.005
+_CLOSE_S = 5.0
+_RESULTS = {
+    Answer.MISS: LookupResult.MISS,
+    Answer.HIT: LookupResult.HIT,
+    Answer.PENDING: LookupResult.HIT_PENDING,
+    Answer.ASKED: LookupResult.RETRY,
+}
+
+
+class KVOffloaddManager(OffloadingManager):
+    """One engine's. All methods are the scheduler thread's."""
+
+    def __init__(self, asker: Asker, group_ids: Sequence[int], options: Options) -> None:
+        """`group_ids`: the engine's groups, in vLLM's order."""
+        self._asker = asker
+        self._group_ids = tuple(group_ids)
+        self._options = options
+        self._requests: dict[str, Promises] = {}
+        self._fresh: dict[str, Promises] = {}
+        self._outstanding: set[Question] = set()
+        self._generation = 0
+        self._stats = OffloadingConnectorStats()
+        self._connected: bool | None = None
+
+    # --- lookups -------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Only what was computed is stored."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """RETRY first; HIT: pinned."""
+        self._learn()
+        promises = self._requests.get(req_context.req_id)
+        if promises is None:
+            if not self._asker.connected:
+                return LookupResult.MISS
+            promises = self._requests[req_context.req_id] = Promises(req_context.req_id)
+        had_given_up = promises.given_up
+        answer = promises.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
+        if promises.fresh:
+            self._fresh[req_context.req_id] = promises
+        if promises.given_up and not had_given_up:
+            self._stats.increase_counter(metrics.TIMED_OUT)
+        return _RESULTS[answer]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """What hits is in the host's memory by then."""
+        return CacheHitSource.HOST
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask for what the step wanted to know."""
+        for request in context.preempted_req_ids:
+            promises = self._requests.get(request)
+            if promises is not None and not promises.loading:
+                self._drop(promises)
+        fresh, self._fresh = self._fresh, {}
+        for promises in fresh.values():
+            if promises.asking is not None or not promises.fresh:
+                continue
+            question = Question(promises.request, by_group(promises.fresh, self._generation))
+            promises.fresh.clear()
+            promises.asking = question
+            promises.questions.append(question)
+            self._outstanding.add(question)
+            self._stats.increase_counter(metrics.LOOKED_UP, sum(map(len, question.groups.values())))
+            self._asker.ask(question)
+
+    def has_pending_work(self) -> bool:
+        """While answers are due, the engine must go on, to take them."""
+        self._learn()
+        return bool(self._outstanding)
+
+    # --- loads ---------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeysLoadStoreSpec:
+        """The request's pins last until `complete_load`."""
+        promises = self._requests.setdefault(req_context.req_id, Promises(req_context.req_id))
+        promises.loading = True
+        return KeysLoadStoreSpec(keys, self._group_ids, self._generation)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """It ended, well or not."""
+        promises = self._requests.get(req_context.req_id)
+        if promises is None:
+            return
+        self._drop(promises)
+        if promises.finished:
+            del self._requests[req_context.req_id]
+
+    def load_failed(self, request: str, tokens: int) -> None:
+        """A request's load failed: nothing hits for it any more, or it might fail for ever."""
+        self._stats.increase_counter(metrics.FAILED_LOADS)
+        self._stats.increase_counter(metrics.RECOMPUTED, tokens)
+        promises = self._requests.setdefault(request, Promises(request))
+        self._drop(promises)
+        promises.given_up = True
+
+    # --- stores --------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
+        """All that is not known to be there. Ranks reserve by themselves; what finds no room is dropped there."""
+        promises = self._requests.get(req_context.req_id)
+        known = {} if promises is None else promises.answers
+        wanted = [key for key in keys if known.get(key) is not Answer.HIT] if self._asker.connected else []
+        return PrepareStoreOutput(wanted, KeysLoadStoreSpec(wanted, self._group_ids, self._generation), [])
+
+    # --- the ends ------------------------------------------------------------------------------------
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Its pins go, unless a load still needs them."""
+        promises = self._requests.get(req_context.req_id)
+        if promises is None:
+            return
+        promises.finished = True
+        if not promises.loading:
+            self._drop(promises)
+            del self._requests[req_context.req_id]
+
+    def reset_cache(self) -> None:
+        """A new epoch of the namespace, and new names: what is still being stored is never found."""
+        for promises in self._requests.values():
+            self._drop(promises)
+        self._requests = {name: one for name, one in self._requests.items() if not one.finished}
+        self._generation += 1
+        self._asker.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Counts since the last call."""
+        if self._connected is not self._asker.connected:
+            self._connected = self._asker.connected
+            self._stats.set_gauge(metrics.CONNECTED, int(self._connected))
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return stats
+
+    def shutdown(self) -> None:
+        """End the session, and with it every pin."""
+        self._asker.close(_CLOSE_S)
+
+    # --- helpers -------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        for question in self._asker.answers():
+            if question.abandoned:
+                continue
+            if not question.promoting:
+                self._outstanding.discard(question)
+            promises = self._requests.get(question.request)
+            if promises is None or question not in promises.questions:
+                continue
+            hits = promises.learn(question, self._generation)
+            self._stats.increase_counter(metrics.HIT, hits)
+            if not question.promoting and promises.asking is question:
+                promises.asking = None
+                promises.again_at = monotonic() + _ASK_AGAIN_S
+
+    def _drop(self, promises: Promises) -> None:
+        self._fresh.pop(promises.request, None)
+        for question in promises.forget():
+            self._outstanding.discard(question)
+            self._asker.forget(question)

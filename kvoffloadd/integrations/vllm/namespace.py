@@ -1,0 +1,101 @@
+"""The namespace of an engine: who may share what with it. Pure: everything is in the arguments.
+
+The scheduler and each rank work it out by themselves, so nothing may be in it that they do not all know alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.integrations.vllm.names import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+IDENTITY = "kvoffloadd_identity"
+"""Key of extra_config under which `KVOffloaddConnector` says what vLLM's OffloadingConfig leaves out."""
+
+_FIELD_MAX = 512
+_RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+
+
+def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> NamespaceSpec:
+    """`config`: vLLM's OffloadingConfig. `platform`: of the engine's device. `release`: of vLLM.
+
+    `seed`: PYTHONHASHSEED, None if it is not set. cache_salt and LoRA are in vLLM's block hashes, and so in the keys.
+    """
+    identity: Mapping[str, Any] = config.extra_config.get(IDENTITY, {})
+    revision = str(identity.get("revision") or config.extra_config.get("revision") or "")
+    parallel = config.parallel
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size)
+    return NamespaceSpec(
+        model=_fits(str(config.model.name)),
+        revision=_fits(revision + files_of(str(config.model.name))),
+        dtype=_fits(f"{config.model.dtype} {identity.get('dtype', '')}".strip()),
+        layout=_layout(config, platform, release),
+        parallel="tp{} pp{} pcp{} dcp{} of {}".format(*sizes),
+        salt=_fits(_salt(config, identity, seed)),
+        key_bytes=KEY_BYTES,
+    )
+
+
+def unstable_hashes(config: Any, seed: str | None) -> bool:
+    """Whether block hashes differ between runs of the engine, so that nothing hits after a restart."""
+    return seed is None and _hash_of(config.extra_config.get(IDENTITY, {})) in _RANDOM_SEED_HASHES
+
+
+def instance_of(engine_id: str) -> bytes:
+    """16 bytes that a scheduler and its ranks share, and other engines do not."""
+    return hashlib.blake2b(engine_id.encode(), digest_size=16, person=b"kvoffloadd").digest()
+
+
+def files_of(model: str) -> str:
+    """Names weights in a local directory by their files' sizes and times: there, nobody else notes a new revision.
+
+    Empty for a name that is no directory.
+    """
+    try:
+        entries = [entry for entry in os.scandir(model) if entry.is_file() and entry.name.endswith(_WEIGHTS)]
+        said = [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries]
+    except OSError:
+        return ""
+    return "files:" + _digest(sorted(said))
+
+
+def _layout(config: Any, platform: str, release: str) -> str:
+    # A pipeline rank knows its own layers alone: names and sizes would differ from rank to rank.
+    alone = config.parallel.pp_size == 1
+    groups = [(group.group_id, group.tokens_per_block, group.layer_names if alone else ()) for group in config.groups]
+    said = (
+        groups,
+        config.cache.tokens_per_hash,
+        config.cache.blocks_per_chunk,
+        config.worker_kv_bytes_per_block if alone else 0,
+        config.replicated_layout,
+        config.canonical_layout,
+    )
+    return f"vllm {release} {platform} {config.kv_cache_layout} {_digest(said)}"
+
+
+def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
+    hashing = f"{_hash_of(identity)} seed {'default' if seed is None else seed}"
+    extra = str(identity.get("model", ""))
+    # Nobody else can know these keys, so nobody else may find them, either.
+    own = f" engine {config.engine_id}" if unstable_hashes(config, seed) else ""
+    return f"{hashing}{own} {extra}".rstrip()
+
+
+def _hash_of(identity: Mapping[str, Any]) -> str:
+    return str(identity.get("hash", ""))
+
+
+def _fits(text: str) -> str:
+    return text if len(text) <= _FIELD_MAX else "blake2b:" + _digest(text)
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,50 @@
+"""From vLLM's canonical KV caches to the daemon's registration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.client import Group, GroupKind, KvCache, Ref
+from kvoffloadd.layout import CanonicalCache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvoffloadd.client import Timeline
+
+
+def registered(config: Any, kv_caches: Any, replicated: bool, timelines: Sequence[Timeline] = ()) -> KvCache:
+    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank.
+
+    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
+    `replicated`: all ranks hold the same bytes, which are one part. Raises UsageError where memory can't be shared.
+    """
+    groups = [_group(config, at, replicated, _refs(refs)) for at, refs in enumerate(kv_caches.group_data_refs)]
+    tensors = tuple(one.tensor for one in kv_caches.tensors)
+    return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
+
+
+def announced(config: Any, replicated: bool) -> KvCache:
+    """What a scheduler registers, which has no memory: a lookup may come before the ranks have registered theirs."""
+    return KvCache((), [_group(config, at, replicated, []) for at in range(len(config.groups))])
+
+
+def _group(config: Any, at: int, replicated: bool, refs: Sequence[Ref]) -> Group:
+    parts, part = (1, 0) if replicated else (config.parallel.world_size, config.parallel.rank)
+    group = config.groups[at]
+    return Group(
+        group=group.group_id,
+        # Which keys a hit needs is vLLM's to say, key by key: it tells a spec nothing of windows before 0.33.
+        kind=GroupKind.FULL,
+        tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
+        refs=refs,
+        blocks_per_key=config.cache.blocks_per_chunk,
+        parts=parts,
+        part=part,
+    )
+
+
+def _refs(refs: Sequence[Any]) -> list[Ref]:
+    # Layers of a group may be named with the same bytes (a packed row): those are moved once.
+    named = {(ref.tensor_idx, ref.page_size_bytes): None for ref in refs}
+    return [Ref(tensor, 0, size) for tensor, size in named]

@@ -1,0 +1,73 @@
+"""The plug of vLLM's OffloadingConnector: `spec_name` KVOffloaddSpec, `spec_module_path` of this package."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvoffloadd.client import Client
+from kvoffloadd.integrations.vllm import metrics, versions
+from kvoffloadd.integrations.vllm.asker import Asker
+from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.namespace import instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.options import Options
+from kvoffloadd.integrations.vllm.registration import announced
+from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger("vllm.kvoffloadd")
+
+_CONNECT_S = 10.0  # an engine's memory is attached in it, too
+
+
+class KVOffloaddSpec(OffloadingSpec):
+    """The manager in the scheduler's process, a worker in each rank's.
+
+    vLLM's own connector ends the engine when a load fails, as it does where the daemon dies: `KVOffloaddConnector`
+    recomputes instead.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        """Connects to nothing yet. Raises UsageError for options that can't be."""
+        super().__init__(config)
+        # True: vLLM has rank 0 alone store what all ranks hold alike.
+        self.replicated_layout = bool(config.replicated_layout)
+        self._options = Options.of(config.extra_config)
+        self._seed = os.environ.get("PYTHONHASHSEED")
+        platform = f"{current_platform.device_type} {os.uname().machine}"
+        self._namespace = namespace_of(config, platform, versions.check(), self._seed)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """What the manager counts."""
+        return metrics.definitions()
+
+    def get_manager(self) -> OffloadingManager:
+        """For the scheduler's process."""
+        if unstable_hashes(self.config, self._seed):
+            logger.warning(
+                "kvoffloadd: block hashes differ from run to run; nothing will hit after a restart, nor in other "
+                "engines. Set PYTHONHASHSEED to a number, or --prefix-caching-hash-algo sha256"
+            )
+        asker = Asker(self._client("scheduler"), announced(self.config, self.replicated_layout))
+        return KVOffloaddManager(asker, [group.group_id for group in self.config.groups], self._options)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """For a rank's process."""
+        return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self.replicated_layout, self._options)
+
+    def _client(self, role: Literal["scheduler", "worker"]) -> Client:
+        return Client(
+            self._options.socket,
+            namespace=self._namespace,
+            role=role,
+            instance=instance_of(self.config.engine_id),
+            deadline_s=max(_CONNECT_S, self._options.timeout_s),
+            connect_deadline_s=0.0,
+        )

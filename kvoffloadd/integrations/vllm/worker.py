@@ -1,0 +1,96 @@
+"""vLLM's offloading worker: a rank's stores and loads, carried by the daemon."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+
+from kvoffloadd.client import Timeline
+from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
+from kvoffloadd.integrations.vllm.carrier import Carrier, Transfer
+from kvoffloadd.integrations.vllm.registration import registered
+from kvoffloadd.model import Direction
+
+if TYPE_CHECKING:
+    from kvoffloadd.client import Client, Ready
+    from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
+    from kvoffloadd.integrations.vllm.options import Options
+
+_CLOSE_S = 5.0
+
+
+class KVOffloaddWorker(OffloadingWorker):
+    """`submit_*` always take the job: what the daemon will not do is a store that is dropped, or a load that fails."""
+
+    def __init__(self, client: Client, config: Any, kv_caches: Any, replicated: bool, options: Options) -> None:
+        """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
+        self._blocks_per_key = config.cache.blocks_per_chunk
+        self._points = _Points(kv_caches.tensors[0].tensor.device)
+        caches = registered(config, kv_caches, replicated, self._points.timelines)
+        self._carrier = Carrier(client, caches, job_deadline_s=options.job_deadline_s)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
+        """GPU -> daemon."""
+        chunks = store_chunks(
+            dst_spec.groups, src_spec.block_ids, src_spec.group_sizes, src_spec.block_indices, self._blocks_per_key
+        )
+        self._carrier.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Daemon -> GPU."""
+        chunks = load_chunks(
+            src_spec.groups, dst_spec.block_ids, dst_spec.group_sizes, dst_spec.block_indices, self._blocks_per_key
+        )
+        self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now()))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Those that ended since the last call."""
+        return [
+            TransferResult(
+                job_id=ended.number,
+                success=ended.success,
+                transfer_size=ended.bytes or None,
+                transfer_time=ended.seconds if ended.bytes else None,
+            )
+            for ended in self._carrier.ended()
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until these have ended, whatever the daemon does: before that nobody may use their blocks."""
+        self._carrier.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """End the session."""
+        self._carrier.close(_CLOSE_S)
+
+
+class _Points:
+    """When blocks are final: at once on a CPU, on a GPU when its stream has come to where it is now.
+
+    The signal is written on a stream of our own that waits for the engine's: which one that is may change.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._timeline: Timeline | None = None
+        if device.type == "cuda":
+            self._cuda = importlib.import_module("torch").cuda
+            self._device = device
+            with self._cuda.device(device):
+                self._stream = self._cuda.Stream(device)
+                self._timeline = Timeline(self._stream)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [] if self._timeline is None else [self._timeline]
+
+    def now(self) -> Ready | None:
+        """The point that what was launched so far will reach."""
+        if self._timeline is None:
+            return None
+        with self._cuda.device(self._device):
+            self._stream.wait_stream(self._cuda.current_stream())
+            return self._timeline.signal()

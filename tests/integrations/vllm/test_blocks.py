@@ -1,0 +1,54 @@
+"""vLLM's block lists become block ids per key; whatever is not a whole chunk is never stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffloadd.integrations.vllm.blocks import Chunks, load_chunks, store_chunks
+from kvoffloadd.model import NO_BLOCK
+
+A, B, C = (name.encode() * 32 for name in "abc")
+
+
+def ids(chunks: Chunks, group: int) -> list[list[int]]:
+    found: list[list[int]] = chunks[group][1].tolist()
+    return found
+
+
+def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(numbers, np.int32)
+
+
+def test_a_load_that_begins_and_ends_inside_chunks() -> None:
+    chunks = load_chunks([(0, [A, B])], blocks(7, 8, 9, 10), [4], [5], 4)
+    assert chunks[0][0] == A + B
+    assert ids(chunks, 0) == [[NO_BLOCK, 7, 8, 9], [10, NO_BLOCK, NO_BLOCK, NO_BLOCK]]
+
+
+def test_a_load_into_the_null_block_is_not_wanted() -> None:
+    assert ids(load_chunks([(0, [A])], blocks(0, 9), [2], [2], 2), 0) == [[NO_BLOCK, 9]]
+
+
+def test_groups_are_told_apart_by_their_sizes() -> None:
+    chunks = load_chunks([(0, [A]), (2, []), (5, [B, C])], blocks(1, 2, 3, 4, 5), [2, 0, 3], [0, 0, 1], 2)
+    assert ids(chunks, 0) == [[1, 2]]
+    assert ids(chunks, 5) == [[NO_BLOCK, 3], [4, 5]]
+    assert 2 not in chunks
+
+
+def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="not 2 chunks"):
+        load_chunks([(0, [A, B])], blocks(1, 2), [2], [0], 2)
+
+
+def test_a_store_drops_an_incomplete_first_chunk() -> None:
+    chunks = store_chunks([(0, [A, B])], blocks(6, 7, 8), [3], [1], 2)
+    assert chunks[0][0] == B
+    assert ids(chunks, 0) == [[7, 8]]
+    assert store_chunks([(0, [A])], blocks(6), [1], [3], 2) == {}
+
+
+def test_a_store_with_a_hole_elsewhere_is_dropped_as_a_whole() -> None:
+    chunks = store_chunks([(0, [A, B]), (1, [C])], blocks(6, 7, 8, 1, 2), [3, 2], [0, 0], 2)
+    assert list(chunks) == [1]
