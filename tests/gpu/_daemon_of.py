@@ -19,7 +19,7 @@ from kvoffloadd import cli
 def main() -> None:
     """Becomes that user, then what `kvoffloadd` is."""
     for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):
-        if not module.name.endswith(("__main__", "_copyruns")):
+        if not module.name.endswith(("__main__", "_copyruns")) and ".integrations." not in module.name:
             importlib.import_module(module.name)
     uid = int(sys.argv.pop(1))
     os.chown(os.getcwd(), uid, uid)

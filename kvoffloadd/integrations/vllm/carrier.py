@@ -111,16 +111,25 @@ class Carrier:
     def _run(self) -> None:
         self._connect()
         while not self._closing:
-            with suppress(queue.Empty):
+            try:
                 transfer = self._queue.get_nowait() if self._jobs else self._queue.get(timeout=_IDLE_S)
                 if transfer is not None:
                     self._begin(transfer)
+            except queue.Empty:
+                if not self._jobs and monotonic() >= self._retry_at:
+                    self._idle()
             if self._jobs:
                 self._look_for_ends()
-            elif self._registration is None and monotonic() >= self._retry_at:
-                self._connect()
         with suppress(KvOffloadError):
             self._client.close(_IDLE_S, force=True)
+
+    def _idle(self) -> None:
+        """A daemon's death is to be known, and its successor registered with, before the next load needs it."""
+        if self._registration is not None:
+            with suppress(KvOffloadError):
+                self._client.ping()
+                return
+        self._connect()
 
     def _connect(self) -> None:
         try:

@@ -7,6 +7,7 @@ preempted, aborted or finished.
 
 from __future__ import annotations
 
+import secrets
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -158,7 +159,7 @@ class KVOffloaddManager(OffloadingManager):
         for promises in self._requests.values():
             self._drop(promises)
         self._requests = {name: one for name, one in self._requests.items() if not one.finished}
-        self._generation += 1
+        self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
         self._asker.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

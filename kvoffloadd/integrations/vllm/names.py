@@ -26,8 +26,8 @@ def group_of(offload_key: bytes) -> int:
 def key_of(offload_key: bytes, generation: int = 0) -> bytes:
     """The daemon's key, `KEY_BYTES` wide.
 
-    `generation`: how often the engine's cache was reset. Stores of an earlier one may still be under way then, even
-    unsent; under names of their own they can't be taken for what the new weights compute.
+    `generation`: another (u64) after each reset of the engine's cache, and 0 before. Stores of an earlier one may still
+    be under way then, even unsent; under names of their own they can't be taken for what the new weights compute.
     """
     name = offload_key[:-_GROUP_BYTES]
     if generation or len(name) > KEY_BYTES:
