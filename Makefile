@@ -9,13 +9,26 @@ TORCH ?= torch
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
-BENCHMARKS := $(wildcard scripts/bench_*.py)
+# bench_vllm.py wants vLLM's venv: see docs/benchmarks/vllm.md.
+BENCHMARKS := $(filter-out scripts/bench_vllm.py,$(wildcard scripts/bench_*.py))
 # The Python of the GPU machine, and what is given to scripts/gpu_check.py: `make gpu-check GPU_CHECK="--soft --quick"`.
 GPU_PYTHON ?= 3.12
 GPU_CHECK ?=
 GPU_VENV := build/gpu-venv
+# Of `make install`. BINARY: the command that the units run; pip installs it, see docs/OPERATIONS.md.
+PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
+BINARY ?= $(PREFIX)/bin/kvoffloadd
+UNITDIR := $(PREFIX)/lib/systemd/system
+TMPFILESDIR := $(PREFIX)/lib/tmpfiles.d
+CONFFILE := $(SYSCONFDIR)/kvoffloadd/kvoffloadd.toml
+UNITS := kvoffloadd@.service kvoffloadd@.socket
+VLLM_VENV := build/vllm-venv
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_NEXT := build/vllm-0.33
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test soak lint bench gpu-bundle gpu-check clean
+.PHONY: help venv demo test test-vllm test-service soak lint bench gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -40,9 +53,33 @@ demo: $(READY) ## two workers, a chat workload larger than the memory tier, one 
 test: $(READY) ## the tests
 	@$(BIN)/python -m pytest -q
 
+test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on the CPU, in a venv of its own
+	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm
+	@VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_NEXT):$(CURDIR) \
+		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py
+
+# It links to the venv's kernels, so it is made anew with it.
+$(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm_python.py
+	@$(VLLM_VENV)/bin/python scripts/vllm_python.py $(VLLM_NEXT)
+	@touch $@
+
+# torch with its dependencies, which differ between its builds; all else exactly as written down.
+$(VLLM_READY): pyproject.toml requirements-vllm.lock $(C_SOURCES)
+	@echo "test-vllm: making $(VLLM_VENV) (2 GB, some minutes)"
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_PIP) install -qq --constraint requirements-vllm.lock torch
+	@$(VLLM_PIP) install -qq --no-deps --requirement requirements-vllm.lock
+	@$(VLLM_PIP) uninstall -qq --yes triton
+	@$(VLLM_PIP) install -qq --no-deps --editable .
+	@touch $@
+
+test-service: $(READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
+	@$(BIN)/python -m pytest -q -m service tests/service
+
 soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
+	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -65,6 +102,32 @@ gpu-bundle: ## download what gpu-check needs on a machine without a network, to 
 gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
 	@$(PYTHON) scripts/_gpu_environment.py $(GPU_VENV) gpu-bundle
 	@$(GPU_VENV)/bin/python scripts/gpu_check.py $(GPU_CHECK)
+
+install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFDIR, BINARY
+	@for unit in $(UNITS); do \
+		install -d "$(DESTDIR)$(UNITDIR)" && \
+		sed -e 's,/usr/local/bin/kvoffloadd,$(BINARY),' -e 's,/etc/kvoffloadd/kvoffloadd.toml,$(CONFFILE),' \
+			"config/$$unit" > "$(DESTDIR)$(UNITDIR)/$$unit" && \
+		chmod 644 "$(DESTDIR)$(UNITDIR)/$$unit" || exit 1; \
+	done
+	@install -D -m 644 config/tmpfiles.d/kvoffloadd.conf "$(DESTDIR)$(TMPFILESDIR)/kvoffloadd.conf"
+	@if cmp -s config/kvoffloadd.toml "$(DESTDIR)$(CONFFILE)"; then \
+		true; \
+	elif [ -e "$(DESTDIR)$(CONFFILE)" ]; then \
+		install -m 644 config/kvoffloadd.toml "$(DESTDIR)$(CONFFILE).new"; \
+		echo "install: kept $(DESTDIR)$(CONFFILE); this version's is beside it, as kvoffloadd.toml.new"; \
+	else \
+		install -D -m 644 config/kvoffloadd.toml "$(DESTDIR)$(CONFFILE)"; \
+	fi
+	@if [ -z "$(DESTDIR)" ] && [ ! -x "$(BINARY)" ]; then \
+		echo "install: $(BINARY) is not there yet: pip install it, or say BINARY=/where/it/is/kvoffloadd"; \
+	fi
+	@echo "install: then systemctl daemon-reload, systemd-tmpfiles --create, systemctl enable --now kvoffloadd@USER"
+
+uninstall: ## remove what `make install` installed, but for the config
+	rm -f $(foreach unit,$(UNITS),"$(DESTDIR)$(UNITDIR)/$(unit)") "$(DESTDIR)$(TMPFILESDIR)/kvoffloadd.conf"
+	rm -f "$(DESTDIR)$(CONFFILE).new"
+	@echo "uninstall: $(DESTDIR)$(CONFFILE), disk roots and /var/lib/kvoffloadd are still there"
 
 clean: ## remove .venv and everything built
 	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so

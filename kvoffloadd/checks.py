@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import pwd
@@ -109,6 +110,11 @@ def absolute_path(value: object) -> Path:
     return path
 
 
+def path_or_empty(value: object) -> str:
+    """An absolute path as text, or an empty one."""
+    return "" if value == "" else str(absolute_path(value))
+
+
 def socket_path(value: object) -> Path:
     """An absolute path that fits a socket address."""
     path = absolute_path(value)
@@ -116,6 +122,32 @@ def socket_path(value: object) -> Path:
     if length > SUN_PATH_BYTES:
         raise ValueError(f"has {length} bytes, a socket's path may have {SUN_PATH_BYTES}")
     return path
+
+
+def local_address(value: object) -> str:
+    """Where to listen on this host: "host:port", an absolute path of a socket, or nothing."""
+    if not isinstance(value, str):
+        raise ValueError("must be text in quotes")
+    if value:
+        split_address(value)
+    return value
+
+
+def split_address(text: str) -> tuple[str, int] | str:
+    """Host and port, or the path of a socket. Raises ValueError."""
+    if text.startswith("/"):
+        return str(socket_path(text))
+    host, colon, port = text.rpartition(":")
+    if not (colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError('must be an absolute path, or a host and a port, like "localhost:9477"')
+    host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise ValueError("must be of this host alone: localhost, 127.0.0.1 or [::1]")
+    return host, int(port)
 
 
 def socket_mode(value: object) -> int:

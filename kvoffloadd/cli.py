@@ -70,7 +70,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvoffloadd.daemon import run
 
     log.setup(chosen.log)
-    return run(chosen, arguments.faults)
+    return run(chosen, arguments.faults, lambda: _load(arguments))
 
 
 def _config_check(arguments: argparse.Namespace) -> int:
@@ -145,6 +145,14 @@ def _status(arguments: argparse.Namespace) -> int:
         _print_json(status)
     else:
         print_status(status)
+    return EXIT_OK
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.top.screen import Screen
+
+    screen = Screen(arguments.socket, arguments.interval, arguments.json, arguments.svg)
+    screen.once() if arguments.once else screen.run()
     return EXIT_OK
 
 
@@ -290,6 +298,12 @@ def _parser() -> argparse.ArgumentParser:
     status = add("status", _status, "Counters and gauges of a running daemon.")
     status.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
+    top = add("top", _top, "What a running daemon does, as it changes; q or Ctrl-C ends it.")
+    top.add_argument("--once", action="store_true", help="two looks, an interval apart, and one picture")
+    top.add_argument("--json", action="store_true", help="one JSON object a line for each interval")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default: 1")
+    top.add_argument("--svg", type=Path, metavar="FILE", help="write what was shown last there, as a picture")
+
     verify = add("verify", _verify, "Let the daemon audit itself; exit 1 if it finds anything wrong.")
     verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
     verify.add_argument("--disk", action="store_true", help="read and check every record on disk, too")
@@ -306,7 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     drain = add("drain", _drain, "Wait until the running jobs have ended and all that they stored is sealed.")
     drain.add_argument("--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="default: 60")
 
-    for client_command in (status, verify, clear, drain):
+    for client_command in (status, top, verify, clear, drain):
         client_command.add_argument(
             "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
         )
@@ -404,6 +418,13 @@ def _disk_root(text: str) -> tuple[str, str]:
     if not (equals and path):
         raise argparse.ArgumentTypeError(f'"{text}" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"')
     return str(_absolute(path)), _size(size.strip())
+
+
+def _interval(text: str) -> float:
+    seconds = _deadline(text)
+    if seconds < 0.1:
+        raise argparse.ArgumentTypeError(f'"{text}" is less than 0.1 seconds')
+    return seconds
 
 
 def _deadline(text: str) -> float:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,9 +45,9 @@ def _disk_roots(value: object) -> tuple[DiskRoot, ...]:
     return tuple(DiskRoot(path, capacity) for path, capacity in checks.sized_paths(ROOT_BYTES_MIN)(value))
 
 
-def _key(default: D, check: checks.Check[T]) -> D | T:
-    """A config key: its default, and the check that a value from outside must pass."""
-    return field(default=default, metadata={"check": check})
+def _key(default: D, check: checks.Check[T], *, live: bool = False) -> D | T:
+    """A config key: its default, and the check that a value from outside must pass. `live`: a reload changes it."""
+    return field(default=default, metadata={"check": check, "live": live})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,22 @@ class ServerConfig:
 
     socket: Path = _key(Path("/run/kvoffloadd/kvoffloadd.sock"), checks.socket_path)
     socket_mode: int = _key(0o660, checks.socket_mode)
-    allowed_uids: tuple[int, ...] = _key((), checks.uids)
-    partial_frame_s: float = _key(5.0, checks.seconds(0.05, 3600))
-    drain_s: float = _key(10.0, checks.seconds(0, 3600))
+    allowed_uids: tuple[int, ...] = _key((), checks.uids, live=True)
+    partial_frame_s: float = _key(5.0, checks.seconds(0.05, 3600), live=True)
+    drain_s: float = _key(10.0, checks.seconds(0, 3600), live=True)
     use_uvloop: bool | str = _key("auto", checks.flag_or_auto)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """The memory tier. `slab_bytes` is cut to `capacity_bytes`."""
+    """The memory tier. `slab_bytes` is cut to `capacity_bytes`. `pool_file`: a path, or empty."""
 
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
     slab_bytes: int = _key(64 * MIB, checks.size(PAGE_BYTES, 64 * GIB, multiple=PAGE_BYTES))
     policy: str = _key("", checks.name)
     verify_loads: bool = _key(False, checks.flag)
+    verify_adopted: str = _key("load", checks.choice("load", "start"))
+    pool_file: str = _key("", checks.path_or_empty)
     prefault_threads: int = _key(4, checks.count(1, 256))
     hash_threads: int = _key(1, checks.count(1, 64))
 
@@ -122,24 +124,31 @@ class CudaConfig:
 class LimitsConfig:
     """Caps. The first five hold for all sessions of one uid together, the others for one session."""
 
-    sessions: int = _key(256, checks.count(1, 65_536))
-    jobs: int = _key(4096, checks.count(1, 1 << 20))
-    mapped_bytes: int = _key(TIB, checks.size(PAGE_BYTES, BYTES_MAX))
-    fds: int = _key(8192, checks.count(1, 1 << 20))
-    leases: int = _key(1 << 22, checks.count(1, 1 << 28))
-    jobs_per_session: int = _key(1024, checks.count(1, 1 << 20))
-    outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB))
-    events_per_session: int = _key(4096, checks.count(1, 1 << 20))
-    keys_per_request: int = _key(16_384, checks.count(1, 1 << 20))
-    tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16))
+    sessions: int = _key(256, checks.count(1, 65_536), live=True)
+    jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)
+    mapped_bytes: int = _key(TIB, checks.size(PAGE_BYTES, BYTES_MAX), live=True)
+    fds: int = _key(8192, checks.count(1, 1 << 20), live=True)
+    leases: int = _key(1 << 22, checks.count(1, 1 << 28), live=True)
+    jobs_per_session: int = _key(1024, checks.count(1, 1 << 20), live=True)
+    outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB), live=True)
+    events_per_session: int = _key(4096, checks.count(1, 1 << 20), live=True)
+    keys_per_request: int = _key(16_384, checks.count(1, 1 << 20), live=True)
+    tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16), live=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
     """What is logged to standard error, and how."""
 
-    level: str = _key("info", checks.choice("debug", "info", "warning", "error"))
-    format: str = _key("auto", checks.choice("auto", "console", "journal", "json"))
+    level: str = _key("info", checks.choice("debug", "info", "warning", "error"), live=True)
+    format: str = _key("auto", checks.choice("auto", "console", "journal", "json"), live=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Where metrics can be scraped; empty: nowhere."""
+
+    listen: str = _key("", checks.local_address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,7 @@ class Config:
     cuda: CudaConfig = field(default_factory=CudaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
@@ -164,6 +174,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "cuda": CudaConfig,
         "limits": LimitsConfig,
         "log": LogConfig,
+        "metrics": MetricsConfig,
     }
 )
 
@@ -206,6 +217,28 @@ def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({}))
         heading = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"{source}: {heading}:", *problems]))
     return config
+
+
+def reloaded(running: Config, asked: Config) -> tuple[Config, list[str], list[str]]:
+    """What holds after a reload: of `asked` what can change while the daemon runs, all else as it is `running`.
+
+    And for people: what changes, as "section.key: old -> new", and the keys which differ but need a restart.
+    """
+    changed, waiting, sections = [], [], {}
+    for section in SECTIONS:
+        old, new = getattr(running, section), getattr(asked, section)
+        live = {}
+        for item in fields(old):
+            before, after = getattr(old, item.name), getattr(new, item.name)
+            if before == after:
+                continue
+            if item.metadata["live"]:
+                live[item.name] = after
+                changed.append(f"{section}.{item.name}: {before} -> {after}")
+            else:
+                waiting.append(f"{section}.{item.name}")
+        sections[section] = replace(old, **live)
+    return Config(**sections), changed, waiting
 
 
 def _checked(entry: _Entry) -> object:

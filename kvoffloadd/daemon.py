@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import resource
@@ -10,10 +11,12 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.disk import Disk, DiskSettings
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
@@ -26,17 +29,22 @@ from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.lanes import Lane
+from kvoffloadd.log import keep_telling, tell_held_back
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.server.account import Accounts
+from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.server.reload import Reload
+from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.systemd import Systemd
 from kvoffloadd.tiers.disk.faults import FaultyFiles
 from kvoffloadd.tiers.disk.files import Files
 from kvoffloadd.tiers.disk.root import Root, RootSettings
 from kvoffloadd.tiers.disk.segment import Numbers
 from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.tiers.pool import Pool, inherit, open_pool
 
 if TYPE_CHECKING:
     import socket
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import HostMemory
+    from kvoffloadd.metrics.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -53,26 +62,69 @@ SWITCH_S = 0.0005
 in system calls and hashing, which let others run; what is left is short, but there are many of them.
 """
 
+POOL_NAME = "kvoffloadd-pool"
+"""What systemd's store knows the memory tier by."""
+
+FORGET_S = 60.0
+"""How long the memory of a pool that can't be used may take to be free."""
+
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
 
 
-def run(config: Config, faults: str = "") -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError if the daemon can't start."""
+def run(config: Config, faults: str = "", read_config: Callable[[], Config] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: whom SIGHUP asks for the config.
+
+    Raises:
+        ConfigError: the daemon can't start.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can be reloaded
+    faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
     policy = config.memory.policy or DEFAULT_POLICY
     if policy not in POLICIES:
         raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
     switch, text = _disk_switch(faults)
     planted = parse_faults(text)
-    check_memory_fits(config.memory.capacity_bytes)
+    systemd = Systemd.from_environment()
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
-    listener, lock = bind(config.server.socket, config.server.socket_mode)
+    listener, lock = bind(config.server.socket, config.server.socket_mode, systemd.listening())
     runner = _runner(config.server.use_uvloop)
     try:
-        return runner(Daemon(config, listener, planted, switch).serve())
+        pool = _pool(config, systemd)
+        daemon = Daemon(config, listener, pool, planted, switch, systemd)
+        return runner(daemon.serve(read_config or (lambda: config)))
     finally:
         os.close(lock)
+
+
+def _pool(config: Config, systemd: Systemd) -> Pool:
+    """The memory tier's, which an earlier run may have left."""
+    memory = config.memory
+    if memory.pool_file:
+        return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, check_memory_fits)
+    kept = systemd.take(POOL_NAME)
+    pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes)
+    if pool is None:
+        if kept is not None:
+            systemd.forget(POOL_NAME)
+        _await_memory(memory.capacity_bytes, FORGET_S if kept is not None else 0.0)
+        pool = Pool.make(memory.capacity_bytes, memory.slab_bytes)
+        systemd.store(POOL_NAME, pool.fd)
+    return pool
+
+
+def _await_memory(capacity_bytes: int, patience_s: float) -> None:
+    """Raises ConfigError if there is not so much. What systemd has been told to let go takes some time to be free."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            check_memory_fits(capacity_bytes)
+        except ConfigError:
+            time.sleep(0.1)
+        else:
+            return
+    check_memory_fits(capacity_bytes)
 
 
 def _disk_switch(faults: str) -> tuple[Path | None, str]:
@@ -103,44 +155,105 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _longest_stop_s(config: Config) -> float:
+    """All that the drain and `_close` may wait for."""
+    return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
+
+
+def _serve_metrics(context: Context) -> Endpoint | None:
+    """From the start on, where that is asked for."""
+    listen = context.config.metrics.listen
+    if not listen:
+        return None
+    from kvoffloadd.metrics.endpoint import Endpoint, bind  # takes a while, and most do without
+
+    endpoint = Endpoint(bind(listen), context.loop, context.status)
+    endpoint.start()
+    log.info("metrics at %s", listen)
+    return endpoint
+
+
 class Daemon:
     """One run. Owns the listening socket, the arena, the device, the lanes."""
 
     def __init__(
-        self, config: Config, listener: socket.socket, faults: Faults, disk_switch: Path | None = None
+        self,
+        config: Config,
+        listener: socket.socket,
+        pool: Pool,
+        faults: Faults,
+        disk_switch: Path | None,
+        systemd: Systemd,
     ) -> None:
         self._config = config
+        self._systemd = systemd
         self._listener = listener
+        self._pool = pool
         self._faults = faults
         self._disk_switch = disk_switch
         self._stop = asyncio.Event()
         self._signals = 0
 
-    async def serve(self) -> int:
+    async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
         context = self._start(loop)
-        if context.cache.disk is not None:
-            await context.cache.disk.start(context.spawn)
-        listener = Listener(context, self._listener, self._config.server.socket)
+        endpoint = _serve_metrics(context)
+        await self._take_over(context)
+        path = self._config.server.socket
+        listener = Listener(context, self._listener, None if self._systemd.gave_listener else path)
         listener.start()
         context.lag.start()
         feed = context.spawn(EventFeed(context).run())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        log.info("serving at %s, %d MiB in memory", self._config.server.socket, context.cache.tier.capacity_bytes >> 20)
+        loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd).begin)
+        log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
+        self._systemd.close_rest()
+        self._systemd.ready(f"serving at {path}")
+        beside = [context.spawn(self._watch(context)), context.spawn(keep_telling())]
         await self._stop.wait()
         context.draining = True
+        for task in beside:
+            task.cancel()
         log.info("draining: %d jobs under way", len(context.transfers.running))
-        await context.transfers.settle(set(context.transfers.running), self._config.server.drain_s)
+        self._systemd.stopping("draining")
+        self._systemd.extend(_longest_stop_s(context.config))
+        await context.transfers.settle(set(context.transfers.running), context.config.server.drain_s)
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
         feed.cancel()
+        if endpoint is not None:
+            await endpoint.close()
         context.lag.stop()
         return await self._close(context)
 
+    async def _watch(self, context: Context) -> None:
+        if self._systemd.watchdog_s is not None:
+            path, patience_s = self._config.server.socket, self._systemd.watchdog_s
+            await Watchdog(context, path, patience_s, self._systemd.beat).run()
+
+    async def _take_over(self, context: Context) -> None:
+        """What earlier runs left on disk and in memory."""
+        cache = context.cache
+        estate = estate_of(self._pool.names()) if self._pool.is_old else None
+        if estate is not None:
+            cache.epochs.merge(estate.base, estate.last, estate.epochs)
+        if cache.disk is not None:
+            await cache.disk.start(context.spawn, estate.namespaces if estate else set())
+        if not self._pool.is_old:
+            return
+        self._pool.note_attempt()
+        rows = adopt(cache, estate)
+        if self._config.memory.verify_adopted == "start":
+            await context.transfers.verify_adopted()
+        if cache.disk is not None:
+            cache.disk.demotion.adopted(rows)
+        self._pool.note_success()
+        log.info("memory: %d keys taken over from the run before", len(rows))
+
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
         config = self._config
-        tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes)
+        tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes, self._pool)
         # Beside serving: the kernel provides pages that are used before they are prefaulted just the same.
         threading.Thread(
             target=tier.prefault, args=(config.memory.prefault_threads,), name="kvo-prefault", daemon=True
@@ -155,16 +268,8 @@ class Daemon:
             device = FaultyDevice(host, **self._faults)
         if config.disk.roots:
             self._add_disk(cache, loop)
-        arena = Arena(tier.mapping.address, tier.mapping.size_bytes, tier.slab_pages * PAGE_BYTES)
+        arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop)
-        limits = config.limits
-        caps = {
-            "sessions": limits.sessions,
-            "jobs": limits.jobs,
-            "mapped_bytes": limits.mapped_bytes,
-            "fds": limits.fds,
-            "leases": limits.leases,
-        }
         return Context(
             config=config,
             boot_id=secrets.token_bytes(16),
@@ -176,7 +281,7 @@ class Daemon:
             signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,
-            accounts=Accounts(caps),
+            accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
         )
 
@@ -226,6 +331,7 @@ class Daemon:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
         if context.cache.disk is not None:
+            self._systemd.status("writing to disk what is not there yet")
             # Before the hash lane: what was stored last is sealed first, then written.
             await context.transfers.settle(set(), CLOSE_S, sealed=True)
             if not await context.cache.disk.close(self._config.disk.flush_s, CLOSE_S):
@@ -238,4 +344,5 @@ class Daemon:
             self._fatal("the CUDA driver does not answer")
         context.cache.tier.close()
         log.info("closed")
+        tell_held_back(ending=True)
         return EXIT_OK

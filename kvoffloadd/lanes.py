@@ -2,8 +2,10 @@
 
 Ownership
     _lock       guards every field named here; it is never held while work or a callback runs.
-    _queues     by urgency, tickets in the order in which they run; any thread may change them, through the methods.
+    _queues     by urgency, tickets in the order in which they run, each with when it was queued; any thread may change
+                them, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
+    _busy_s     what ended work has taken; written by the lane's threads.
     _finished   callbacks with their values, on their way to the loop: threads append, the loop takes them in order.
     _waking     the loop has been woken and has not yet found `_finished` empty: the next completion needs no wakeup.
     _closing    set once, by `close`.
@@ -75,11 +77,13 @@ class Lane:
         if threads < 1:
             raise UsageError(f"lane {name}: needs a thread, got {threads}")
         self.name = name
+        self.threads = threads
         self._loop = loop
         self._lock = threading.Lock()
         self._work_or_close = threading.Condition(self._lock)
-        self._queues: dict[int, OrderedDict[Ticket, None]] = {}
+        self._queues: dict[int, OrderedDict[Ticket, float]] = {}
         self._running: dict[Ticket, float] = {}
+        self._busy_s = 0.0
         self._finished: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waking = False
         self._closing = False
@@ -103,7 +107,7 @@ class Lane:
         with self._lock:
             if self._closing:
                 raise UsageError(f"lane {self.name}: closed")
-            self._queues.setdefault(urgent, OrderedDict())[ticket] = None
+            self._queues.setdefault(urgent, OrderedDict())[ticket] = time.monotonic()
             self._work_or_close.notify()
         return ticket
 
@@ -112,9 +116,9 @@ class Lane:
         with self._lock:
             queue = self._queues.get(ticket.urgent)
             if queue is not None and ticket in queue and urgent < ticket.urgent:
-                del queue[ticket]
+                since = queue.pop(ticket)
                 ticket.urgent = urgent
-                self._queues.setdefault(urgent, OrderedDict())[ticket] = None
+                self._queues.setdefault(urgent, OrderedDict())[ticket] = since
 
     async def perform(self, work: Callable[[], T], *, urgent: int = 0) -> T:
         """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
@@ -154,6 +158,22 @@ class Lane:
         with self._lock:
             began = min(self._running.values(), default=now)
         return max(now - began, 0.0)  # uvloop's time() is that of the loop's last turn, and may lie before
+
+    def figures(self) -> dict[str, int | float]:
+        """For `status`. `busy_s`: what the threads have spent on work since the start, together."""
+        with self._lock:
+            now = time.monotonic()
+            # Each queue's first has waited the longest, but for one that was hastened into it.
+            queued = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+            running = list(self._running.values())
+            return {
+                "threads": self.threads,
+                "queued": sum(map(len, self._queues.values())),
+                "running": len(running),
+                "oldest_queued_s": round(now - min(queued, default=now), 6),
+                "oldest_running_s": round(now - min(running, default=now), 6),
+                "busy_s": round(self._busy_s + sum(now - began for began in running), 6),
+            }
 
     async def close(self, deadline_s: float) -> bool:
         """Ends the lane: takes no more work, cancels what is queued, waits at most `deadline_s` seconds for what runs.
@@ -210,10 +230,11 @@ class Lane:
         except BaseException as error:  # noqa: BLE001  end of a thread: whatever it is, the loop must hear of it
             value = error
         with self._lock:
-            del self._running[ticket]
+            now = time.monotonic()
+            self._busy_s += now - self._running.pop(ticket)
             if value is AGAIN and not self._closing:
                 # No notify: this thread comes for the next ticket itself.
-                self._queues.setdefault(ticket.urgent, OrderedDict())[ticket] = None
+                self._queues.setdefault(ticket.urgent, OrderedDict())[ticket] = now
                 return
         self._report(ticket.done, CancelledWork() if value is AGAIN else value)
 

@@ -6,13 +6,19 @@ they are derived from users' prompts.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import socket
+import struct
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, TextIO
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,11 +35,20 @@ REPEATS_MAX = 10
 ORIGINS_MAX = 1024
 """Origins remembered at once; there are about as many as logging calls in the code."""
 
+Origin = tuple[str, int, str, str]
+
+JOURNAL = Path("/run/systemd/journal/socket")
+JOURNAL_MESSAGE_BYTES_MAX = 48 << 10
+"""Of a message, which goes to the journal in one datagram."""
+
+_SUMMARY = "kvo_summary"
+
 
 class RepeatFilter(logging.Filter):
-    """Lets `most` records of one origin (logger, level, unformatted message) pass in `window_s`, and counts the rest.
+    """Lets `most` records of one origin pass in `window_s`, and counts the rest. Critical ones always pass.
 
-    An origin's next record after its window tells how many were held back. Records from ERROR upwards always pass.
+    An origin is a logger, a level and an unformatted message; of records with a traceback, also where it was raised.
+    Its next record after its window tells how many were held back, or else `overdue` does.
     """
 
     def __init__(
@@ -47,13 +62,13 @@ class RepeatFilter(logging.Filter):
         self._most = most
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}
+        self._seen: dict[Origin, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is to be written; may append the count of those held back to its message."""
-        if record.levelno >= logging.ERROR:
+        if record.levelno >= logging.CRITICAL or hasattr(record, _SUMMARY):
             return True
-        origin = (record.name, record.levelno, str(record.msg))
+        origin = (record.name, record.levelno, str(record.msg), _raised_at(record))
         now = self._clock()
         with self._lock:
             started, seen = self._seen.get(origin, (now, 0))
@@ -64,9 +79,52 @@ class RepeatFilter(logging.Filter):
                 self._seen.clear()
             self._seen[origin] = (started, seen + 1)
         if expired and held_back:
-            record.msg = f"{record.getMessage()} ... {held_back} more in the last {self._window_s:g} s"
+            record.kvo_fields = {**_fields(record), "held_back": held_back}
+            record.msg = f"{record.getMessage()} ... {self._told(held_back)}"
             record.args = ()
         return seen < self._most
+
+    def overdue(self, *, ending: bool = False) -> list[logging.LogRecord]:
+        """A record for each origin that has been quiet since a window in which some were held back; forgets those.
+        `ending`: the windows that are not over, too.
+        """
+        now = self._clock()
+        with self._lock:
+            over = {
+                origin: seen
+                for origin, (started, seen) in self._seen.items()
+                if ending or now - started >= self._window_s
+            }
+            for origin in over:
+                del self._seen[origin]
+        records = []
+        for (name, level, message, _), seen in over.items():
+            if seen > self._most:
+                text = f"{self._told(seen - self._most)}, of: {message}"
+                record = logging.LogRecord(name, level, "", 0, text, (), None)
+                record.kvo_fields = {"held_back": seen - self._most}
+                setattr(record, _SUMMARY, True)
+                records.append(record)
+        return records
+
+    def _told(self, held_back: int) -> str:
+        return f"{held_back} more in the last {self._window_s:g} s"
+
+
+def _raised_at(record: logging.LogRecord) -> str:
+    """Where the exception of a record comes from; empty if it has none."""
+    if not record.exc_info or record.exc_info[2] is None:
+        return ""
+    *_, (frame, line) = traceback.walk_tb(record.exc_info[2])
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    """What a record is about, by name: the arguments of a message that names them, as "%(uid)d"."""
+    kept = getattr(record, "kvo_fields", None)
+    if kept is None:
+        kept = record.args if isinstance(record.args, Mapping) else {}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in kept.items()}
 
 
 class ConsoleFormatter(logging.Formatter):
@@ -92,11 +150,14 @@ class JournalFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, and `traceback` if there is one."""
+    """One JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, what the message names, and
+    `traceback` if there is one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line, whatever is in its message."""
         fields = {
+            **_fields(record),
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -107,6 +168,58 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+class JournalHandler(logging.StreamHandler[TextIO]):
+    """Gives the journal records with fields: MESSAGE, PRIORITY, LOGGER, and KVO_UID and the like for what a message
+    names. Where its socket is not to be had, lines with priorities go to `stream`, which is connected to it, too.
+
+    A journal that does not keep up costs records and no time; the next one that it takes tells how many.
+    """
+
+    def __init__(self, stream: TextIO, path: Path = JOURNAL) -> None:
+        super().__init__(stream)
+        self.setFormatter(JournalFormatter())
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See the class."""
+        try:
+            self._socket.sendto(self._encoded(record), self._path)
+            self._lost = 0
+        except BlockingIOError:
+            self._lost += 1
+        except (OSError, ValueError):
+            super().emit(record)
+
+    def close(self) -> None:
+        """Nothing is given to the journal any more."""
+        self._socket.close()
+        super().close()
+
+    def _encoded(self, record: logging.LogRecord) -> bytes:
+        lost = f" ({self._lost} records lost before this one)" if self._lost else ""
+        fields = {
+            "MESSAGE": _plain.format(record) + lost,
+            "PRIORITY": _priority(record.levelno),
+            "SYSLOG_IDENTIFIER": ROOT,
+            "LOGGER": record.name,
+            **{f"KVO_{name.upper()}": value for name, value in _fields(record).items()},
+        }
+        return b"".join(_journal_field(name, str(value)) for name, value in fields.items())
+
+
+_plain = logging.Formatter("%(name)s: %(message)s")
+
+
+def _journal_field(name: str, value: str) -> bytes:
+    """systemd's native journal protocol: a line, or, for text with line breaks, its length and the text."""
+    data = value.encode(errors="replace")[:JOURNAL_MESSAGE_BYTES_MAX]
+    if b"\n" not in data:
+        return b"%s=%s\n" % (name.encode(), data)
+    return b"%s\n%s%s\n" % (name.encode(), struct.pack("<Q", len(data)), data)
+
+
 FORMATTERS: dict[str, type[logging.Formatter]] = {
     "console": ConsoleFormatter,
     "journal": JournalFormatter,
@@ -115,18 +228,47 @@ FORMATTERS: dict[str, type[logging.Formatter]] = {
 
 
 def setup(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Directs the project's loggers to `stream` (None: standard error), and to nothing else. May be called again."""
+    """Directs the project's loggers to `stream` (None: standard error), and to nothing else. May be called again.
+
+    Where standard error leads to the journal, the journal gets records with fields instead.
+    """
+    is_own = stream is None
     stream = stream if stream is not None else sys.stderr
     chosen = config.format if config.format != "auto" else ("journal" if _is_journal(stream) else "console")
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(FORMATTERS[chosen]())
+    handler: logging.StreamHandler[TextIO]
+    if chosen == "journal" and is_own and _is_journal(stream) and JOURNAL.is_socket():
+        handler = JournalHandler(stream)
+    else:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(FORMATTERS[chosen]())
     handler.addFilter(RepeatFilter())
     logger = logging.getLogger(ROOT)
+    tell_held_back(ending=True)
     for old in logger.handlers[:]:
         logger.removeHandler(old)
+        if isinstance(old, JournalHandler):
+            old.close()
     logger.addHandler(handler)
     logger.setLevel(config.level.upper())
     logger.propagate = False
+
+
+def tell_held_back(*, ending: bool = False) -> None:
+    """Writes how many records were held back, where no other record has followed that would have told it. In windows
+    that are over; `ending`: in all.
+    """
+    for handler in logging.getLogger(ROOT).handlers:
+        for repeats in handler.filters:
+            if isinstance(repeats, RepeatFilter):
+                for record in repeats.overdue(ending=ending):
+                    handler.handle(record)
+
+
+async def keep_telling() -> None:
+    """For ever: `tell_held_back` from time to time."""
+    while True:
+        await asyncio.sleep(REPEAT_WINDOW_S)
+        tell_held_back()
 
 
 def _priority(level: int) -> int:

@@ -126,7 +126,9 @@ def _is_table(value: object) -> bool:
 
 
 def format_value(name: str, value: object) -> str:
-    """A value with the unit that its name ends in: `_bytes`, `_s`, `_rate` (a fraction, shown in percent)."""
+    """A value with the unit that its name ends in: `_bytes`, `_s`, `_rate` (a fraction, shown in percent). Of counts in
+    a map those that are not 0.
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, bytes):
@@ -135,6 +137,11 @@ def format_value(name: str, value: object) -> str:
         return _format_number(name, value)
     if isinstance(value, list | tuple):
         return ", ".join(format_value("", item) for item in value) or "none"
+    if isinstance(value, Mapping):  # counts by what they are of
+        return (
+            ", ".join(f"{printable(str(name))}: {format_value('', item)}" for name, item in value.items() if item)
+            or "none"
+        )
     return printable("-" if value is None else str(value))
 
 
@@ -219,8 +226,8 @@ def _config_line(name: str, value: object) -> str:
         return f"{name} = 0o{value:o}"
     if name == "roots" and isinstance(value, tuple) and value:
         return "\n".join([f"{name} = [", *(_root_line(root) for root in value), "]"])
-    if isinstance(value, Path):
-        value = str(value)
+    if isinstance(value, Path) or value is None:
+        value = str(value or "")
     sized = name.endswith(("_bytes", "_bytes_per_s"))
     remark = f"  # {format_bytes(value)}" if sized and isinstance(value, int) else ""
     return f"{name} = {json.dumps(value, ensure_ascii=False)}{remark}"

@@ -24,6 +24,7 @@ from kvoffloadd.model import PAGE_BYTES, U8Array
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_NORESERVE = 0x4000  # Python's mmap module names it from 3.13 on
 _POPULATE_ALIGN_BYTES = 2 << 20  # threads meet at huge page boundaries, so that none splits one
@@ -122,6 +123,10 @@ class Mapping:
         view: U8Array = np.ctypeslib.as_array((ctypes.c_uint8 * self.size_bytes).from_address(self.address))
         view.flags.writeable = self.writable
         return view
+
+    def leave_out_of_dumps(self) -> None:
+        """A core file of this process will not have it: it may be large, and somebody's prompts."""
+        _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP)
 
     def close(self) -> None:
         """Unmaps, without the GIL: may run in any thread. The caller sees to it that nothing uses the memory any more.

@@ -29,6 +29,8 @@ NAMES = (
     "missed_keys",  # that a load was promised from disk, and that did not come
     "stored_bytes",
     "loaded_bytes",
+    "moved_in_bytes",  # by all jobs, those that were cancelled or expired among them
+    "moved_out_bytes",
     "store_busy_us",  # jobs' own time, admission to end
     "load_busy_us",
     "block_references",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 START_S = 30.0
 STOP_S = 30.0
+_SHM = "/dev/shm"
 _SOCKET_BYTES_MAX = 100
 
 # A child of ours ends with us, even if we are killed: SIGTERM on the parent's death, kept over the exec.
@@ -50,6 +51,11 @@ def private_folder() -> tempfile.TemporaryDirectory[str]:
         folder.cleanup()
         folder = tempfile.TemporaryDirectory(prefix="kvo-", dir="/tmp")
     return folder
+
+
+def memory_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files that are memory, if there is a place for such."""
+    return tempfile.TemporaryDirectory(prefix="kvo-", dir=_SHM if os.access(_SHM, os.W_OK) else None)
 
 
 def spawn(

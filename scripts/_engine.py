@@ -328,6 +328,7 @@ class Engine:
         counters = self._counters
         what = "load" if opened.is_load else "store"
         counters.add(f"{what}s")
+        counters.add("moved_out_bytes" if opened.is_load else "moved_in_bytes", result.bytes)
         if result.outcome in (Outcome.CANCELLED, Outcome.EXPIRED, Outcome.LOST):
             counters.add(result.outcome.value)
             return

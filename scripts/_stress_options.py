@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads" or "disk". `socket`: of a running
-    daemon; None: start one. `device`: where KV caches lie, "host" or "cuda"; on the latter `software_driver`: without a
-    GPU, with these `driver_faults` for the daemon alone.
+    """The command line. `warm`: memory outlives the daemon. `disk_bytes` 0: no disk tier. `plant_corruption`: "",
+    "loads" or "disk". `socket`: of a running daemon; None: start one. `device`: where KV caches lie, "host" or "cuda";
+    on the latter `software_driver`: without a GPU, with these `driver_faults` for the daemon alone.
     """
 
     seconds: float
@@ -24,6 +24,7 @@ class Options:
     disk_folder: Path | None
     kill_workers: bool
     kill_daemon: bool
+    warm: bool
     plant_corruption: str
     slow_copies_s: float
     seed: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ SHOWN = 20
 class Report:
     """All figures of one run.
 
-    `fatal_ends`: of the daemon, because of faults of its driver. `private_bytes`: the daemon's RssAnon, warm and at the
-    end. `said`: what workers wrote.
+    `taken_over`: share of the keys in memory at a kill that the next daemon had. `fatal_ends`: of the daemon, because
+    of faults of its driver. `private_bytes`: the daemon's RssAnon, warm and at the end. `said`: what workers wrote.
     """
 
     seed: int
@@ -35,6 +36,7 @@ class Report:
     kills: int = 0
     kills_with_jobs: int = 0
     daemon_kills: int = 0
+    taken_over: list[float] = field(default_factory=list)
     fatal_ends: int = 0
     unmap_s: list[float] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
@@ -44,6 +46,7 @@ class Report:
     daemon: DaemonCounters = field(default_factory=DaemonCounters)
     private_bytes: tuple[int, int] | None = None
     disk: DiskReport | None = None
+    metrics_compared: bool = False
     interrupted: bool = False
 
     @property
@@ -111,6 +114,8 @@ class Report:
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
             "daemon_kills": self.daemon_kills,
+            "taken_over_median": round(statistics.median(self.taken_over), 4) if self.taken_over else None,
+            "taken_over_min": round(min(self.taken_over), 4) if self.taken_over else None,
             "fatal_ends": self.fatal_ends,
             "unmap_p50_ms": _rounded_ms(self.unmap_percentile_s(50)),
             "unmap_max_ms": _rounded_ms(max(self.unmap_s, default=None)),
@@ -123,6 +128,7 @@ class Report:
             "rss_anon_warm_bytes": self.private_bytes and self.private_bytes[0],
             "rss_anon_end_bytes": self.private_bytes and self.private_bytes[1],
             "rss_anon_growth_pct": None if (grown := self.rss_growth_percent) is None else round(grown, 2),
+            "metrics_compared": self.metrics_compared,
             "interrupted": self.interrupted,
             "good": self.is_good,
         }
@@ -210,9 +216,16 @@ def _ended(report: Report) -> list[tuple[str, str, str]]:
         ("workers killed", f"{report.kills:,}", f"{report.kills_with_jobs:,} with jobs open"),
         ("until unmapped", format_ms(slowest), f"p50 {format_ms(report.unmap_percentile_s(50))}"),
         ("daemon killed", f"{report.daemon_kills:,}", f"{total('lost'):,} jobs lost, {total('calls_lost'):,} calls"),
+        *_taken_over(report.taken_over),
         ("fatal ends", f"{report.fatal_ends:,}", "of the daemon, by faults of its GPU's driver"),
         ("daemon RssAnon", grown, sizes),
     ]
+
+
+def _taken_over(shares: list[float]) -> list[tuple[str, str, str]]:
+    if not shares:
+        return []
+    return [("memory taken over", f"{100 * statistics.median(shares):.1f} %", f"least {100 * min(shares):.1f} %")]
 
 
 def _verdict(report: Report) -> list[tuple[str, str, str]]:
@@ -220,7 +233,7 @@ def _verdict(report: Report) -> list[tuple[str, str, str]]:
     return [
         ("wrong bytes", f"{total('wrong_bytes'):,}", f"{total('stray_bytes'):,} of them stray"),
         ("broken promises", f"{total('broken_promises'):,}", ""),
-        ("self-audit", f"{len(report.findings):,}", "findings"),
+        ("self-audit", f"{len(report.findings):,}", "findings" + ", metrics compared" * report.metrics_compared),
         ("leaks", f"{len(report.leaks):,}", "descriptors, mappings, leases, slots"),
         ("errors", f"{len(report.errors):,}", "worker crashes, daemon log"),
     ]

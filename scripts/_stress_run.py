@@ -11,13 +11,14 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _counters import Counters
 from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, spawn, tail, unmapped_within
 from _geometry import PROMPT_TOKENS, random_geometry
 from _leaks import Held, held, leaks, unreturned_slots
+from _metrics import Scraped, disagreements
 from _output import Live, ratio
 from _prompts import ROOTS
 from _stress_disk import StressDisk
@@ -72,10 +73,13 @@ class Slot:
 class Run:
     """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path, driver: Driver) -> None:
+    def __init__(self, options: Options, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver) -> None:
         self._options = options
+        self._memory_folder = memory_folder
+        self._before: tuple[int, int] | None = None
         self._driver = driver
         self._folder = folder
+        self._metrics = folder / "metrics.sock"
         self._rng = np.random.default_rng([options.seed, 1 << 20])
         self._counters = Counters(folder / "counters", options.workers)
         self._report = Report(
@@ -103,6 +107,9 @@ class Run:
         # Many slabs, so that slot sizes can take them from each other.
         slab_bytes = min(max(self._options.memory_bytes // 128 // MIB, 1), 64) * MIB
         settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning", **self._driver.settings}
+        settings["metrics.listen"] = str(self._metrics)
+        if self._options.warm:
+            settings["memory.pool_file"] = str(self._memory_folder / "pool")
         if self._disk is not None:
             settings |= self._disk.settings
         faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._plants_in_daemon else []
@@ -147,6 +154,7 @@ class Run:
         self._end_workers(observer, watch)
         watch.look(now_due=True)
         self._report.daemon = watch.counters()
+        self._compare_metrics(observer)
         if self._plants_in_daemon and not self._report.daemon.faults_planted:
             self._report.errors.append("no corruption could be planted: too few loads")
         if self._disk is not None:
@@ -154,6 +162,15 @@ class Run:
             self._end_disk(self._disk, observer, watch)
         self._audit(observer, before)
         self._report.findings += watch.findings
+
+    def _compare_metrics(self, observer: Client) -> None:
+        """With what the workers counted, which have left; a daemon that was killed took its counters along."""
+        report = self._report
+        if self._daemon is None or report.daemon_kills or report.fatal_ends:
+            return
+        observer.drain(30.0, everything=True)
+        report.metrics_compared = True
+        report.findings += disagreements(Scraped(self._metrics), self._counters, exact=not report.kills)
 
     def _end_disk(self, disk: StressDisk, observer: Client, watch: Watch) -> None:
         """Audit it once more, and once more after a restart in order."""
@@ -358,6 +375,7 @@ class Run:
             self._check_daemon(observer, watch)
             return
         self._report.daemon_kills += 1
+        self._before = int(watch.status["cache"]["keys"]), clears
         if disk is not None:
             disk.killed(watch, clears)
             if self._rng.random() < KILLED_IN_START:
@@ -373,11 +391,18 @@ class Run:
         daemon.start()
         try:
             self._report.findings += observer.verify().findings
+            self._note_taken_over(observer.status())
             if self._disk is not None:
                 self._disk.started(observer.status(), daemon.socket, self._counters.total("clears"))
         except ClientError:
             if not self._dies_of_its_driver():
                 raise
+
+    def _note_taken_over(self, status: dict[str, Any]) -> None:
+        """Of the keys in memory before the last kill, unless some were cleared since."""
+        before, self._before = self._before, None
+        if self._options.warm and before and before[0] and before[1] == self._counters.total("clears"):
+            self._report.taken_over.append(int(status["cache"]["keys_adopted"]) / before[0])
 
     def _figures(self) -> str:
         total = self._counters.total

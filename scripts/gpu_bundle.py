@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "aiofiles", "hypothesis", "msgpack", "msgspec", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "rich",
-    "uvloop", "xxhash",
+    "aiofiles", "hypothesis", "msgpack", "msgspec", "prometheus-client", "psutil", "pytest", "pytest-asyncio",
+    "pytest-timeout", "rich", "uvloop", "xxhash",
 )  # fmt: skip
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 BYTES_MAX = 64 << 20

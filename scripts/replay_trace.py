@@ -159,14 +159,14 @@ class Replay:
                 daemon.start()
                 tally, seconds = self._replay(daemon, live, before, capacity.name)
                 with Client(daemon.socket, namespace=None, role="observer", deadline_s=WAIT_S) as observer:
-                    evictions = observer.status()["cache"]["keys_evicted"]
+                    told = observer.status()
                     observer.drain(WAIT_S, everything=True)
                     tally.findings += observer.verify(payloads=True, deadline_s=WAIT_S).findings
             finally:
                 status = daemon.stop()
         if status != 0:
             tally.findings.append(f"the daemon's exit status is {status}")
-        return self._result(capacity, tally, seconds, evictions)
+        return self._result(capacity, tally, seconds, told)
 
     def _replay(self, daemon: DaemonProcess, live: Live, before: int, what: str) -> tuple[Tally, float]:
         arguments = self._arguments
@@ -181,7 +181,7 @@ class Replay:
             workers.kill()
         return tally, time.perf_counter() - begun
 
-    def _result(self, capacity: Capacity, tally: Tally, seconds: float, evictions: int) -> dict[str, Any]:
+    def _result(self, capacity: Capacity, tally: Tally, seconds: float, told: dict[str, Any]) -> dict[str, Any]:
         shortfall = self._ceiling - tally.block_hits
         if capacity.unbounded and shortfall != tally.pending_misses:
             tally.findings.append(f"{shortfall} hits are missing, {tally.pending_misses} of them were pending")
@@ -197,8 +197,9 @@ class Replay:
             "lru_hit_rate": rates["lru"],
             "belady_hit_rate": rates["belady"],
             "ceiling_hit_rate": self._rate(self._ceiling),
+            "estimated_ceiling": told["lookups"][0]["ceiling_rate"],
             "shortfall": shortfall,
-            "evictions": evictions,
+            "evictions": told["cache"]["keys_evicted"],
             "seconds": round(seconds, 2),
             "requests_per_s": round(len(self.requests) / seconds, 1),
             "gib_per_s": round((tally.stored_bytes + tally.loaded_bytes) / GIB / seconds, 3),
@@ -263,6 +264,7 @@ def show(result: dict[str, Any], title: str) -> None:
         ),
     )
     for one in results:
+        print(f"\n{one['capacity']}: the daemon's estimate of the ceiling is {100 * one['estimated_ceiling']:.2f} %")
         if one["capacity"] == "unbounded":
             print(f"\n{one['shortfall']:,} hits fewer than the ceiling's, {one['pending_misses']:,} of them pending")
     for finding in result["findings"]:

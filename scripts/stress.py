@@ -4,10 +4,10 @@
 Each worker registers random KV caches (several groups, parts, tensors, paddings), and stores, loads, reserves, cancels
 and reconnects at random. Contents are a function of the key, so that what one worker stored another can check. With
 --kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after each start it must
-find again what was there, and everything is audited. With --device cuda KV caches are GPU memory, of which many jobs
-are asked for before it is final. Exit status 0 only if no byte was wrong, no promise broken,
-nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found nothing, and something
-was checked at all; 1 otherwise; 2 for wrong usage.
+find again what was there, and everything is audited; with --warm what memory held as well. With --device cuda KV
+caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no byte was wrong, no
+promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found
+nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from _daemon import DaemonError, obey_signals, private_folder
+from _daemon import DaemonError, memory_folder, obey_signals, private_folder
 from _disk import disk_folder
 from _output import print_json
 from _stress_driver import NoDriverError, driver_of
@@ -43,8 +43,8 @@ def main() -> int:
     print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
         driver = driver_of(options)
-        with private_folder() as folder, disk_folder(options.disk_folder) as disk:
-            report = Run(options, Path(folder), Path(disk), driver).run()
+        with private_folder() as folder, disk_folder(options.disk_folder) as disk, memory_folder() as memory:
+            report = Run(options, Path(folder), Path(disk), Path(memory), driver).run()
     except NoDriverError as error:
         print(f"stress: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -71,6 +71,7 @@ def _arguments() -> tuple[Options, bool]:
     add("--working-set", type=_size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
     add("--kill-workers", action="store_true", help="SIGKILL workers at random instants, and start others")
     add("--kill-daemon", action="store_true", help="SIGKILL the daemon at random instants, and start it again")
+    add("--warm", action="store_true", help="the memory tier is a file that outlives the daemon")
     add("--disk", type=Path, metavar="PATH", help="keep keys in a new folder there, too (default: /var/tmp)")
     add(
         "--disk-share", type=_share, metavar="X", help="the disk tier's part of the working set; 0: none (default: 0.5)"
@@ -93,8 +94,10 @@ def _arguments() -> tuple[Options, bool]:
     given = parser.parse_args()
     if given.workers < 1 or given.memory < MEMORY_BYTES_MIN:
         parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
-    if given.socket and (given.kill_daemon or given.plant_corruption or given.slow_copies or given.disk):
-        parser.error("--kill-daemon, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket")
+    if given.socket and (given.kill_daemon or given.warm or given.plant_corruption or given.slow_copies or given.disk):
+        parser.error(
+            "--kill-daemon, --warm, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket"
+        )
     if given.device != "cuda" and (given.software_driver or given.driver_faults):
         parser.error("--software-driver and --driver-faults are for --device cuda")
     if given.socket and given.driver_faults:
@@ -115,6 +118,7 @@ def _arguments() -> tuple[Options, bool]:
         disk_folder=given.disk,
         kill_workers=given.kill_workers,
         kill_daemon=given.kill_daemon,
+        warm=given.warm,
         plant_corruption=given.plant_corruption or "",
         slow_copies_s=given.slow_copies,
         seed=secrets.randbelow(1 << 32) if given.seed is None else given.seed,

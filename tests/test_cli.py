@@ -60,7 +60,7 @@ def test_version() -> None:
 def test_help_names_every_command_and_exit_code() -> None:
     code, out, _ = run_process("--help")
     assert code == 0
-    for word in ("serve", "status", "verify", "clear", "drain", "config", "plan", "3 unreachable"):
+    for word in ("serve", "status", "top", "verify", "clear", "drain", "config", "plan", "3 unreachable"):
         assert word in " ".join(out.split())
 
 
@@ -113,6 +113,7 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--config", "/no/such.toml"], "/no/such.toml: can't be read: No such file or directory"),
         (["config", "show", "--set", "a.b=1"], "unknown section"),
         (["config", "check", "/"], "can't be read: Is a directory"),
+        (["serve", "--set", "metrics.listen=0.0.0.0:9477"], "must be of this host alone"),
         (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
         (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
         (["drain", "--deadline-s", "0"], '"0" is not between'),
@@ -176,7 +177,7 @@ def test_config_check_knows_the_policies(run: Run, tmp_path: Path) -> None:
 # --- no daemon ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["status"], ["verify"], ["clear", "--yes"], ["drain"]])
+@pytest.mark.parametrize("command", [["status"], ["top", "--once"], ["verify"], ["clear", "--yes"], ["drain"]])
 def test_no_daemon_is_told_at_once(run: Run, socket_dir: Path, command: list[str]) -> None:
     code, out, err = run(*command, "--socket", str(socket_dir / "none.sock"))
     assert (code, out) == (3, "")
@@ -261,6 +262,11 @@ def test_status_as_tables(run: Run) -> None:
                 "slots 12,345", "hit_rate 34.5 %", "uid instance mapped_bytes", "1,000 [red]a\\x1b[2J 1 MiB",
                 "7 - -", "sliding 4"):  # fmt: skip
         assert row in rows
+
+
+def test_counts_in_a_map_are_told_without_zeros() -> None:
+    assert report.format_value("missed", {"evicted": 1234, "cleared": 0, "\x1b": 5}) == "evicted: 1,234, \\x1b: 5"
+    assert report.format_value("missed", {"cleared": 0}) == "none"
 
 
 @pytest.mark.usefixtures("fake")

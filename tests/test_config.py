@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd import config
+from kvoffloadd import checks, config
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.report import config_text
 from kvoffloadd.units import BYTES_MAX, format_bytes, format_seconds, parse_bytes
@@ -416,3 +416,40 @@ def test_memory_of_this_machine() -> None:
     config.check_memory_fits(4096)
     with pytest.raises(ConfigError):
         config.check_memory_fits(1 << 60)
+
+
+# --- where metrics are scraped --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("localhost:9477", ("127.0.0.1", 9477)),
+        ("127.0.0.1:1", ("127.0.0.1", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("/run/kvoffloadd/metrics.sock", "/run/kvoffloadd/metrics.sock"),
+    ],
+)
+def test_places_of_this_host(text: str, place: object) -> None:
+    assert config.load(None, {"metrics.listen": text}).metrics.listen == text
+    assert checks.split_address(text) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0.0.0.0:9477", "of this host alone"),
+        (":9477", "of this host alone"),
+        ("[::]:9477", "of this host alone"),
+        ("example.org:9477", "of this host alone"),
+        ("localhost", "a host and a port"),
+        ("localhost:0", "a host and a port"),
+        ("localhost:65536", "a host and a port"),
+        ("localhost:x", "a host and a port"),
+        ("metrics.sock", "an absolute path, or a host"),
+        ("/" + 107 * "x", "a socket's path may have 107"),
+    ],
+)
+def test_places_that_are_refused(text: str, reason: str) -> None:
+    assert reason in problems(None, metrics__listen=text)[1]
+    assert config.load(None).metrics.listen == ""

@@ -7,7 +7,10 @@ import json
 import logging
 import os
 import re
+import socket
+import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,9 +133,135 @@ def test_repeats_are_held_back_and_counted() -> None:
     assert told.getMessage() == "peer 8: bad frame"
 
 
-def test_errors_are_never_held_back() -> None:
+def test_only_critical_records_are_never_held_back() -> None:
     repeats = log.RepeatFilter(most=1)
-    assert all(repeats.filter(record("x", level=logging.ERROR)) for _ in range(20))
+    assert all(repeats.filter(record("x", level=logging.CRITICAL)) for _ in range(20))
+    assert sum(repeats.filter(record("x", level=logging.ERROR)) for _ in range(20)) == 1
+
+
+def test_bugs_in_two_places_are_two_origins() -> None:
+    repeats = log.RepeatFilter(most=1)
+
+    def failed(number: int) -> bool:
+        try:
+            if number:
+                raise ValueError("one")
+            raise ValueError("other")
+        except ValueError:
+            bug = record("a request failed", level=logging.ERROR)
+            bug.exc_info = sys.exc_info()
+            return repeats.filter(bug)
+
+    assert [failed(number) for number in (0, 1, 0, 1)] == [True, True, False, False]
+
+
+def test_the_end_of_a_storm_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = logged("json")
+    clock = Clock()
+    (handler,) = logging.getLogger(log.ROOT).handlers
+    handler.filters[:] = [log.RepeatFilter(window_s=60, most=3, clock=clock)]
+    for number in range(1000):
+        logger.warning("peer %(pid)d: 100 %% bad", {"pid": number})
+    log.tell_held_back()
+    assert stream.getvalue().count("\n") == 3
+    clock.now += 60
+    log.tell_held_back()
+    log.tell_held_back()
+    *_, last = map(json.loads, stream.getvalue().splitlines())
+    assert stream.getvalue().count("\n") == 4
+    assert last["message"] == "997 more in the last 60 s, of: peer %(pid)d: 100 %% bad"
+    assert last["held_back"] == 997
+    assert last["level"] == "warning"
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_message_names_is_a_field() -> None:
+    stream = logged("json")
+    logger.info("uid %(uid)d: %(reason)s", {"uid": 7, "reason": ValueError("no"), "level": "mine"})
+    fields = json.loads(stream.getvalue())
+    assert fields["message"] == "uid 7: no"
+    assert (fields["uid"], fields["reason"]) == (7, "no")
+    assert fields["level"] == "info"  # what every record has is not another's to name
+
+
+def test_fields_survive_the_count_of_those_held_back() -> None:
+    clock = Clock()
+    repeats = log.RepeatFilter(window_s=60, most=1, clock=clock)
+    for _ in range(3):
+        repeats.filter(record("pid %(pid)d", {"pid": 7}))
+    clock.now += 60
+    told = record("pid %(pid)d", {"pid": 8})
+    assert repeats.filter(told)
+    fields = json.loads(log.JsonFormatter().format(told))
+    assert fields["message"] == "pid 8 ... 2 more in the last 60 s"
+    assert (fields["pid"], fields["held_back"]) == (8, 2)
+
+
+@pytest.fixture
+def journal(socket_dir: Path) -> Iterator[socket.socket]:
+    """A journal's socket, which nobody reads by itself."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(socket_dir / "journal"))
+        receiver.settimeout(5.0)
+        yield receiver
+
+
+def entry(data: bytes) -> dict[str, str]:
+    """An entry of the native protocol."""
+    fields = {}
+    while data:
+        name, _, data = data.partition(b"\n")
+        if b"=" in name:
+            name, _, value = name.partition(b"=")
+        else:
+            (size,) = struct.unpack_from("<Q", data)
+            value, data = data[8 : 8 + size], data[8 + size + 1 :]
+        fields[name.decode()] = value.decode()
+    return fields
+
+
+def test_the_journal_gets_fields(journal: socket.socket) -> None:
+    handler = log.JournalHandler(io.StringIO(), Path(journal.getsockname()))
+    handler.handle(record("uid %(uid)d: %(reason)s", {"uid": 7, "reason": "two\nlines"}))
+    assert entry(journal.recv(1 << 16)) == {
+        "MESSAGE": "kvoffloadd.test: uid 7: two\nlines", "PRIORITY": "4", "SYSLOG_IDENTIFIER": "kvoffloadd",
+        "LOGGER": "kvoffloadd.test", "KVO_UID": "7", "KVO_REASON": "two\nlines",
+    }  # fmt: skip
+    handler.handle(record("x" * (1 << 20)))
+    assert len(entry(journal.recv(1 << 16))["MESSAGE"]) == log.JOURNAL_MESSAGE_BYTES_MAX
+    handler.close()
+
+
+def test_a_journal_that_does_not_keep_up_costs_records_and_no_time(journal: socket.socket) -> None:
+    stream = io.StringIO()
+    handler = log.JournalHandler(stream, Path(journal.getsockname()))
+    began = time.monotonic()
+    for number in range(2000):
+        handler.handle(record(f"message {number}"))
+    assert time.monotonic() - began < 5.0
+    journal.settimeout(0.0)
+    taken = 0
+    while True:
+        try:
+            journal.recv(1 << 16)
+        except BlockingIOError:
+            break
+        taken += 1
+    handler.handle(record("the next"))
+    told = entry(journal.recv(1 << 16))["MESSAGE"]
+    assert told == f"kvoffloadd.test: the next ({2000 - taken} records lost before this one)"
+    assert stream.getvalue() == ""
+    handler.close()
+
+
+def test_without_a_journal_s_socket_lines_with_priorities_go_to_the_stream(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    handler = log.JournalHandler(stream, tmp_path / "none")
+    handler.handle(record("x"))
+    assert stream.getvalue() == "<4>kvoffloadd.test: x\n"
+    handler.close()
 
 
 def test_origins_are_bounded() -> None:

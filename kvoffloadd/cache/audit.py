@@ -32,6 +32,7 @@ def check(cache: Cache, holds: int, reserved: int) -> list[str]:
         *cache.tier.check(entries.parts.page[filled], _sizes(entries, filled), filled.astype(np.uint32)),
         *_check_rows(entries, rows),
         *_check_spaces(cache, rows),
+        *_check_ledger(cache, rows),
     ]
     if int(entries.leases[rows].sum()) != holds:
         findings.append(
@@ -100,3 +101,17 @@ def _check_spaces(cache: Cache, rows: U32Array) -> list[str]:
     if queued != live_rows:
         findings.append(f"eviction: policies hold {queued} keys, {live_rows} are live")
     return findings
+
+
+def _check_ledger(cache: Cache, rows: U32Array) -> list[str]:
+    entries = cache.entries
+    records = _records(entries, entries.live(rows))
+    sealed = records[entries.parts.state[records] == PartState.SEALED]
+    mine = entries.parts.row[sealed]
+    return cache.tier.ledger.check(
+        entries.parts.page[sealed],
+        entries.index.keys[mine],
+        entries.parts.digest[sealed],
+        entries.index.space[mine].astype(np.int64),
+        sealed - entries.first[mine],
+    )

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.adoption import names_of
+from kvoffloadd.cache.asked import Lookups
 from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
 from kvoffloadd.cache.epochs import Epochs
 from kvoffloadd.cache.eviction import Eviction
+from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.cache.parts import PartState
@@ -43,19 +46,16 @@ _ON_DISK = 1 << 46  # a snapshot's cursor from here on names rows of the catalog
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What happened since the start: `keys_hit/pending/missed` of keys asked for by `pin`, parts by what became of
-    them.
-    """
+    """What happened since the start."""
 
-    keys_hit: int = 0
-    keys_pending: int = 0
-    keys_missed: int = 0
     parts_reserved: int = 0
     parts_committed: int = 0
     parts_aborted: int = 0
     parts_sealed: int = 0
     keys_cleared: int = 0
     keys_corrupt: int = 0
+    keys_adopted: int = 0
+    parts_not_adopted: int = 0
     keys_without_space: int = 0
 
 
@@ -109,6 +109,7 @@ class Cache:
         self.tier = tier
         self.entries = Entries(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
+        self.lookups = Lookups(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
         self.disk: Disk | None = None
@@ -148,21 +149,35 @@ class Cache:
                 if self.disk is None:  # nothing of it is left anywhere
                     self.epochs.forget({namespace.fingerprint})
 
-    def declare(self, namespace: Namespace, schema: GroupSchema) -> Space:
-        """The space of a group, made if the group is new. Raises SchemaError if it is known with other properties."""
+    def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Space:
+        """The space of a group, made if the group is new; `number`: the id of one that is adopted. Raises SchemaError
+        if it is known with other properties.
+        """
         namespace.check_schema(schema)
         space = namespace.spaces.get(schema.group)
         if space is None:
+            if number is not None:
+                self._next_space = number
             space = namespace.spaces[schema.group] = self._new_space(namespace, schema)
         return space
 
     def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
         """A rank has told the payload size of its part. Raises SchemaError if another rank told another one."""
         space.check_part(part, payload_bytes)
-        space.part_bytes[part] = payload_bytes
+        if space.part_bytes[part] != payload_bytes:
+            space.part_bytes[part] = payload_bytes
+            self.admit(space)
+            self.remember()
+
+    def admit(self, space: Space) -> None:
+        """More of the sizes of its parts are known than before."""
         self.eviction.admit(space)
         if self.disk:
             self.disk.shelve(space)
+
+    def remember(self) -> None:
+        """Write down whose the keys are, for a successor: whenever that has changed, before any of them is."""
+        self.tier.pool.save_names(names_of(self))
 
     def _new_space(self, namespace: Namespace, schema: GroupSchema, old: Space | None = None) -> Space:
         spaces = self.entries.spaces
@@ -353,6 +368,20 @@ class Cache:
         columns.digest[parts[same]] = digests[same]
         columns.state[parts[same]] = PartState.SEALED
         self.counters.parts_sealed += int(same.sum())
+        self._note(parts[same])
+
+    def _note(self, parts: I64Array) -> None:
+        """Write down what a successor may take over."""
+        entries = self.entries
+        parts = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        rows = entries.parts.row[parts]
+        self.tier.ledger.write(
+            entries.parts.page[parts],
+            entries.index.keys[rows],
+            entries.parts.digest[parts],
+            entries.index.space[rows].astype(np.int64),
+            parts - entries.first[rows],
+        )
 
     # --- dropping ---
 
@@ -360,7 +389,7 @@ class Cache:
         """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
         live = self.entries.live(distinct(rows))
         self.counters.keys_corrupt += len(live)
-        self.entries.retire(live)
+        self.entries.retire(live, Reason.CORRUPT)
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees
@@ -370,11 +399,12 @@ class Cache:
         old = list(namespace.spaces.values())
         for space in old:
             namespace.spaces[space.schema.group] = self._new_space(namespace, space.schema, space)
+        self.remember()
         yield 0, 0
         for space in old:
             for rows in self.entries.scan(space):
                 keys, held_bytes = space.keys, space.bytes
-                self.entries.retire(self.entries.live(rows))
+                self.entries.retire(self.entries.live(rows), Reason.CLEARED)
                 self.counters.keys_cleared += keys - space.keys
                 yield keys - space.keys, held_bytes - space.bytes
             if space.rows == 0:
@@ -394,6 +424,7 @@ class Cache:
     def figures(self) -> dict[str, int]:
         """Counters and gauges of this room."""
         return {
+            **self.lookups.totals(),
             **asdict(self.counters),
             "keys_evicted": self.eviction.keys_evicted,
             "slabs_taken_over": self.eviction.slabs_taken_over,

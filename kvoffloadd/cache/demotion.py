@@ -131,6 +131,11 @@ class Demotion:
         if not self._settings.on_evict:
             self.offer(rows)
 
+    def adopted(self, rows: U32Array) -> None:
+        """These keys were found in memory at the start, sealed."""
+        if not self._settings.on_evict and self._uses is None:
+            self.offer(rows)
+
     def used(self, rows: U32Array) -> None:
         """These keys were used in memory."""
         if self._uses is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffloadd.cache.catalog import Catalog, Shelf
 from kvoffloadd.cache.demotion import Demotion
+from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.inspection import Inspection
 from kvoffloadd.cache.keys import pack
@@ -24,7 +25,7 @@ from kvoffloadd.tiers.disk.format import SpaceId
 from kvoffloadd.tiers.disk.health import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from kvoffloadd.cache.cache import Cache, Found
     from kvoffloadd.cache.namespace import Namespace, Space
@@ -86,13 +87,17 @@ class Disk:
 
     # --- life ---
 
-    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
-        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
+    async def start(
+        self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], others: Collection[bytes] = ()
+    ) -> None:
+        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns. `others`:
+        namespaces that are known from elsewhere, whose epochs count whether a disk has anything of them or not.
+        """
         manifests = [await root.open() for root in self.roots]
         epochs = self.cache.epochs
         for manifest in filter(None, manifests):
             epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
-        known: set[bytes] = set()
+        known = set(others)
         for root in self.roots:
             if root.state == State.OFF and root.opened:
                 known |= await self._take_in(root)
@@ -262,7 +267,7 @@ class Disk:
 
     # --- what goes ---
 
-    def lose(self, records: I64Array) -> U32Array:
+    def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:
         """These records are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
         catalog = self.catalog
         listened = [s for s in self._spaces.values() if s.namespace.listeners]
@@ -273,6 +278,9 @@ class Disk:
             shelves = catalog.index.space[rows]
             keys = {s.shelf.id: catalog.index.keys[rows[shelves == s.shelf.id]] for s in listened if s.shelf}
         lost = catalog.forget(records)
+        shelf_of = catalog.index.space[lost]
+        for number in distinct(shelf_of).tolist():
+            self._note_ghosts(catalog.shelves[number], catalog.index.keys[lost[shelf_of == number]], why)
         for number, gone in keys.items():
             self._note_gone(self._spaces[number], gone)
         return lost
@@ -312,11 +320,16 @@ class Disk:
             try:
                 space = self._spaces.pop(shelf.id, None)
                 for keys in self.catalog.empty(shelf):
+                    self._note_ghosts(shelf, keys, Reason.CLEARED)
                     if space is not None and space.namespace.listeners:
                         self._note_gone(space, keys)
                     await asyncio.sleep(0)
             finally:  # whoever asked may be gone; the next clear goes on with it
                 self._emptying.discard(shelf.id)
+
+    def _note_ghosts(self, shelf: Shelf, keys: U64Array, why: int) -> None:
+        """Remember how these keys went. Those that memory still holds are not missed, and their own end comes later."""
+        self.cache.entries.ghosts.went(shelf.name.fingerprint, shelf.name.group, keys, why)
 
     def _note_gone(self, space: Space, keys: U64Array) -> None:
         """These keys are not on disk any more: an event for those that are not in memory."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.ghosts import Ghosts, Reason
 from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
@@ -56,6 +57,7 @@ class Entries:
         max_rows = tier.num_pages + 1
         self.tier = tier
         self.index = Index(max_rows, seed)
+        self.ghosts = Ghosts(seed)
         self.parts = Parts(4 * max_rows + (1 << 16))
         self.first: U32Array = reserve_array((max_rows,), np.uint32)
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)
@@ -129,17 +131,21 @@ class Entries:
 
     # --- the end ---
 
-    def retire(self, rows: U32Array) -> None:
+    def retire(self, rows: U32Array, why: int = Reason.EVICTED) -> None:
         """No lookup finds these live keys any more; what is held or being written stays until it is let go."""
         if not len(rows):
             return
-        self.tell(rows[self.complete(rows)], added=False)
+        self.tell(rows[self.complete(rows)], added=False, why=why)
         self.index.remove(rows)
         for space, at in self.by_space(rows):
             if space.queue:
                 space.queue.policy.remove(rows[at])
         self.state[rows] = RowState.RETIRED
         self.bury(rows)
+        held = rows[self.state[rows] == RowState.RETIRED]
+        for space, at in self.by_space(held):  # their slots are not given back yet, but nobody may inherit them
+            records = self.parts.run(self.first[held[at]], space.schema.parts).ravel()
+            self.tier.ledger.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
 
     def bury(self, rows: U32Array) -> None:
         """Free the retired ones of these rows that nothing holds: their slots, records and numbers."""
@@ -169,6 +175,7 @@ class Entries:
         self.account(valid, -1)
         self.tier.give(self.parts.page[parts])
         self.parts.state[parts] = PartState.EMPTY
+        self.parts.unverified[parts] = 0
         self.parts.generation[parts] += np.uint16(1)
 
     # --- accounts ---
@@ -180,12 +187,16 @@ class Entries:
             numbers = parts[at] - self.first[rows[at]]
             space.bytes += sign * int(np.asarray(space.part_bytes, np.int64)[numbers].sum())
 
-    def tell(self, rows: U32Array, *, added: bool) -> None:
+    def tell(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
         """Count complete keys that came or went, and note the event for namespaces that somebody listens to."""
         for space, at in self.by_space(rows):
             space.keys += len(at) if added else -len(at)
+            keys = self.index.keys[rows[at]]
+            if added:
+                self.ghosts.came(space.namespace.fingerprint, space.schema.group, keys)
+            else:
+                self.ghosts.went(space.namespace.fingerprint, space.schema.group, keys, why)
             if space.namespace.listeners:
-                keys = self.index.keys[rows[at]]
                 if self.disk:  # what another tier has did not come, and does not go
                     keys = keys[~self.disk.holds_keys(space, keys)]
                 self.note(space, keys, added=added)

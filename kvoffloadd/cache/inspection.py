@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.ghosts import Reason
+
 if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
 
@@ -47,5 +49,5 @@ class Inspection:
                         findings.append(f"disk: the record at {place} is damaged{', dropped' if repair else ''}")
                     if repair and len(bad):
                         self._disk.promotion.counters.damaged += len(bad)
-                        self._disk.lose(np.asarray(bad))
+                        self._disk.lose(np.asarray(bad), Reason.CORRUPT)
         return count, findings

@@ -43,6 +43,7 @@ class Parts:
         self.state: U8Array = reserve_array((max_parts,), np.uint8)
         self.generation: U16Array = reserve_array((max_parts,), np.uint16)
         self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
+        self.unverified: U8Array = reserve_array((max_parts,), np.uint8)  # adopted, and not read since
 
     def room(self, width: int) -> int:
         """Runs of `width` that can still be allocated."""
@@ -64,5 +65,5 @@ class Parts:
 
     def memory_bytes(self) -> int:
         """Bytes of the columns up to the highest record in use."""
-        per_part = sum(c.itemsize for c in (self.row, self.page, self.state, self.generation)) + 16
+        per_part = sum(c.itemsize for c in (self.row, self.page, self.state, self.generation, self.unverified)) + 16
         return self.runs.used * per_part + self.runs.memory_bytes()

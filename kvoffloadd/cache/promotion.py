@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
 from kvoffloadd.model import KeyState
 from kvoffloadd.tiers.disk.records import DAMAGED, OK, READ
@@ -245,7 +246,7 @@ class Promotion:
             self.counters.unreadable += int(bad.sum()) - damaged
             # Only where the catalog still means this place: the record may have moved on meanwhile.
             same = (catalog.segment[records] == segment) & (catalog.page[records] == reads["page"])
-            self._disk.lose(records[bad & same])
+            self._disk.lose(records[bad & same], Reason.CORRUPT)
             log.warning(
                 "disk: %d of %d records of group %d did not verify; they are misses now",
                 int(bad.sum()), len(parts), space.schema.group,

@@ -62,7 +62,10 @@ class Terms:
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Jobs and what they moved, by direction; `copies` are those issued after coalescing `descriptors`."""
+    """Jobs, also those that had nothing to move, and what they moved, by direction. `copies` are those issued after
+    coalescing `descriptors`. `keys` counts payloads; those that were not moved are counted by the reason: how their job
+    ended, and `bad` as its result has it.
+    """
 
     jobs: int = 0
     keys: int = 0
@@ -71,6 +74,10 @@ class TransferCounters:
     descriptors: int = 0
     copies: int = 0
     not_done: int = 0
+    keys_failed: int = 0
+    keys_cancelled: int = 0
+    keys_expired: int = 0
+    keys_bad: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +94,15 @@ class Transfer:
     timer: asyncio.TimerHandle | None = None
     cancelled: bool = False
     finished: bool = False
+
+    @property
+    def waits_for(self) -> str:
+        """Its copy, the worker's signal, the disk, or the check of payloads before they are loaded."""
+        if self.copy is not None:
+            return "copy"
+        if self.give_up is None:
+            return "verification"
+        return "signal" if self.timer is None or self.timer.cancelled() else "disk"
 
     def cancel(self) -> None:
         """Drop what has not begun. `done` is still called, after the last access."""
@@ -155,11 +171,8 @@ class Transfers:
 
     def _seal(self, parts: I64Array) -> None:
         columns = self.cache.entries.parts
-        sizes = self.cache.payload_bytes(parts)
-        chunk = (np.cumsum(sizes) - sizes) // HASH_CHUNK_BYTES
-        for number in distinct(chunk):
-            mine = parts[chunk == number]
-            work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes[chunk == number])
+        for mine in _turns(parts, self.cache.payload_bytes(parts)):
+            work = partial(hash_payloads, self.cache.payload_addresses(mine), self.cache.payload_bytes(mine))
             self.unsealed += len(mine)
             sealed = partial(self._sealed, mine, columns.generation[mine])
             self.hash_lane.submit(work, sealed, urgent=SEAL_URGENT)
@@ -179,8 +192,8 @@ class Transfers:
     ) -> Transfer:
         """Copy the plan's parts out, of keys that are complete; they are held until the end.
 
-        Keys that are `away` are brought into memory first; then `plan` is asked again. With `verify_loads` a key whose
-        sealed payload does not match its checksum is dropped before the copy.
+        Keys that are `away` are brought into memory first; then `plan` is asked again. A key whose payload was adopted
+        (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
         """
         transfer = Transfer(Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.uint32), done, np.zeros(0, bool))
         self.running.add(transfer)
@@ -205,6 +218,16 @@ class Transfers:
             transfer.timer = timer
         return transfer
 
+    async def verify_adopted(self) -> None:
+        """Hash all that was adopted and not loaded since, and drop what is wrong. Nothing else is under way yet."""
+        columns = self.cache.entries.parts
+        parts = np.flatnonzero(columns.unverified[: columns.runs.used])
+        for mine in _turns(parts, self.cache.payload_bytes(parts)):
+            work = partial(hash_payloads, self.cache.payload_addresses(mine), self.cache.payload_bytes(mine))
+            wrong = (await self.hash_lane.perform(work) != columns.digest[mine]).any(axis=1)
+            columns.unverified[mine] = 0
+            self.cache.drop(distinct(columns.row[mine[wrong]]))
+
     def _take(self, transfer: Transfer, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
         self.cache.hold(plan.rows)
@@ -220,8 +243,12 @@ class Transfers:
 
     def _load(self, transfer: Transfer, terms: Terms, plan: LoadPlan) -> None:
         begin = partial(self._begin_load, transfer, terms, plan.build)
-        sealed = np.flatnonzero(self.cache.entries.parts.state[plan.parts] == PartState.SEALED)
-        if self.verify_loads and len(sealed):
+        columns = self.cache.entries.parts
+        if self.verify_loads:
+            sealed = np.flatnonzero(columns.state[plan.parts] == PartState.SEALED)
+        else:
+            sealed = np.flatnonzero(columns.unverified[plan.parts])
+        if len(sealed):
             wanted = plan.parts[sealed]
             work = partial(hash_payloads, self.cache.payload_addresses(wanted), self.cache.payload_bytes(wanted))
             verified = partial(self._verified, transfer, sealed, begin)
@@ -235,8 +262,9 @@ class Transfers:
         if isinstance(digests, BaseException):
             self._loaded(transfer, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, f"verification failed: {digests}"))
             return
-        stored = self.cache.entries.parts.digest[transfer.parts[at]]
-        transfer.bad[at] = (digests != stored).any(axis=1)
+        columns = self.cache.entries.parts
+        transfer.bad[at] = (digests != columns.digest[transfer.parts[at]]).any(axis=1)
+        columns.unverified[transfer.parts[at]] = 0
         if transfer.bad.any():
             transfer.bad = np.isin(transfer.rows, transfer.rows[transfer.bad])  # with all parts of their keys
             self.cache.drop(distinct(transfer.rows[transfer.bad]))
@@ -297,9 +325,13 @@ class Transfers:
         counters.descriptors += result.descriptors
         counters.copies += result.copies
         if result.outcome is Outcome.DONE:
-            counters.keys += len(transfer.parts) - int(transfer.bad.sum())
+            bad = int(transfer.bad.sum())
+            counters.keys += len(transfer.parts) - bad
+            counters.keys_bad += bad
         else:
             counters.not_done += 1
+            name = f"keys_{result.outcome.value}"
+            setattr(counters, name, getattr(counters, name) + len(transfer.parts))
         outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and transfer.bad.any() else result.outcome
         transfer.done(TransferResult(outcome, result.bytes, result.seconds, transfer.bad, result.reason))
         self._wake()
@@ -319,3 +351,9 @@ class Transfers:
         except TimeoutError:
             return False
         return True
+
+
+def _turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:
+    """The parts, cut into what the hash lane does in one turn."""
+    turn = (np.cumsum(sizes) - sizes) // HASH_CHUNK_BYTES
+    return np.split(parts, np.flatnonzero(np.diff(turn)) + 1) if len(parts) else []

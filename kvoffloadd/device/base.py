@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.lanes import Lane
     from kvoffloadd.model import Direction, Outcome
 
 
@@ -99,6 +100,9 @@ class Device(Protocol):
 
     def gauges(self) -> dict[str, int | float]:
         """What it is doing now, by name, for metrics."""
+
+    def lanes(self) -> list[Lane]:
+        """Those that copy, for whoever watches over them."""
 
     async def close(self, deadline_s: float) -> bool:
         """Drops all copies that have not begun, and waits at most `deadline_s` seconds for those that have.

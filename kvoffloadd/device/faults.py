@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.device.copyruns import CopyRuns
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.lanes import Lane
 
 
 class Faults(TypedDict, total=False):
@@ -88,6 +89,10 @@ class FaultyDevice:
     def gauges(self) -> dict[str, int | float]:
         """Those of the inner device, and `faults_planted`: bytes flipped and copies failed."""
         return {**self._inner.gauges(), "faults_planted": self.planted}
+
+    def lanes(self) -> list[Lane]:
+        """See `Device.lanes`."""
+        return self._inner.lanes()
 
     async def close(self, deadline_s: float) -> bool:
         """See `Device.close`."""

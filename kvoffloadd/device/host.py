@@ -116,6 +116,10 @@ class HostDevice:
         }
         return gauges | lane_gauges(self._lanes)
 
+    def lanes(self) -> list[Lane]:
+        """See `Device.lanes`."""
+        return [*self._lanes.values()]
+
     async def close(self, deadline_s: float) -> bool:
         """See `Device.close`."""
         for copy in self._copies:

@@ -305,7 +305,7 @@ class Drain(Request, frozen=True, tag="drain"):
 
 
 class Status(Request, frozen=True, tag="status"):
-    """Counters and gauges; keys are stable (docs/BEHAVIOR.md)."""
+    """Counters and gauges; keys are stable (docs/STATUS.md)."""
 
     reply: ClassVar[str] = "report"
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import LimitError
+
+if TYPE_CHECKING:
+    from kvoffloadd.config import LimitsConfig
 
 BUILT_IN_CAPS = {"descriptors": 1 << 23}
 """Plans of registered groups take 40 bytes of the daemon's own memory per descriptor: one frame can ask for gigabytes.
 Real engines need some thousands a rank.
 """
+
+
+def caps(limits: LimitsConfig) -> dict[str, int]:
+    """Those of the limits that hold for all sessions of a uid together."""
+    names = ("sessions", "jobs", "mapped_bytes", "fds", "leases")
+    return {name: getattr(limits, name) for name in names}
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +48,10 @@ class Accounts:
     def __init__(self, caps: dict[str, int]) -> None:
         self._caps = {**BUILT_IN_CAPS, **caps}
         self._by_uid: dict[int, Account] = {}
+
+    def change(self, caps: dict[str, int]) -> None:
+        """Other caps from now on, for all. Who is over a new one keeps what he has."""
+        self._caps.update(caps)
 
     def of(self, uid: int) -> Account:
         """The uid's account."""

@@ -16,7 +16,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.errors import BusyError, FramingError, InternalError, KvOffloadError, PeerError, StateError
+from kvoffloadd.errors import (
+    BusyError,
+    FramingError,
+    InternalError,
+    KvOffloadError,
+    LimitError,
+    PeerError,
+    StateError,
+)
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.server.outbox import Outbox
@@ -206,6 +214,8 @@ class PeerConnection:
     def _reply_error(self, error: KvOffloadError, seq: int) -> None:
         self._context.counters.errors += 1
         self._context.counters.busy += isinstance(error, BusyError)
+        if isinstance(error, LimitError):
+            log.warning("refused uid %(uid)d: %(reason)s", {"uid": self._peer.uid, "reason": error})
         text = str(error)[:400]
         self._send(m.Error(seq=seq, code=error.code, message=text, fault=error.fault, retryable=error.retryable))
         if error.ends_session:
@@ -278,7 +288,8 @@ class PeerConnection:
         """End the session: drain its copies, free what it holds, close the socket. Once; later calls join."""
         if self._ending is None:
             level = logging.DEBUG if self.session.leaving else logging.INFO  # a goodbye is no event
-            log.log(level, "session %d of pid %d ends: %s", self.session.id, self._peer.pid, reason)
+            about = {"session": self.session.id, "pid": self._peer.pid, "uid": self._peer.uid, "reason": reason}
+            log.log(level, "session %(session)d of pid %(pid)d ends: %(reason)s", about)
             self._pause_reading()
             self._stop_timer()
             if self._peer.pidfd >= 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.lease import ReadLease, WriteLease
 from kvoffloadd.server.instance import Instances
+from kvoffloadd.server.status import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from kvoffloadd.server.session import Session
 
 log = logging.getLogger(__name__)
-
-NAMESPACES_TOLD = 1000
-"""At most so many in `status`, whose frame is bounded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,38 +121,5 @@ class Context:
         return findings
 
     def status(self, uid: int | None = None) -> dict[str, Any]:
-        """What `status` tells; the keys are stable. `uid`: only that user's accounts, sessions and namespaces."""
-        accounts = self.accounts.figures()
-        namespaces = (n for n in self.cache.namespaces.values() if uid in (None, n.uid))
-        return {
-            "boot_id": self.boot_id.hex(),
-            "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - self.started_s, 3),
-            "draining": self.draining,
-            "memory": self.cache.tier.gauges(),
-            "cache": {**self.cache.figures(), "unsealed": self.transfers.unsealed},
-            **({"disk": self.cache.disk.figures()} if self.cache.disk and uid is None else {}),
-            "transfers": {
-                str(direction): {name: getattr(counters, name) for name in counters.__slots__}
-                for direction, counters in self.transfers.counters.items()
-            },
-            "running": {"jobs": len(self.transfers.running), "holds": self.transfers.holds},
-            "server": {name: getattr(self.counters, name) for name in self.counters.__slots__},
-            "devices": {device.kind: device.gauges() for device in self.devices},
-            "loop": {"worst_lag_s": round(self.lag.worst_s, 6), "recent_lag_s": round(self.lag.recent_s, 6)},
-            "hash_lane": {"queued": self.hash_lane.queued, "running": self.hash_lane.running},
-            "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},
-            "instances": len(self.instances),
-            "sessions": [session.figures() for session in self.sessions if uid in (None, session.peer.uid)],
-            "namespaces": [
-                {
-                    "label": n.label,
-                    "uid": n.uid,
-                    "epoch": n.epoch,
-                    "keys": n.keys,
-                    "bytes": n.bytes,
-                    "sessions": n.sessions,
-                }
-                for n in itertools.islice(namespaces, NAMESPACES_TOLD)
-            ],
-        }
+        """What `status` tells; `uid`: what that user may know."""
+        return tell(self, uid)

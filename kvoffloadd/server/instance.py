@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from kvoffloadd.cache.lease import Leases
@@ -10,8 +11,11 @@ from kvoffloadd.errors import ForbiddenError
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """Lives as long as it has sessions. `token` is known to its members alone: who names it may use its leases."""
+    """Lives as long as it has sessions. `token` is known to its members alone: who names it may use its leases; `id` is
+    for everybody.
+    """
 
+    id: int
     token: bytes
     uid: int
     namespace: bytes | None
@@ -24,6 +28,7 @@ class Instances:
 
     def __init__(self) -> None:
         self._by_token: dict[bytes, Instance] = {}
+        self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -34,7 +39,7 @@ class Instances:
         """
         instance = self._by_token.get(token)
         if instance is None:
-            instance = self._by_token[token] = Instance(token, uid, namespace)
+            instance = self._by_token[token] = Instance(next(self._ids), token, uid, namespace)
         if instance.uid != uid:
             raise ForbiddenError("this instance belongs to another user")
         if instance.namespace is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Found
     from kvoffloadd.cache.lease import WriteLease
     from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.config import LimitsConfig
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
@@ -58,6 +59,7 @@ class Job:
     chosen: list[I64Array]
     lost: list[I64Array]
     transfer: Transfer | None = None
+    began_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,7 @@ class Jobs:
     account: Account
     outbox: Outbox
     push: Callable[[Push], None]
+    limits: LimitsConfig
     running: dict[int, Job] = field(default_factory=dict)
 
     # --- requests ---
@@ -100,7 +103,7 @@ class Jobs:
         def start(done: Callable[[TransferResult], None]) -> Transfer:
             return self.context.transfers.store(parts, concatenate(copies), terms, done)
 
-        self._start(job, start if len(parts) else None)
+        self._start(Direction.STORE, job, start if len(parts) else None)
         return Accepted(seq=message.seq, job=message.job, states=[one.states.tobytes() for one in taken])
 
     def load(self, message: Load, registration: Registration) -> Accepted:
@@ -134,7 +137,7 @@ class Jobs:
         def start(done: Callable[[TransferResult], None]) -> Transfer:
             return self.context.transfers.load(plan, fetched, terms, done)
 
-        self._start(job, start if any(mask.any() for mask in wanted) else None)
+        self._start(Direction.LOAD, job, start if any(mask.any() for mask in wanted) else None)
         states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
 
@@ -207,6 +210,21 @@ class Jobs:
         """What is under way."""
         return {job.transfer for job in self.running.values() if job.transfer is not None}
 
+    def slow(self, least_s: float) -> list[dict[str, Any]]:
+        """For `status`: jobs that have been under way for longer, and what each waits for."""
+        now = self.context.loop.time()
+        return [
+            {
+                "job": job.id,
+                "direction": str(job.transfer.direction),
+                "age_s": round(now - job.began_s, 3),
+                "payloads": len(job.transfer.parts),
+                "waits_for": job.transfer.waits_for,
+            }
+            for job in self.running.values()
+            if job.transfer is not None and now - job.began_s >= least_s
+        ]
+
     # --- checks, none of which changes anything ---
 
     def _check(self, groups: Sequence[GroupBlocks], registration: Registration) -> list[GroupJob]:
@@ -234,8 +252,8 @@ class Jobs:
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
         total = sum(len(share.keys) * len(share.group.held) for share in shares)
-        if total > self.context.config.limits.keys_per_request:
-            cap = self.context.config.limits.keys_per_request
+        cap = self.limits.keys_per_request
+        if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
         return shares
 
@@ -244,7 +262,7 @@ class Jobs:
             raise DrainingError("the daemon is shutting down and takes no new jobs")
         if message.job in self.running:
             raise DuplicateError(f"job id {message.job} is in use by a job under way")
-        if len(self.running) >= self.context.config.limits.jobs_per_session:
+        if len(self.running) >= self.limits.jobs_per_session:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
     def _charge(self, message: Store | Load, shares: list[GroupJob]) -> int:
@@ -310,14 +328,20 @@ class Jobs:
 
     # --- the life of a job ---
 
-    def _start(self, job: Job, start: Callable[[Callable[[TransferResult], None]], Transfer] | None) -> None:
+    def _start(
+        self, direction: Direction, job: Job, start: Callable[[Callable[[TransferResult], None]], Transfer] | None
+    ) -> None:
         self.running[job.id] = job
         if start is None:
-            nothing = TransferResult(Outcome.DONE, 0, 0.0, np.zeros(0, bool))
-            self.context.loop.call_soon(self._complete, job, nothing)  # behind the reply
+            self.context.loop.call_soon(self._complete_empty, direction, job)  # behind the reply
             return
+        job.began_s = self.context.loop.time()
         job.transfer = start(lambda result: self._complete(job, result))
         job.registration.running.add(job.transfer)
+
+    def _complete_empty(self, direction: Direction, job: Job) -> None:
+        self.context.transfers.counters[direction].jobs += 1
+        self._complete(job, TransferResult(Outcome.DONE, 0, 0.0, np.zeros(0, bool)))
 
     def _complete(self, job: Job, result: TransferResult) -> None:
         del self.running[job.id]

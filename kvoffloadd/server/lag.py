@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
 
 BEAT_S = 0.005
 WINDOW_S = 2.0
+LATE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
 class Lag:
     """`worst_s`: the longest delay of a beat since the start; `recent_s`: in the last WINDOW_S to 2 * WINDOW_S. A delay
-    is the loop's own work, or the machine's that did not let it run.
+    is the loop's own work, or the machine's that did not let it run. `late`: beats by delay, up to each of `LATE_S` and
+    above all; `late_s`: all delays together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.worst_s = 0.0
+        self.late_s = 0.0
+        self.late = [0] * (len(LATE_S) + 1)
         self._loop = loop
         self._windows = (0.0, 0.0)
         self._window_ends = 0.0
@@ -27,6 +32,16 @@ class Lag:
     def recent_s(self) -> float:
         """See the class."""
         return max(self._windows)
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        names = [*(f"{bound:g}" for bound in LATE_S), "inf"]
+        return {
+            "worst_lag_s": round(self.worst_s, 6),
+            "recent_lag_s": round(self.recent_s, 6),
+            "late_s": round(self.late_s, 6),
+            "late_beats": dict(zip(names, self.late, strict=True)),
+        }
 
     def start(self) -> None:
         """Begin to beat. Pair with `stop`."""
@@ -43,6 +58,8 @@ class Lag:
         now = self._loop.time()
         late = max(0.0, now - due)
         self.worst_s = max(self.worst_s, late)
+        self.late_s += late
+        self.late[bisect_left(LATE_S, late)] += 1
         if now >= self._window_ends:
             self._windows = (0.0, self._windows[0])
             self._window_ends = now + WINDOW_S

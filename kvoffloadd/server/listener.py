@@ -1,4 +1,6 @@
-"""The socket in the file system: taken from a dead daemon, never from a live one; only allowed users get in."""
+"""The socket in the file system: taken from a dead daemon, never from a live one, or given by the service manager; only
+allowed users get in.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ BACKLOG = 128
 ACCEPT_RETRY_S = 0.1
 
 
-def bind(path: Path, mode: int) -> tuple[socket.socket, int]:
+def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[socket.socket, int]:
     """A listening socket at `path`, and the descriptor of the lock that says it is ours, to be held while we live.
+
+    `given`: the service manager's, which already listens there. The lock is taken then, too: it keeps two daemons from
+    sharing the clients of one socket. `mode` is that of the unit then.
 
     Raises ConfigError if a live daemon has it, or the place can't be used.
     """
@@ -40,6 +45,9 @@ def bind(path: Path, mode: int) -> tuple[socket.socket, int]:
         raise ConfigError(f"server.socket: {path.parent} can't be used: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if given is not None:
+            _check_given(given, path)
+            return given, lock
         _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
@@ -58,6 +66,13 @@ def bind(path: Path, mode: int) -> tuple[socket.socket, int]:
         os.close(lock)
         raise
     return listener, lock
+
+
+def _check_given(given: socket.socket, path: Path) -> None:
+    """Raises ConfigError if it is not where clients look for it."""
+    place = str(given.getsockname())
+    if os.path.realpath(place) != os.path.realpath(path):
+        raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: make the socket unit agree")
 
 
 def _remove_stale(path: Path) -> None:
@@ -83,9 +98,9 @@ def _remove_stale(path: Path) -> None:
 
 
 class Listener:
-    """Accepts peers and owns their connections."""
+    """Accepts peers and owns their connections. `path`: to be removed at the end; None: the socket outlives us."""
 
-    def __init__(self, context: Context, listener: socket.socket, path: Path) -> None:
+    def __init__(self, context: Context, listener: socket.socket, path: Path | None) -> None:
         self._context = context
         self._listener = listener
         self._path = path
@@ -120,31 +135,35 @@ class Listener:
         except OSError:
             sock.close()  # gone before it could be looked at
             return
+        charged = int(peer.pid != os.getpid())  # the watchdog's pings take no place from others
         try:
             if peer.uid not in (0, context.own_uid, *context.config.server.allowed_uids):
                 raise ForbiddenError(f"uid {peer.uid} is not in server.allowed_uids")
-            context.accounts.of(peer.uid).charge("sessions")
+            context.accounts.of(peer.uid).charge("sessions", charged)
         except (ForbiddenError, LimitError) as error:
             context.counters.sessions_refused += 1
+            about = {"pid": peer.pid, "uid": peer.uid, "reason": error}
+            log.warning("refused pid %(pid)d of uid %(uid)d: %(reason)s", about)
             _turn_away(sock, error)
             peer.close()
             return
         connection = PeerConnection(context, sock, peer)
         self._connections.add(connection)
         connection.start()
-        context.spawn(self._forget(connection, peer.uid))
+        context.spawn(self._forget(connection, peer.uid, charged))
 
-    async def _forget(self, connection: PeerConnection, uid: int) -> None:
+    async def _forget(self, connection: PeerConnection, uid: int, charged: int) -> None:
         await connection.ended.wait()
         self._connections.discard(connection)
-        self._context.accounts.of(uid).refund("sessions")
+        self._context.accounts.of(uid).refund("sessions", charged)
 
     async def close(self, deadline_s: float) -> None:
         """Accept nobody any more, end all sessions: each one's copies end before its socket closes."""
         self._context.loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:
             await asyncio.wait(ends, timeout=deadline_s)

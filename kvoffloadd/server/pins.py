@@ -12,7 +12,6 @@ from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.cache.promotion import Fetch, Urgency
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import BoolArray, KeyState, U32Array
 from kvoffloadd.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -23,13 +22,12 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.lease import ReadLease
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.promotion import Promotion
-    from kvoffloadd.model import U64Array
+    from kvoffloadd.model import BoolArray, U32Array, U64Array
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.outbox import Outbox
 
-_PENDING, _MISS = int(KeyState.PENDING), int(KeyState.MISS)
 READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 """A `ready` at most: a state and a boundary per key, and the rest."""
 
@@ -127,12 +125,12 @@ class Pins:
         if len(rows) or away:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
-        counters = self.context.cache.counters
+        cache = self.context.cache
         for share in answered.shares:
-            self.context.cache.use(share.space, share.found, share.first)
-            counters.keys_hit += int(share.found.hits.sum())
-            counters.keys_pending += int((share.found.states == _PENDING).sum())
-            counters.keys_missed += int((share.found.states == _MISS).sum())
+            cache.use(share.space, share.found, share.first)
+            cache.lookups.note(share.space, share.keys, share.found, share.away)
+        if cache.lookups.waiting:
+            self.context.loop.call_soon(cache.lookups.look)  # behind the reply
         if away and lease is not None:
             lease.growing = True
             self._fetch(Waiting(seq, answered, lease, later, reserved), Urgency.PIN)

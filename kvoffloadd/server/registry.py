@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
     from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.config import LimitsConfig
     from kvoffloadd.device.base import Allocation, Device, GpuMemory
     from kvoffloadd.protocol.messages import AttachIpc, AttachVmm, Register
     from kvoffloadd.server.account import Account
@@ -31,6 +32,7 @@ class Registry:
 
     context: Context
     account: Account
+    limits: LimitsConfig
     attached: dict[int, Attached] = field(default_factory=dict)
     registrations: dict[int, Registration] = field(default_factory=dict)
     _closed: bool = False
@@ -40,6 +42,11 @@ class Registry:
     def mapped_bytes(self) -> int:
         """Bytes of the peer's memory that are mapped here."""
         return sum(entry.allocation.charged_bytes for entry in self.attached.values())
+
+    @property
+    def devices(self) -> list[str]:
+        """Where that memory is."""
+        return sorted({entry.device.kind for entry in self.attached.values()})
 
     # --- shared memory ---
 
@@ -178,7 +185,7 @@ class Registry:
 
     def register(self, namespace: Namespace, message: Register) -> int:
         """The id of a new registration. Raises PeerErrors and LimitError, having changed nothing."""
-        cap = self.context.config.limits.tensors_per_registration
+        cap = self.limits.tensors_per_registration
         if len(message.tensors) > cap:
             raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
         descriptors = plan_descriptors(message.groups)

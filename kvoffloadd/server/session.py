@@ -36,7 +36,7 @@ from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
-    from kvoffloadd.config import Config
+    from kvoffloadd.config import Config, LimitsConfig
     from kvoffloadd.model import U64Array
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
@@ -53,12 +53,12 @@ def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
     return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
 
 
-def _limits(config: Config) -> m.Limits:
+def _told(limits: LimitsConfig, config: Config) -> m.Limits:
     return m.Limits(
         frame_bytes=m.FRAME_BYTES_MAX,
         fds_per_frame=m.FDS_PER_FRAME_MAX,
-        keys_per_request=config.limits.keys_per_request,
-        jobs=config.limits.jobs_per_session,
+        keys_per_request=limits.keys_per_request,
+        jobs=limits.jobs_per_session,
         deadline_s=config.copy.deadline_max_s,
     )
 
@@ -78,11 +78,12 @@ class Session:
         self._outbox = outbox
         self._push = push
         self._account = context.accounts.of(peer.uid)
+        self._limits = context.config.limits  # for good: the peer is told them once
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: Jobs | None = None
         self._pins: Pins | None = None
-        self._registry = Registry(context, self._account)
+        self._registry = Registry(context, self._account, self._limits)
         self._closing: asyncio.Task[None] | None = None
         self._listening = False
         self._events_missed = False
@@ -127,7 +128,7 @@ class Session:
             spec = message.namespace
             namespace = context.cache.open_namespace(name, self.peer.uid, spec.model, spec.key_bytes)
             self._namespace = namespace
-            self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push)
+            self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push, self._limits)
             self._pins = Pins(context, instance, self._account, self._outbox, self._push)
         return m.Welcome(
             seq=message.seq,
@@ -136,7 +137,7 @@ class Session:
             session=self.id,
             namespace=name or b"",
             epoch=self._namespace.epoch if self._namespace else 0,
-            limits=_limits(context.config),
+            limits=_told(self._limits, context.config),
             features=context.features(),
         )
 
@@ -189,10 +190,8 @@ class Session:
         asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
         if len({space.id for space, _, _ in asked}) != len(asked):
             raise DuplicateError("a group is named twice in one request")
-        total = sum(len(keys) for _, _, keys in asked)
-        cap = self._context.config.limits.keys_per_request
-        if total > cap:
-            raise LimitError(f"{total} keys in one request; the cap is {cap}")
+        if (total := sum(len(keys) for _, _, keys in asked)) > self._limits.keys_per_request:
+            raise LimitError(f"{total} keys in one request; the cap is {self._limits.keys_per_request}")
         return asked
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
@@ -330,7 +329,7 @@ class Session:
 
     def _room_for_event(self, size: int) -> bool:
         waiting = len(self._outbox.frames)
-        return waiting < self._context.config.limits.events_per_session and self._outbox.room(size + 256)
+        return waiting < self._limits.events_per_session and self._outbox.room(size + 256)
 
     # --- the end ---
 
@@ -379,6 +378,7 @@ class Session:
         """For `status`."""
         return {
             "session": self.id,
+            "instance": self._instance.id if self._instance else 0,
             "pid": self.peer.pid,
             "uid": self.peer.uid,
             "role": self.role,
@@ -387,7 +387,13 @@ class Session:
             "jobs": len(self._jobs.running) if self._jobs else 0,
             "registrations": len(self._registry.registrations),
             "mapped_bytes": self._registry.mapped_bytes,
+            "devices": self._registry.devices,
         }
+
+    def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
+        """For `status`: its jobs that have been under way for longer."""
+        slow = self._jobs.slow(least_s) if self._jobs else []
+        return [{"session": self.id, "pid": self.peer.pid, **job} for job in slow]
 
     # --- what a session has ---
 

@@ -1,4 +1,4 @@
-"""The memory tier: a sealed memfd arena, cut into slabs of equal slots.
+"""The memory tier: an arena of shared memory, cut into slabs of equal slots.
 
 A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are
 exact: a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab whose slots are all
@@ -9,7 +9,6 @@ Event loop only, but for `prefault`.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, field
 
@@ -17,7 +16,9 @@ import numpy as np
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
+from kvoffloadd.sharedmem import populate, reserve_array
+from kvoffloadd.tiers.ledger import Ledger
+from kvoffloadd.tiers.pool import Pool
 
 
 @dataclass(slots=True)
@@ -46,12 +47,15 @@ class _Size:
 class MemoryTier:
     """`capacity_bytes` of pinned-able shared memory. The last slab may be short, so that any capacity is used whole."""
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, slab_bytes: int, pool: Pool | None = None) -> None:
+        """Owns the `pool`, which has this capacity; without one, a new one is made. One that is old has its slots free
+        but for those that `restore` names, which comes first then.
+        """
         self.num_pages = capacity_bytes // PAGE_BYTES
         self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
         self.num_slabs = -(-self.num_pages // self.slab_pages)
-        self.fd = create_memfd("kvoffloadd-arena", self.num_pages * PAGE_BYTES)
-        self.mapping = Mapping.map_fd(self.fd, self.num_pages * PAGE_BYTES)
+        self.pool = pool or Pool.make(self.num_pages * PAGE_BYTES, self.slab_pages * PAGE_BYTES)
+        self.ledger = Ledger(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
         self._owner: U32Array = reserve_array((self.num_pages,), np.uint32)  # owner + 1 of the slot at its first page
         self._slab_size: I64Array = np.zeros(self.num_slabs, np.int64)  # slot size in pages; 0: unassigned
         self._slab_used: I64Array = np.zeros(self.num_slabs, np.int64)
@@ -66,12 +70,17 @@ class MemoryTier:
         """Bytes of the arena."""
         return self.num_pages * PAGE_BYTES
 
+    @property
+    def address(self) -> int:
+        """Of the arena's first byte."""
+        return self.pool.address
+
     def prefault(self, threads: int) -> None:
         """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; ended by
         `close`.
         """
         with self._prefaulting:
-            populate(self.mapping.address, self.mapping.size_bytes, threads, self._closed)
+            populate(self.address, self.capacity_bytes, threads, self._closed)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that nothing reads or writes the arena any more."""
@@ -79,12 +88,11 @@ class MemoryTier:
             raise UsageError("the memory tier is closed already")
         self._closed.set()
         with self._prefaulting:  # it ends within a millisecond or so
-            self.mapping.close()
-        os.close(self.fd)
+            self.pool.close()
 
     def addresses(self, pages: U32Array) -> U64Array:
         """Address of each slot. `pages`: u32 first pages."""
-        found: U64Array = pages.astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.mapping.address)
+        found: U64Array = pages.astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.address)
         return found
 
     @property
@@ -125,8 +133,28 @@ class MemoryTier:
         np.add.at(self._slab_used, pages // self.slab_pages, 1)
         return pages
 
+    def restore(self, pages: U32Array, owners: U32Array) -> None:
+        """Take over these slots of an old pool; its other slots are free. Nothing has been taken yet."""
+        used = np.zeros(self.num_slabs, bool)
+        used[pages // self.slab_pages] = True
+        for slab in np.flatnonzero(self.pool.slabs).tolist():
+            size = int(self.pool.slabs[slab])
+            if used[slab]:
+                self._unassigned.remove(slab)
+                self._assign(self._sizes.setdefault(size, _Size(size)), slab)
+            else:
+                self.ledger.assign(slab, 0)
+        self._owner[pages] = owners + np.uint32(1)
+        np.add.at(self._slab_used, pages // self.slab_pages, 1)
+        for pool in self._sizes.values():
+            kept = pool.free[: pool.num_free]
+            kept = kept[self._owner[kept] == 0]
+            pool.num_free = len(kept)
+            pool.free[: len(kept)] = kept
+
     def give(self, pages: U32Array) -> None:
         """Free slots of any sizes; they are the next to be handed out."""
+        self.ledger.erase(pages)
         slabs = pages // self.slab_pages
         self._owner[pages] = 0
         np.subtract.at(self._slab_used, slabs, 1)
@@ -164,14 +192,17 @@ class MemoryTier:
         pool.num_free = len(kept)
         pool.slabs.remove(slab)
         self._slab_size[slab] = 0
+        self.ledger.assign(slab, 0)
         self._unassigned.append(slab)
         return True
 
     def gauges(self) -> dict[str, int]:
         """Bytes by use: capacity = used + free + unassigned + tail (what no slot of a slab's size covers)."""
-        used = sum(int(self._slab_used[s]) * pool.pages for pool in self._sizes.values() for s in pool.slabs)
+        used = int((self._slab_used * self._slab_size).sum())  # not slab by slab: a TiB has 16,384
         free = sum(pool.num_free * pool.pages for pool in self._sizes.values())
-        unassigned = sum(self._slab_length(s) for s in self._unassigned)
+        unassigned = len(self._unassigned) * self.slab_pages
+        if self._slab_size[-1] == 0:
+            unassigned -= self.slab_pages - self._slab_length(self.num_slabs - 1)
         tail = self.num_pages - used - free - unassigned
         figures = {"capacity": self.num_pages, "used": used, "free": free, "unassigned": unassigned, "tail": tail}
         return {f"{name}_bytes": pages * PAGE_BYTES for name, pages in figures.items()}
@@ -209,6 +240,7 @@ class MemoryTier:
         first = slab * self.slab_pages
         slots = self._slab_length(slab) // pool.pages
         self._slab_size[slab] = pool.pages
+        self.ledger.assign(slab, pool.pages)
         pool.slabs.add(slab)
         # Descending, so that the stack hands them out ascending: neighbours on both sides coalesce.
         pool.push(np.arange(first + (slots - 1) * pool.pages, first - 1, -pool.pages, dtype=np.int64).astype(np.uint32))

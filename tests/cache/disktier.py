@@ -152,7 +152,7 @@ class Tier:
         ]
         self.disk = Disk(self.cache, self.roots, numbers, replace(SETTINGS, **settings), self.loop, seed=9)
         self.tasks: list[asyncio.Task[None]] = []
-        self.arena = self.cache.tier.mapping.array()
+        self.arena = self.cache.tier.pool.arena
         self.is_closed = False
         self.troubles: list[str] = []
         self.loop.set_exception_handler(self._hear)

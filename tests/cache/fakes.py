@@ -10,6 +10,7 @@ from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, U32Array, U64Array
 from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.tiers.pool import Pool
 
 
 class FirstInFirstOut:
@@ -41,8 +42,8 @@ class FirstInFirstOut:
         return len(self.rows)
 
 
-def make_cache(pages: int = 64, slab_pages: int = 16) -> Cache:
-    tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES)
+def make_cache(pages: int = 64, slab_pages: int = 16, pool: Pool | None = None) -> Cache:
+    tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES, pool)
     return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Space
-from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array
+from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array, U64Array
+from kvoffloadd.tiers.pool import Pool
 
 from .fakes import keys_of, make_cache, make_space
 
 SHAPES = [(1,), (1, 1), (3,), (2, 1, 1)]
 numbers = st.lists(st.integers(0, 30), min_size=1, max_size=10, unique=True)
 which = st.integers(0, len(SHAPES) - 1)
+
+
+def pool_arena(cache: Cache) -> U64Array:
+    """(pages, words) of the arena."""
+    return cache.tier.pool.arena.reshape(-1, PAGE_BYTES).view(np.uint64)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -30,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held: list[tuple[int, U32Array, dict[int, int]]] = []
         self.stamp = 0
         self.content: dict[int, int] = {}  # slot page -> stamp written into it
-        self.arena = self.cache.tier.mapping.array().reshape(-1, PAGE_BYTES).view(np.uint64)
+        self.arena = pool_arena(self.cache)
 
     def space(self, n: int) -> Space:
         return self.namespaces[n].spaces[0]
@@ -97,6 +107,36 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in self.cache.clear(self.namespaces[n]):
             pass
         assert self.space(n).keys == 0
+
+    @rule()
+    def die_and_restart(self) -> None:
+        """A successor serves what was complete, and nothing else, wherever the predecessor was killed."""
+        before = [self.served(n) for n in range(len(SHAPES))]
+        pool = self.cache.tier.pool
+        successor = Pool(os.dup(pool.fd), pool.capacity_bytes, 8 * PAGE_BYTES, is_old=True)
+        estate = estate_of(successor.names())
+        self.cache.tier.close()
+        self.cache = make_cache(pages=48, slab_pages=8, pool=successor)
+        assert estate is not None
+        self.cache.epochs.merge(estate.base, estate.last, estate.epochs)
+        rows = adopt(self.cache, estate)
+        assert self.cache.entries.parts.unverified.sum() == sum(
+            len(pages) for keys in before for pages in keys.values()
+        )
+        assert len(rows) == sum(map(len, before))
+        made = [make_space(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
+        self.namespaces = [namespace for namespace, _ in made]
+        self.arena = pool_arena(self.cache)
+        assert [self.served(n) for n in range(len(SHAPES))] == before
+        self.reserved, self.held = [], []
+
+    def served(self, n: int) -> dict[int, list[int]]:
+        """Key -> what lies in the slots of its parts, of all that a lookup would find."""
+        space = self.space(n)
+        found = self.cache.find(space, keys_of(*range(31)))
+        records = self.cache.entries.records(found.hit_rows, np.arange(space.schema.parts, dtype=np.uint16))
+        stamps = self.arena[self.cache.entries.parts.page[records], 0].tolist()
+        return dict(zip(np.flatnonzero(found.hits).tolist(), stamps, strict=True))
 
     @invariant()
     def held_bytes_do_not_change(self) -> None:

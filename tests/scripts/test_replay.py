@@ -115,6 +115,7 @@ def test_bounded_lru_hits_what_brute_force_does(trace: Path, requests: Requests)
         assert one["block_hits"] == hits_with_lru(requests, one["capacity_blocks"])
         assert one["hit_rate"] == one["lru_hit_rate"] < one["ceiling_hit_rate"]
         assert one["belady_hit_rate"] <= one["ceiling_hit_rate"]
+        assert one["estimated_ceiling"] == pytest.approx(one["ceiling_hit_rate"], abs=0.02)
         assert one["evictions"] > 0
     assert found["block_hits"] == sum(one["block_hits"] for one in found["capacities"])
 

@@ -24,6 +24,12 @@ def test_a_short_run_with_kills_is_clean_and_checks_something() -> None:
     assert done.figures["seed"] == 1
 
 
+def test_metrics_are_what_the_workers_counted() -> None:
+    done = run_script("stress.py", "--seconds", "3", "--workers", "2", "--seed", "7", "--memory", "32MiB")
+    assert (done.status, done.figures["findings"], done.figures["metrics_compared"]) == (0, [], True)
+    assert min(done.figures[name] for name in ("stores", "loads", "block_hits", "stored_bytes")) > 0
+
+
 def test_planted_corruption_is_found() -> None:
     done = run_script("stress.py", "--seconds", "3", "--workers", "2", "--seed", "1", "--plant-corruption")
     assert done.status == 1

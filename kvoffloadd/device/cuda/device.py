@@ -186,6 +186,10 @@ class CudaDevice:
         }
         return gauges | lane_gauges(self._lanes)
 
+    def lanes(self) -> list[Lane]:
+        """See `Device.lanes`."""
+        return [*self._lanes.values()]
+
     # --- the end ---
 
     def _look(self) -> None:

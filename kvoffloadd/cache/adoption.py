@@ -1,0 +1,127 @@
+"""What a daemon leaves in its arena, and what its successor takes over from it: warm restarts. Event loop only.
+
+Only what was sealed is taken over, key by key, if all parts are there; what was being written, retired or cleared is
+not. Payloads count as unverified until they have been hashed again: at their first load, or all before serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.model import GroupKind, GroupSchema, slot_pages
+
+if TYPE_CHECKING:
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.model import I64Array, U32Array
+    from kvoffloadd.tiers.ledger import Survivors
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What a predecessor noted of namespaces. `spaces`: as `names_of` lists them."""
+
+    base: int
+    last: int
+    epochs: dict[bytes, int]
+    spaces: list[list[Any]]
+
+    @property
+    def namespaces(self) -> set[bytes]:
+        """Fingerprints."""
+        return {space[1] for space in self.spaces}
+
+
+def names_of(cache: Cache) -> bytes:
+    """Whose the keys in memory are, for `estate_of`."""
+    epochs = cache.epochs
+    spaces = [
+        [
+            *(space.id, namespace.fingerprint, namespace.uid, namespace.label, namespace.key_bytes, namespace.epoch),
+            *(space.schema.group, str(space.schema.kind), space.schema.tokens_per_key, space.schema.window_keys),
+            *(space.schema.blocks_per_key, space.schema.parts, space.part_bytes),
+        ]
+        for namespace in cache.namespaces.values()
+        for space in namespace.spaces.values()
+    ]
+    packed: bytes = msgpack.packb([epochs.base, epochs.last, epochs.by_namespace, spaces])
+    return packed
+
+
+def estate_of(names: bytes) -> Estate | None:
+    """What `names_of` has packed, with its checksum right; None: nothing was."""
+    return Estate(*msgpack.unpackb(names, strict_map_key=False)) if names else None
+
+
+def adopt(cache: Cache, estate: Estate | None) -> U32Array:
+    """Take over what the tier's pool holds; nothing has been stored yet. The rows that were taken over.
+
+    The epochs of the estate, and of disks, are known by now: what was cleared since is left behind.
+    """
+    tier = cache.tier
+    found = tier.ledger.read()
+    owners = np.full(len(found), -1, np.int64)
+    all_rows = [np.zeros(0, np.uint32)]
+    opened = []
+    for number, fingerprint, uid, label, key_bytes, epoch, group, kind, *schema, part_bytes in (
+        estate.spaces if estate else []
+    ):
+        if epoch != cache.epochs.of(fingerprint) or not all(part_bytes):
+            continue
+        namespace = cache.open_namespace(fingerprint, uid, label, key_bytes)
+        opened.append(namespace)
+        tokens_per_key, window_keys, blocks_per_key, parts = schema
+        shape = GroupSchema(group, GroupKind(kind), tokens_per_key, window_keys, blocks_per_key, parts)
+        space = cache.declare(namespace, shape, number)
+        space.part_bytes[:] = part_bytes
+        cache.admit(space)
+        at = np.flatnonzero(found.spaces == number)
+        rows, records, whole = _insert(cache, space, found.only(at))
+        owners[at[whole]] = records
+        all_rows.append(rows)
+    kept = owners >= 0
+    tier.ledger.erase(found.pages[~kept])
+    tier.restore(found.pages[kept], owners[kept].astype(np.uint32))
+    rows = np.concatenate(all_rows)
+    cache.entries.tell(rows, added=True)
+    cache.counters.keys_adopted += len(rows)
+    cache.counters.parts_not_adopted += int((~kept).sum()) + found.damaged
+    for namespace in opened:
+        cache.close_namespace(namespace)
+    cache.remember()
+    return rows
+
+
+def _insert(cache: Cache, space: Space, found: Survivors) -> tuple[U32Array, I64Array, I64Array]:
+    """Rows of the keys that are whole; of each of their parts its record, and its index in `found`."""
+    parts = space.schema.parts
+    sizes = np.array([slot_pages(size) for size in space.part_bytes], np.int64)
+    fits = found.parts < parts
+    fits[fits] = found.sizes[fits] == sizes[found.parts[fits]]
+    at = np.flatnonzero(fits)
+    # Part by part of each key, together: a key is whole if its run is 0, 1, 2...
+    at = at[np.lexsort((found.parts[at], *found.keys[at].T))]
+    keys = found.keys[at]
+    begins = np.ones(len(at), bool)
+    begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    lengths = np.diff(np.append(np.flatnonzero(begins), len(at)))
+    first = np.flatnonzero(begins)[lengths == parts]
+    whole = (found.parts[at[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
+    first = first[whole][: cache.entries.parts.room(parts)]
+    first = first[np.argsort(found.orders[at[first]], kind="stable")]  # what was stored last goes last
+    mine = at[first[:, None] + np.arange(parts)]
+    rows = cache.entries.insert(space, found.keys[mine[:, 0]], np.zeros(len(first), np.uint32))
+    records = cache.entries.records(rows, np.arange(parts, dtype=np.uint16))
+    columns = cache.entries.parts
+    columns.page[records] = found.pages[mine]
+    columns.digest[records] = found.digests[mine]
+    columns.state[records] = PartState.SEALED
+    columns.unverified[records] = 1
+    cache.entries.missing[rows] = 0
+    cache.entries.account(records.ravel(), +1)
+    return rows, records.ravel(), mine.ravel()

@@ -1,0 +1,279 @@
+"""From a status to metrics. Pure: nothing is counted here. docs/METRICS.md explains each; a test compares them.
+
+Every metric is there from the start, with or without samples. Labels are bounded: namespaces, directions, reasons,
+lanes, devices and disk roots; never anything of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+PREFIX = "kvoffloadd_"
+NAMESPACES_MAX, OTHERS = 64, "other"
+DISK_STATES = ("ok", "full", "read-only", "off")
+BAD = {"store": "cleared", "load": "failed_verification"}
+"""Why a job that was done has payloads that do not count."""
+
+Status = Mapping[str, Any]
+Samples = Iterable[tuple[tuple[str, ...], float]]
+
+
+def families(status: Status) -> Iterator[Metric]:
+    """All metrics, as a status of everything has them."""
+    yield from _daemon(status)
+    yield from _lookups(status)
+    yield from _memory(status)
+    yield from _transfers(status)
+    yield from _waiting(status)
+    yield from _loop(status["loop"])
+    yield from _server(status)
+    yield from _devices(status["devices"])
+    yield from _disk(status.get("disk", {}))
+
+
+def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
+
+
+def _gauge(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
+
+
+def _one(number: float) -> Samples:
+    return [((), number)]
+
+
+def _daemon(status: Status) -> Iterator[Metric]:
+    yield _gauge("build_info", "1, with the daemon's version.", [((status["version"],), 1)], "version")
+    yield _gauge("uptime_seconds", "Since the start.", _one(status["uptime_s"]))
+    yield _gauge("draining", "1 while the daemon shuts down.", _one(status["draining"]))
+
+
+def _lookups(status: Status) -> Iterator[Metric]:
+    rows = status["lookups"]
+    yield _counter("asked_keys", "Keys asked for by pin.", _each(rows, "asked"), "namespace")
+    hits = [
+        ((row["namespace"], tier), row[key]) for row in rows for tier, key in (("memory", "hit"), ("disk", "on_disk"))
+    ]
+    yield _counter("hit_keys", "Keys that were there, by tier.", hits, "namespace", "tier")
+    missed = [((row["namespace"], reason), count) for row in rows for reason, count in row["missed"].items()]
+    yield _counter("missed_keys", "Keys that were not, by reason.", missed, "namespace", "reason")
+    yield _gauge(
+        "new_keys",
+        "Different keys asked for before they were ever stored; an estimate.",
+        _each(rows, "new"),
+        "namespace",
+    )
+    yield _gauge(
+        "hit_ceiling_ratio",
+        "Share of the keys asked for that a cache without bounds would have had; an estimate.",
+        _each(rows, "ceiling_rate"),
+        "namespace",
+    )
+    held = _held(status)
+    yield _gauge("namespace_keys", "Complete keys in memory.", [((n,), k) for n, (k, _) in held.items()], "namespace")
+    yield _gauge(
+        "namespace_bytes", "Committed payload in memory.", [((n,), b) for n, (_, b) in held.items()], "namespace"
+    )
+
+
+def _each(rows: Iterable[Status], key: str) -> Samples:
+    return [((row["namespace"],), row[key]) for row in rows]
+
+
+def _held(status: Status) -> dict[str, tuple[int, int]]:
+    """Keys and bytes by namespace: those that are told apart in lookups, then others as far as they fit."""
+    names = {row["namespace"] for row in status["lookups"]} - {OTHERS}
+    held: dict[str, tuple[int, int]] = {}
+    for row in status["namespaces"]:
+        if row["namespace"] not in names and len(names) < NAMESPACES_MAX:
+            names.add(row["namespace"])
+        name = row["namespace"] if row["namespace"] in names else OTHERS
+        keys, size = held.get(name, (0, 0))
+        held[name] = keys + row["keys"], size + row["bytes"]
+    return held
+
+
+def _memory(status: Status) -> Iterator[Metric]:
+    memory, cache, disk = status["memory"], status["cache"], status.get("disk", {})
+    uses = [((use,), memory[f"{use}_bytes"]) for use in ("used", "free", "unassigned", "tail")]
+    yield _gauge("memory_capacity_bytes", "Size of the memory tier.", _one(memory["capacity_bytes"]))
+    yield _gauge("memory_bytes", "Bytes of the memory tier, by use.", uses, "use")
+    yield _gauge("memory_keys", "Keys in memory, complete or not.", _one(cache["keys"]))
+    yield _gauge("index_bytes", "Private memory that the index of the memory tier takes.", _one(cache["index_bytes"]))
+    yield _gauge("unsealed_payloads", "Stored payloads that wait for their checksum.", _one(cache["unsealed"]))
+    for event, text in (
+        ("reserved", "Slots reserved for payloads."),
+        ("committed", "Payloads committed: stored, or read from disk."),
+        ("aborted", "Reserved slots that were given back without a payload."),
+        ("sealed", "Payloads whose checksum became known."),
+    ):
+        yield _counter(f"parts_{event}", text, _one(cache[f"parts_{event}"]))
+    evicted = [(("memory",), cache["keys_evicted"]), (("disk",), disk.get("evicted_keys", 0))]
+    yield _counter("evicted_keys", "Keys that went for want of room, by tier.", evicted, "tier")
+    for name, key, text in (
+        ("cleared_keys", "keys_cleared", "Keys that a clear dropped from memory."),
+        ("corrupt_keys", "keys_corrupt", "Keys dropped from memory because a payload did not match its checksum."),
+        ("adopted_keys", "keys_adopted", "Keys taken over from the run before."),
+        ("not_adopted_parts", "parts_not_adopted", "Payloads of the run before that were not taken over."),
+        ("keys_without_space", "keys_without_space", "Keys that were not stored because nothing could be evicted."),
+        ("slabs_taken_over", "slabs_taken_over", "Slabs that went from one slot size to another."),
+        ("events_lost", "events_lost", "Key events that no subscriber was told of."),
+    ):
+        yield _counter(name, text, _one(cache[key]))
+
+
+def _transfers(status: Status) -> Iterator[Metric]:
+    each = status["transfers"]
+    disk = status.get("disk", {})
+    lanes = status["lanes"]
+
+    def of(key: str) -> Samples:
+        return [((direction,), counters[key]) for direction, counters in each.items()]
+
+    yield _counter("jobs", "Jobs that ended.", of("jobs"), "direction")
+    yield _counter("jobs_not_done", "Jobs that failed, expired or were cancelled.", of("not_done"), "direction")
+    yield _counter("payloads", "Payloads that jobs moved.", of("keys"), "direction")
+    dropped = [
+        ((direction, BAD[direction] if key == "bad" else key), counters[f"keys_{key}"])
+        for direction, counters in each.items()
+        for key in ("failed", "cancelled", "expired", "bad")
+    ]
+    yield _counter("dropped_payloads", "Payloads that jobs did not move, by reason.", dropped, "direction", "reason")
+    yield _counter("descriptors", "Runs of bytes that jobs named.", of("descriptors"), "direction")
+    yield _counter("copies", "Copies issued for them, neighbours merged.", of("copies"), "direction")
+
+    def busy(what: str) -> float:
+        names = [f"{root['path']} {what}" for root in disk.get("roots", ())]
+        return float(sum(lanes[name]["busy_s"] for name in names if name in lanes))
+
+    demoted, promoted = (disk.get(what, {}).get("bytes", 0) for what in ("demoted", "promoted"))
+    moved = [(("memory", direction), counters["bytes"], counters["seconds"]) for direction, counters in each.items()]
+    moved += [(("disk", "demote"), demoted, busy("write")), (("disk", "promote"), promoted, busy("read"))]
+    yield _counter("transfer_bytes", "Payload bytes moved.", [(to, size) for to, size, _ in moved], "tier", "direction")
+    yield _counter(
+        "transfer_seconds",
+        "Memory: what jobs took together. Disk: what threads spent on I/O together.",
+        [(to, seconds) for to, _, seconds in moved],
+        "tier",
+        "direction",
+    )
+
+
+def _waiting(status: Status) -> Iterator[Metric]:
+    leases, lanes, slow = status["leases"], status["lanes"], status["slow_jobs"]
+    yield _gauge("running_jobs", "Jobs under way.", _one(status["running"]["jobs"]))
+    yield _gauge(
+        "oldest_job_seconds",
+        "How long the oldest job has been under way; 0: none for half a second.",
+        _one(slow[0]["age_s"] if slow else 0),
+    )
+    kinds = [((kind,), leases[kind]) for kind in ("read", "write")]
+    yield _gauge("leases", "Leases that instances hold.", kinds, "kind")
+    yield _gauge("leased_keys", "Keys under read leases, once for each.", _one(leases["keys"]))
+    yield _gauge("leased_parts", "Reserved parts under write leases.", _one(leases["parts"]))
+
+    def of(key: str) -> Samples:
+        return [((name,), lane[key]) for name, lane in lanes.items()]
+
+    yield _gauge("lane_threads", "Threads of the lane.", of("threads"), "lane")
+    yield _gauge("lane_queued", "Pieces of work that wait for a thread.", of("queued"), "lane")
+    yield _gauge("lane_running", "Pieces of work that a thread is at.", of("running"), "lane")
+    yield _gauge("lane_oldest_queued_seconds", "How long the first has waited.", of("oldest_queued_s"), "lane")
+    yield _gauge("lane_oldest_running_seconds", "How long the longest has run.", of("oldest_running_s"), "lane")
+    yield _counter("lane_busy_seconds", "What the lane's threads have worked, together.", of("busy_s"), "lane")
+
+
+def _loop(loop: Status) -> Iterator[Metric]:
+    total, buckets = 0, []
+    for bound, count in loop["late_beats"].items():
+        total += count
+        buckets.append(("+Inf" if bound == "inf" else bound, total))
+    yield HistogramMetricFamily(
+        PREFIX + "loop_lag_seconds", "How late each beat of the event loop came.", buckets, loop["late_s"]
+    )
+    yield _gauge("loop_worst_lag_seconds", "The latest beat since the start.", _one(loop["worst_lag_s"]))
+    yield _gauge("loop_recent_lag_seconds", "The latest beat of the last seconds.", _one(loop["recent_lag_s"]))
+
+
+def _server(status: Status) -> Iterator[Metric]:
+    roles = dict.fromkeys(("worker", "scheduler", "observer"), 0)
+    for session in status["sessions"]:
+        if session["role"] in roles:
+            roles[session["role"]] += 1
+    yield _gauge("sessions", "Open sessions, by role.", [((role,), count) for role, count in roles.items()], "role")
+    yield _gauge("instances", "Engines and observers that have sessions.", _one(status["instances"]))
+    for key, text in (
+        ("sessions", "Sessions opened."),
+        ("sessions_refused", "Connections that were turned away."),
+        ("requests", "Requests."),
+        ("errors", "Requests that were answered with an error."),
+        ("busy", "Requests that were answered `busy`."),
+        ("peers_killed", "Peers whose process ended without a goodbye."),
+        ("drains_late", "Sessions whose copies did not end in time."),
+    ):
+        name = "sessions_opened" if key == "sessions" else key
+        yield _counter(name, text, _one(status["server"][key]))
+
+
+def _devices(devices: Mapping[str, Status]) -> Iterator[Metric]:
+    def of(key: str) -> Samples:
+        return [((kind,), gauges[key]) for kind, gauges in devices.items() if key in gauges]
+
+    yield _gauge("mapped_bytes", "Workers' memory that is mapped.", of("mapped_bytes"), "device")
+    yield _gauge("device_copies", "Copies under way.", of("copies"), "device")
+    yield _gauge("pinned_bytes", "Bytes of the memory tier that are pinned for a GPU.", of("pinned_bytes"), "device")
+    yield _counter("batch_failures", "Batched copies that the driver refused.", of("batch_failures"), "device")
+
+
+def _disk(disk: Status) -> Iterator[Metric]:
+    yield from _roots(disk.get("roots", ()))
+    there = bool(disk)
+    for name, key, text in (
+        ("disk_keys", "keys", "Complete keys on disk."),
+        ("disk_records", "records", "Records on disk."),
+        ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),
+        ("disk_backlog_bytes", "backlog_bytes", "Payload that waits to be written, or is being written."),
+    ):
+        yield _gauge(name, text, _one(disk[key]) if there else ())
+    yield _counter("demoted_keys", "Keys written to disk.", _one(disk["demoted"]["keys"]) if there else ())
+    reasons = [((reason.replace(" ", "_"),), count) for reason, count in disk.get("not_demoted", {}).items()]
+    yield _counter("not_demoted_keys", "Keys that were to be written and were not, by reason.", reasons, "reason")
+    promoted = disk.get("promoted", {})
+    yield _counter("promoted_keys", "Keys read from disk.", _one(promoted["keys"]) if there else ())
+    failures = [((reason,), promoted[reason]) for reason in ("without_space", "damaged", "unreadable") if there]
+    yield _counter("promotion_failures", "Keys (without_space) and records that did not come.", failures, "reason")
+    yield _counter(
+        "rewritten_records", "Records that moved on when their segment went.", _one(disk["rewritten"]) if there else ()
+    )
+
+
+def _roots(roots: Iterable[Status]) -> Iterator[Metric]:
+    rows = list(roots)
+
+    def of(key: str) -> Samples:
+        return [((root["path"],), root[key]) for root in rows]
+
+    yield _gauge("disk_capacity_bytes", "What the root may hold.", of("capacity_bytes"), "root")
+    yield _gauge("disk_used_bytes", "Bytes of its files.", of("used_bytes"), "root")
+    states = [((root["path"], state), root["state"] == state) for root in rows for state in DISK_STATES]
+    yield _gauge("disk_state", "1 for the state that the root is in.", states, "root", "state")
+    yield _gauge("disk_segments", "Segments.", of("segments"), "root")
+    errors = [((root["path"], what), root[f"{what}_errors"]) for root in rows for what in ("read", "write")]
+    yield _counter("disk_errors", "Reads and writes that failed.", errors, "root", "operation")
+    moved = [
+        ((root["path"], what), root[f"{key}_bytes"])
+        for root in rows
+        for what, key in (("read", "read"), ("write", "written"))
+    ]
+    yield _counter("disk_bytes", "Payload bytes read and written.", moved, "root", "operation")
+    yield _counter("disk_segments_recycled", "Segments given up for new ones.", of("segments_recycled"), "root")

@@ -1,0 +1,59 @@
+"""SIGHUP: the config is read again, and what can change while the daemon runs does. The rest waits for a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from kvoffloadd import log as logs
+from kvoffloadd.config import reloaded
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.server.account import caps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.config import Config
+    from kvoffloadd.server.context import Context
+    from kvoffloadd.systemd import Systemd
+
+log = logging.getLogger(__name__)
+
+
+class Reload:
+    """`read` makes the config anew, as at the start; it may wait for files and for user databases."""
+
+    def __init__(self, context: Context, read: Callable[[], Config], systemd: Systemd) -> None:
+        self._context = context
+        self._read = read
+        self._systemd = systemd
+        self._one_at_a_time = asyncio.Lock()
+
+    def begin(self) -> None:
+        """Reload in the background. A config that is wrong changes nothing, and is told in the log."""
+        self._context.spawn(self._run())
+
+    async def _run(self) -> None:
+        async with self._one_at_a_time:
+            self._systemd.reloading()
+            try:
+                asked = await self._context.loop.run_in_executor(None, self._read)
+            except ConfigError as error:
+                log.error("not reloaded, all stays as it was: %s", error)
+            else:
+                self._adopt(asked)
+            finally:
+                self._systemd.ready()
+
+    def _adopt(self, asked: Config) -> None:
+        """Sessions keep the limits that they were told; caps hold for all, and take nothing from whoever is above."""
+        context = self._context
+        was = context.config
+        context.config, changed, waiting = reloaded(was, asked)
+        context.accounts.change(caps(context.config.limits))
+        if context.config.log != was.log:
+            logs.setup(context.config.log)
+        log.info("reloaded: %s", "; ".join(changed) or "nothing has changed")
+        if waiting:
+            log.warning("needs a restart to change: %s", ", ".join(waiting))

@@ -1,0 +1,101 @@
+"""What `status` tells: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
+
+docs/STATUS.md explains every key; a test compares them. Names are stable, new ones may come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd import __version__
+from kvoffloadd.cache.asked import name_of
+from kvoffloadd.cache.lease import ReadLease
+
+if TYPE_CHECKING:
+    from kvoffloadd.server.context import Context
+
+NAMESPACES_TOLD = 1000
+"""At most so many, since the frame is bounded."""
+
+SLOW_JOBS_TOLD = 20
+SLOW_S = 0.5
+"""A job that has been under way for longer is told of: copies take milliseconds."""
+
+
+def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
+    """Everything; or what one user may know: counters of the whole daemon, and that user's accounts, sessions, jobs and
+    namespaces.
+    """
+    cache, transfers = context.cache, context.transfers
+    accounts = context.accounts.figures()
+    sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
+    return {
+        "version": __version__,
+        "boot_id": context.boot_id.hex(),
+        "pid": os.getpid(),
+        "uptime_s": round(time.monotonic() - context.started_s, 3),
+        "draining": context.draining,
+        "memory": cache.tier.gauges(),
+        "cache": {**cache.figures(), "unsealed": transfers.unsealed},
+        **({"disk": cache.disk.figures()} if cache.disk and uid is None else {}),
+        "transfers": {
+            str(direction): {name: getattr(counters, name) for name in counters.__slots__}
+            for direction, counters in transfers.counters.items()
+        },
+        "running": {"jobs": len(transfers.running), "holds": transfers.holds},
+        "leases": _leases(context),
+        "server": {name: getattr(context.counters, name) for name in context.counters.__slots__},
+        "devices": {device.kind: device.gauges() for device in context.devices},
+        "lanes": _lanes(context, uid),
+        "loop": context.lag.figures(),
+        "hash_lane": {"queued": context.hash_lane.queued, "running": context.hash_lane.running},
+        "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},
+        "instances": len(context.instances),
+        "sessions": [session.figures() for session in sessions],
+        "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
+        "lookups": cache.lookups.figures(uid),
+        "namespaces": _namespaces(context, uid),
+    }
+
+
+def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The longest of them, the longest first."""
+    return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_TOLD]
+
+
+def _leases(context: Context) -> dict[str, int]:
+    held = [lease for instance in context.instances.all() for lease in instance.leases.all()]
+    read = [len(lease.rows) for lease in held if isinstance(lease, ReadLease)]
+    write = [len(lease.parts) for lease in held if not isinstance(lease, ReadLease)]
+    return {"read": len(read), "keys": sum(read), "write": len(write), "parts": sum(write)}
+
+
+def _lanes(context: Context, uid: int | None) -> dict[str, dict[str, int | float]]:
+    """By what they work on: a device, the arena's payloads, a disk root (which not everybody may know of)."""
+    lanes = {
+        f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
+    }
+    lanes["memory hash"] = context.hash_lane
+    if context.cache.disk and uid is None:
+        for root in context.cache.disk.roots:
+            lanes |= {f"{root.path} read": root.read_lane, f"{root.path} write": root.write_lane}
+    return {name: lane.figures() for name, lane in lanes.items()}
+
+
+def _namespaces(context: Context, uid: int | None) -> list[dict[str, Any]]:
+    mine = (n for n in context.cache.namespaces.values() if uid in (None, n.uid))
+    return [
+        {
+            "namespace": name_of(n),
+            "label": n.label,
+            "uid": n.uid,
+            "epoch": n.epoch,
+            "keys": n.keys,
+            "bytes": n.bytes,
+            "sessions": n.sessions,
+        }
+        for n in itertools.islice(mine, NAMESPACES_TOLD)
+    ]

@@ -1,0 +1,207 @@
+"""What systemd and the daemon tell each other, as sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) have it.
+
+Every verb is a no-op where nobody listens. None of them waits: a message that does not fit into systemd's queue is
+dropped, and `False` says so. The event loop alone calls them.
+
+Descriptors that are handed to a start come from a socket unit, or from the store in which an earlier run put them. What
+lies in the store stays there, and is handed to the next start too, until it is forgotten or the unit is stopped.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+log = logging.getLogger(__name__)
+
+FIRST_FD = 3
+"""SD_LISTEN_FDS_START."""
+
+NAME_CHARS_MAX = 255
+
+
+class Systemd:
+    """The service manager of this process, if it has one. Owns the inherited descriptors that nobody has taken yet.
+
+    `watchdog_s`: how long it waits for a `beat` before it kills us; None: it doesn't. `gave_listener`: `listening` has
+    returned a socket, which the manager goes on to own.
+    """
+
+    def __init__(
+        self,
+        notify: socket.socket | None,
+        watchdog_s: float | None = None,
+        inherited: list[tuple[str, int]] | None = None,
+    ) -> None:
+        self.watchdog_s = watchdog_s
+        self.gave_listener = False
+        self._notify = notify
+        self._inherited = inherited or []
+        self._taken: set[str] = set()
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str] | None = None) -> Systemd:
+        """What the environment says, which is then unset: it is meant for this process and not for its children.
+
+        Must be called once, before the process opens descriptors of its own or starts others.
+        """
+        variables = os.environ if environment is None else environment
+        mine = str(os.getpid())
+        inherited = []
+        if variables.pop("LISTEN_PID", "") == mine:
+            names = variables.get("LISTEN_FDNAMES", "").split(":")
+            for index in range(_number(variables.get("LISTEN_FDS", ""))):
+                with contextlib.suppress(OSError):  # one that is not open is none
+                    os.set_inheritable(FIRST_FD + index, False)
+                    inherited.append((names[index] if index < len(names) else "", FIRST_FD + index))
+        watchdog_us = _number(variables.get("WATCHDOG_USEC", ""))
+        watched = watchdog_us > 0 and variables.get("WATCHDOG_PID", mine) == mine
+        address = variables.get("NOTIFY_SOCKET", "")
+        for name in ("LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID", "NOTIFY_SOCKET", "FDSTORE"):
+            variables.pop(name, None)
+        return cls(_connect(address), watchdog_us / 1e6 if watched else None, inherited)
+
+    @property
+    def listens(self) -> bool:
+        """Whether anybody hears what is said here."""
+        return self._notify is not None
+
+    def close(self) -> None:
+        """Nothing more will be said."""
+        if self._notify is not None:
+            self._notify.close()
+            self._notify = None
+
+    # --- descriptors ------------------------------------------------------------------------------
+
+    def take(self, name: str) -> int | None:
+        """The first inherited descriptor of this name that nobody has taken; the caller owns it. It is close-on-exec.
+
+        The store keeps its own copy of one that came from there: `forget` ends that.
+        """
+        return self._take(next((index for index, (known, _) in enumerate(self._inherited) if known == name), None))
+
+    def listening(self) -> socket.socket | None:
+        """The listening Unix stream socket of a socket unit, whatever its name; the caller owns it. Non-blocking."""
+        fd = self._take(next((index for index, (_, fd) in enumerate(self._inherited) if _is_listening(fd)), None))
+        if fd is None:
+            return None
+        self.gave_listener = True
+        sock = socket.socket(fileno=fd)
+        sock.setblocking(False)
+        return sock
+
+    def _take(self, index: int | None) -> int | None:
+        if index is None:
+            return None
+        name, fd = self._inherited.pop(index)
+        self._taken.add(name)
+        return fd
+
+    def close_rest(self) -> None:
+        """Closes what nobody has taken, and has it removed from the store: it would hold its memory for ever."""
+        for name, fd in self._inherited:
+            log.warning("closed descriptor %d (%s), which systemd passed and nobody wants", fd, name or "no name")
+            os.close(fd)
+        for name in {name for name, _ in self._inherited} - self._taken:
+            if name:
+                self.forget(name)
+        self._inherited.clear()
+
+    def store(self, name: str, fd: int) -> bool:
+        """Hands a copy of `fd` to the store, under `name`: printable ASCII without colons.
+
+        A name may be used for several. True: it is on its way. Whether systemd keeps it shows at the next start; it
+        keeps FileDescriptorStoreMax of them, and one of each file.
+        """
+        if not (0 < len(name) <= NAME_CHARS_MAX and name.isascii() and name.isprintable() and ":" not in name):
+            raise UsageError(f"no name for a stored descriptor: {name!r}")
+        # FDPOLL=0: it is to be kept whatever state it is in.
+        return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fd)
+
+    def forget(self, name: str) -> bool:
+        """Has every descriptor of this name removed from the store."""
+        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def ready(self, status: str = "") -> bool:
+        """Start or reload is done: we serve."""
+        return self._send(_lines("READY=1", status))
+
+    def reloading(self) -> bool:
+        """A reload has begun; `ready` ends it."""
+        return self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def stopping(self, status: str = "") -> bool:
+        """We have begun to stop."""
+        return self._send(_lines("STOPPING=1", status))
+
+    def status(self, text: str) -> bool:
+        """One line for people: `systemctl status` shows it."""
+        return self._send(_lines("", text))
+
+    def extend(self, seconds: float) -> bool:
+        """Start or stop may take `seconds` more from now."""
+        return self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
+
+    def beat(self) -> bool:
+        """We are alive: the watchdog begins anew."""
+        return self._send("WATCHDOG=1")
+
+    def _send(self, text: str, fd: int | None = None) -> bool:
+        if self._notify is None:
+            return False
+        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        try:
+            self._notify.sendmsg([text.encode(errors="replace")], rights, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False  # its queue is full
+        except OSError as error:
+            log.warning("systemd does not hear: %s", error.strerror)
+            return False
+        return True
+
+
+def _lines(state: str, status: str) -> str:
+    # A status is one line: what follows would be read as another assignment.
+    shown = f"STATUS={' '.join(status.split())}" if status else ""
+    return "\n".join(line for line in (state, shown) if line)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _connect(address: str) -> socket.socket | None:
+    """A socket to NOTIFY_SOCKET, a path or "@" and an abstract name; None if there is none that we could talk to."""
+    if not address:
+        return None
+    if address[0] not in "/@":
+        log.warning("NOTIFY_SOCKET=%s is of a kind that is not supported: systemd is told nothing", address)
+        return None
+    notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        notify.connect("\0" + address[1:] if address[0] == "@" else address)
+    except OSError as error:
+        notify.close()
+        log.warning("NOTIFY_SOCKET=%s can't be used, systemd is told nothing: %s", address, error.strerror)
+        return None
+    return notify
+
+
+def _is_listening(fd: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        is_stream = (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
+        return is_stream and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return False

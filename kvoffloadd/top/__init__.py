@@ -1,0 +1,1 @@
+"""`kvoffloadd top`: a daemon's figures as they change, for a terminal."""

@@ -1,0 +1,203 @@
+"""What is shown at one instant, from the statuses so far. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Status = Mapping[str, Any]
+Figures = dict[str, Any]
+
+SAMPLES_MAX = 240
+WINDOW_S = 60.0
+"""What hit lately is told of so long, or since the first look."""
+
+DIRECTIONS = ("store", "load", "demote", "promote")
+
+
+@dataclass(slots=True)
+class History:
+    """Statuses of one run of a daemon, with the time of each; a new run begins anew. Rates are kept over restarts."""
+
+    samples: deque[tuple[float, Status]] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
+    rates: dict[str, deque[float]] = field(
+        default_factory=lambda: {direction: deque(maxlen=SAMPLES_MAX) for direction in DIRECTIONS}
+    )
+
+    def add(self, now_s: float, status: Status) -> None:
+        """A status that came at `now_s`, of any clock that only goes forward."""
+        if self.samples and self.samples[-1][1]["boot_id"] != status["boot_id"]:
+            self.samples.clear()
+        self.samples.append((now_s, status))
+        for direction, figures in self.throughput().items():
+            self.rates[direction].append(figures["bytes_per_s"])
+
+    def miss(self) -> None:
+        """There is no daemon, and nothing moves."""
+        for rates in self.rates.values():
+            rates.append(0.0)
+
+    @property
+    def latest(self) -> Status:
+        """The last status."""
+        return self.samples[-1][1]
+
+    def window(self, seconds: float) -> tuple[float, Status, Status]:
+        """Seconds, and the statuses at the beginning and end of about the last `seconds`; of one look: 0 s."""
+        now, last = self.samples[-1]
+        began, first = next((s for s in self.samples if s[0] >= now - seconds - 1e-3), self.samples[-1])
+        if first is last and len(self.samples) > 1:
+            began, first = self.samples[-2]
+        return now - began, first, last
+
+    def throughput(self) -> dict[str, Figures]:
+        """By direction, between the last two looks."""
+        seconds, first, last = self.window(0.0)
+        found = {}
+        for direction in DIRECTIONS:
+            (bytes0, done0), (bytes1, done1) = _moved(first, direction), _moved(last, direction)
+            found[direction] = {
+                "bytes": bytes1,
+                "bytes_per_s": _rate(bytes1 - bytes0, seconds),
+                "unit": "jobs" if direction in ("store", "load") else "keys",
+                "per_s": _rate(done1 - done0, seconds),
+            }
+        return found
+
+
+def figures(history: History) -> Figures:
+    """Everything that is shown, as `--json` has it; names are stable."""
+    status = history.latest
+    seconds, first, _ = history.window(0.0)
+    recent_s, then, _ = history.window(WINDOW_S)
+    disk = status.get("disk")
+    return {
+        "version": status["version"],
+        "boot_id": status["boot_id"],
+        "pid": status["pid"],
+        "uptime_s": status["uptime_s"],
+        "draining": status["draining"],
+        "interval_s": round(seconds, 3),
+        "tiers": _tiers(status),
+        "throughput": history.throughput(),
+        "lookups": {
+            "recent_s": round(recent_s, 3),
+            "recent": _shares(_asked(status, then)),
+            "total": _shares(_asked(status, None)),
+            "ceiling_rate": _ceiling(status),
+        },
+        "namespaces": status["lookups"],
+        "instances": _instances(status["sessions"]),
+        "jobs": status["running"]["jobs"],
+        "leases": dict(status["leases"]),
+        "slow_jobs": list(status["slow_jobs"]),
+        "lanes": _lanes(first, status, seconds),
+        "roots": _roots(first, status, seconds),
+        "backlog_bytes": disk["backlog_bytes"] if disk else 0,
+        "loop": {name: status["loop"][name] for name in ("recent_lag_s", "worst_lag_s")},
+        "server": {name: status["server"][name] for name in ("requests", "errors", "busy", "peers_killed")},
+        "requests_per_s": _rate(status["server"]["requests"] - first["server"]["requests"], seconds),
+    }
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return round(max(amount, 0) / seconds, 3) if seconds > 0 else 0.0
+
+
+def _moved(status: Status, direction: str) -> tuple[int, int]:
+    """Bytes, and jobs or keys, since the daemon's start."""
+    if direction in status["transfers"]:
+        counters = status["transfers"][direction]
+        return counters["bytes"], counters["jobs"]
+    counters = status.get("disk", {}).get(f"{direction}d", {})
+    return counters.get("bytes", 0), counters.get("keys", 0)
+
+
+def _tiers(status: Status) -> list[Figures]:
+    memory, disk = status["memory"], status.get("disk")
+    tiers = [_tier("memory", memory["used_bytes"], memory["capacity_bytes"], status["cache"]["keys"])]
+    if disk:
+        used, capacity = (sum(root[f"{what}_bytes"] for root in disk["roots"]) for what in ("used", "capacity"))
+        tiers.append(_tier("disk", used, capacity, disk["keys"]))
+    return tiers
+
+
+def _tier(name: str, used_bytes: int, capacity_bytes: int, keys: int) -> Figures:
+    return {"tier": name, "used_bytes": used_bytes, "capacity_bytes": capacity_bytes, "keys": keys}
+
+
+def _asked(status: Status, since: Status | None) -> Figures:
+    """Keys by outcome, of all namespaces, since an earlier status or the start."""
+    now, before = _outcomes(status), _outcomes(since) if since else {}
+    return {name: max(count - before.get(name, 0), 0) for name, count in now.items()}
+
+
+def _outcomes(status: Status) -> dict[str, int]:
+    found = {"hit": 0, "on_disk": 0}
+    for row in status["lookups"]:
+        for name, count in [("hit", row["hit"]), ("on_disk", row["on_disk"]), *row["missed"].items()]:
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _shares(keys: Mapping[str, int]) -> Figures:
+    asked = sum(keys.values())
+    return {
+        "asked": asked,
+        "hit_rate": round((keys["hit"] + keys["on_disk"]) / asked, 4) if asked else 0.0,
+        "keys": dict(keys),
+    }
+
+
+def _ceiling(status: Status) -> float:
+    """Of all namespaces together."""
+    asked = sum(row["asked"] for row in status["lookups"])
+    return round(1 - sum(row["new"] for row in status["lookups"]) / asked, 4) if asked else 0.0
+
+
+def _instances(sessions: Iterable[Status]) -> list[Figures]:
+    """Engines; whoever only looks is none, and who is about to leave none any more."""
+    found: dict[int, Figures] = {}
+    for session in sessions:
+        if session["role"] not in ("worker", "scheduler") or not session["instance"]:
+            continue
+        one = found.setdefault(
+            session["instance"],
+            {
+                "instance": session["instance"], "namespace": session["namespace"], "uid": session["uid"],
+                "workers": 0, "schedulers": 0, "pids": [], "devices": [], "mapped_bytes": 0, "jobs": 0,
+            },
+        )  # fmt: skip
+        one[f"{session['role']}s"] += 1
+        one["pids"] = sorted({*one["pids"], session["pid"]})
+        one["devices"] = sorted({*one["devices"], *session["devices"]})
+        one["mapped_bytes"] += session["mapped_bytes"]
+        one["jobs"] += session["jobs"]
+    return sorted(found.values(), key=lambda one: (-one["mapped_bytes"], one["instance"]))
+
+
+def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:
+    """`busy_rate`: share of the threads' time that was work."""
+    found = []
+    for name, lane in last["lanes"].items():
+        before = first["lanes"].get(name, lane)
+        busy = _rate(lane["busy_s"] - before["busy_s"], seconds) / lane["threads"]
+        kept = ("queued", "running", "threads", "oldest_queued_s", "oldest_running_s")
+        found.append({"lane": name, "busy_rate": round(min(busy, 1.0), 4), **{key: lane[key] for key in kept}})
+    return found
+
+
+def _roots(first: Status, last: Status, seconds: float) -> list[Figures]:
+    before = {root["path"]: root for root in first.get("disk", {}).get("roots", ())}
+    found = []
+    for root in last.get("disk", {}).get("roots", ()):
+        old = before.get(root["path"], root)
+        kept = ("path", "state", "reason", "used_bytes", "capacity_bytes", "read_errors", "write_errors", "slowest_s")
+        rates = {
+            f"{what}_bytes_per_s": _rate(root[f"{key}_bytes"] - old[f"{key}_bytes"], seconds)
+            for what, key in (("read", "read"), ("write", "written"))
+        }
+        found.append({**{key: root[key] for key in kept}, **rates})
+    return found

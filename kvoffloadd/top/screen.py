@@ -1,0 +1,151 @@
+"""The loop of `kvoffloadd top`: ask, derive, show, wait; whatever becomes of the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import sys
+import termios
+import time
+import tty
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+
+from kvoffloadd.client import Client
+from kvoffloadd.errors import ClientError
+from kvoffloadd.report import PIPE_COLUMNS
+from kvoffloadd.top.frame import History, figures
+from kvoffloadd.top.view import render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from rich.console import RenderableType
+
+ANSWER_S = 5.0
+TITLE = "kvoffloadd top"
+
+
+@dataclass(slots=True)
+class Screen:
+    """What was asked for on the command line, and what is known so far."""
+
+    socket: Path
+    interval_s: float
+    as_json: bool = False
+    svg: Path | None = None
+    history: History = field(default_factory=History)
+    shown: dict[str, Any] | None = None
+    waiting: str = ""
+
+    def once(self) -> None:
+        """Two looks, so that there are rates, and one picture. Raises ClientError."""
+        with self._client() as client:
+            self._look(client)
+            time.sleep(self.interval_s)
+            self._look(client)
+        self._print()
+
+    def run(self) -> None:
+        """Until q, Ctrl-C or the end of the terminal."""
+        client = self._client()
+        try:
+            if self.as_json or not sys.stdout.isatty():
+                self._print_for_ever(client)
+            else:
+                self._show_for_ever(client)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            client.close(force=True)
+            if self.svg is not None:
+                self._draw(self.svg)
+
+    def _client(self) -> Client:
+        return Client(self.socket, namespace=None, role="observer", deadline_s=ANSWER_S, connect_deadline_s=0)
+
+    def _look(self, client: Client) -> None:
+        """Raises ClientError."""
+        status = client.status()
+        self.history.add(time.monotonic(), status)
+        self.shown, self.waiting = figures(self.history), ""
+
+    def _try(self, client: Client) -> None:
+        """A daemon that is gone, or does not answer, may come back."""
+        try:
+            self._look(client)
+        except ClientError as error:
+            self.history.miss()
+            self.waiting = f"for the daemon: {error}"
+
+    def _print_for_ever(self, client: Client) -> None:
+        while True:
+            self._try(client)
+            if self.waiting:
+                sys.stderr.write(f"kvoffloadd: waiting {self.waiting}\n")
+            else:
+                self._print()
+            time.sleep(self.interval_s)
+
+    def _show_for_ever(self, client: Client) -> None:
+        console = Console(markup=False, highlight=False, emoji=False)
+        with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                due = time.monotonic() + self.interval_s
+                self._try(client)
+                live.update(self._picture(console.width), refresh=True)
+                if _quit_within(max(due - time.monotonic(), 0.05)):
+                    return
+
+    def _print(self) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(self.shown, sort_keys=True) + "\n")
+            sys.stdout.flush()
+            return
+        width = None if sys.stdout.isatty() else PIPE_COLUMNS
+        console = Console(width=width, markup=False, highlight=False, emoji=False)
+        console.print(self._picture(console.width))
+        if self.svg is not None:
+            self._draw(self.svg)
+
+    def _picture(self, width: int) -> RenderableType:
+        return render(self.shown, self.history.rates, width, self.waiting)
+
+    def _draw(self, path: Path) -> None:
+        """What was shown last, in the terminal's width."""
+        with open("/dev/null", "w", encoding="utf-8") as nowhere:
+            width = Console().width if sys.stdout.isatty() else PIPE_COLUMNS
+            console = Console(
+                record=True, width=width, file=nowhere, markup=False, highlight=False, emoji=False,
+                force_terminal=True, color_system="truecolor",
+            )  # fmt: skip
+            console.print(self._picture(console.width))
+            console.save_svg(str(path), title=TITLE)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Keys come at once, and are not shown."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _quit_within(seconds: float) -> bool:
+    """Whether somebody pressed q."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and sys.stdin.read(1) in ("q", "Q", "")

@@ -1,0 +1,317 @@
+"""Figures on a screen: readable in 80 columns, and side by side where there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from kvoffloadd.report import printable
+from kvoffloadd.top.shapes import Bar, Spark
+from kvoffloadd.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Figures = Mapping[str, Any]
+
+WIDE = 150
+"""From so many columns on two of them stand side by side."""
+
+ROWS_MAX = 8
+QUIET, FAINT = "grey58", "grey35"
+GOOD, FAIR, BAD = "green3", "gold3", "red3"
+COLOURS = {"store": "dark_orange", "load": "green3", "demote": "medium_purple", "promote": "deep_sky_blue1"}
+WAYS = {
+    "store": "worker → memory", "load": "memory → worker", "demote": "memory → disk", "promote": "disk → memory",
+}  # fmt: skip
+OUTCOMES = {
+    "hit": ("hit", "green3"),
+    "on_disk": ("on disk", "deep_sky_blue1"),
+    "pending": ("being stored", "dark_cyan"),
+    "evicted": ("evicted", "dark_orange"),
+    "cleared": ("cleared", "grey70"),
+    "other_namespace": ("other namespace", "medium_purple"),
+    "incomplete": ("incomplete", "gold3"),
+    "failed_verification": ("failed check", "red3"),
+    "never_stored": ("never stored", "grey42"),
+}
+STATES = {"ok": GOOD, "full": FAIR, "read-only": FAIR, "off": BAD}
+LAG_FAIR_S, LAG_BAD_S = 0.02, 0.1
+FULL_SHARE = 0.9
+
+
+def render(
+    figures: Figures | None, rates: Mapping[str, Sequence[float]], width: int, waiting: str = ""
+) -> RenderableType:
+    """The whole screen. `figures` None: there never was a daemon; `waiting`: why there is none now."""
+    if figures is None:
+        return Group(_waiting_line(waiting), Text())
+    left = [_tiers(figures), _throughput(figures, rates), _lookups(figures["lookups"])]
+    right = [_instances(figures["instances"]), _slow_jobs(figures["slow_jobs"])]
+    if figures["roots"]:
+        right.insert(1, _roots(figures))
+    top = [_head(figures, waiting), _loop(figures)]
+    if waiting:
+        top.insert(1, _waiting_line(waiting))
+    if width < WIDE:
+        return Group(*top, *left, *right, _lanes(figures["lanes"], wide=False))
+    both = Table.grid(padding=(0, 2), expand=True)
+    both.add_column(ratio=1)
+    both.add_column(ratio=1)
+    both.add_row(Group(*left, _namespaces(figures["namespaces"])), Group(*right, _lanes(figures["lanes"], wide=True)))
+    return Group(*top, both)
+
+
+# --- lines on top ----------------------------------------------------------------------------------
+
+
+def _head(figures: Figures, waiting: str) -> RenderableType:
+    line = Table.grid(expand=True)
+    line.add_column()
+    line.add_column(justify="right")
+    state, colour = ("draining", FAIR) if figures["draining"] else ("serving", GOOD)
+    if waiting:
+        state, colour = "gone", BAD
+    name = Text.assemble((" kvoffloadd ", "bold reverse"), f" {figures['version']}  ", ("● ", colour), (state, colour))
+    about = Text.assemble(
+        ("up ", QUIET), format_seconds(figures["uptime_s"]), ("  pid ", QUIET), str(figures["pid"]), " "
+    )
+    line.add_row(name, about)
+    return line
+
+
+def _waiting_line(why: str) -> RenderableType:
+    return Text.assemble(
+        (" waiting ", f"bold black on {FAIR}"), " ", (printable(why), FAIR), no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _loop(figures: Figures) -> RenderableType:
+    lag = figures["loop"]["recent_lag_s"]
+    colour = BAD if lag >= LAG_BAD_S else FAIR if lag >= LAG_FAIR_S else GOOD
+    busy, errors = figures["server"]["busy"], figures["server"]["errors"]
+    pieces: list[tuple[str, str, str]] = [
+        (format_seconds(lag), "late", colour),
+        (format_seconds(figures["loop"]["worst_lag_s"]), "worst", ""),
+        (_count(figures["requests_per_s"]), "req/s", ""),
+        (_count(figures["jobs"]), "jobs", ""),
+        (_count(figures["leases"]["keys"]), "leased", ""),
+        (_count(busy), "busy", FAIR if busy else ""),
+        (_count(errors), "errors", FAIR if errors else ""),
+    ]
+    text = Text(" loop ", QUIET, no_wrap=True, overflow="ellipsis")
+    for index, (value, name, style) in enumerate(pieces):
+        text.append("  " if index else "")
+        text.append(value, style or "default")
+        text.append(f" {name}", QUIET)
+    return text
+
+
+# --- sections --------------------------------------------------------------------------------------
+
+
+def _section(title: str, *body: RenderableType) -> RenderableType:
+    return Group(Rule(Text(title, "bold"), align="left", style=FAINT, characters="─"), Padding(Group(*body), (0, 1)))
+
+
+def _grid(*columns: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    for column in columns:
+        table.add_column(**{"no_wrap": True, "overflow": "ellipsis", **column})
+    return table
+
+
+_RIGHT: dict[str, Any] = {"justify": "right"}
+_BAR: dict[str, Any] = {"ratio": 1}
+
+
+def _tiers(figures: Figures) -> RenderableType:
+    table = _grid({"style": "bold"}, _BAR, _RIGHT, _RIGHT, _RIGHT)
+    for tier in figures["tiers"]:
+        share = _share(tier["used_bytes"], tier["capacity_bytes"])
+        table.add_row(
+            tier["tier"],
+            Bar([(share, "steel_blue1" if tier["tier"] == "memory" else "deep_sky_blue4")]),
+            f"{100 * share:.0f} %",
+            Text.assemble(format_bytes(tier["used_bytes"]), (" of ", QUIET), format_bytes(tier["capacity_bytes"])),
+            Text.assemble(_count(tier["keys"]), (" keys", QUIET)),
+        )
+    return _section("tiers", table)
+
+
+def _throughput(figures: Figures, rates: Mapping[str, Sequence[float]]) -> RenderableType:
+    # Wide enough for most figures, so that the lines do not move with them.
+    table = _grid({"style": "bold"}, {"style": QUIET}, _BAR, {**_RIGHT, "min_width": 12}, {**_RIGHT, "min_width": 11})
+    directions = [d for d in figures["throughput"] if d in ("store", "load") or figures["roots"]]
+    most = max((max(rates[d], default=0.0) for d in directions), default=0.0)
+    for direction in directions:
+        moved = figures["throughput"][direction]
+        speed = moved["bytes_per_s"]
+        table.add_row(
+            direction,
+            WAYS[direction],
+            Spark(rates[direction], COLOURS[direction], most),
+            Text(f"{format_bytes(int(speed))}/s", COLOURS[direction] if speed else QUIET),
+            Text.assemble(_count(moved["per_s"]), (f" {moved['unit']}/s", QUIET)),
+        )
+    backlog = figures["backlog_bytes"]
+    rest = [Text.assemble(("to be demoted ", QUIET), format_bytes(backlog))] if backlog else []
+    return _section("throughput", table, *rest)
+
+
+def _lookups(lookups: Figures) -> RenderableType:
+    table = _grid({"style": "bold"}, _BAR, _RIGHT, _RIGHT)
+    recent = f"last {format_seconds(lookups['recent_s'])}" if lookups["recent_s"] else "now"
+    for title, shares in ((recent, lookups["recent"]), ("since the start", lookups["total"])):
+        asked, keys = shares["asked"], shares["keys"]
+        bar = Bar([(keys.get(name, 0) / asked, colour) for name, (_, colour) in OUTCOMES.items()] if asked else [])
+        rate = f"{100 * shares['hit_rate']:.1f} % hits" if asked else "-"
+        table.add_row(
+            title,
+            bar,
+            Text(rate, GOOD if asked else QUIET),
+            Text.assemble(("of ", QUIET), _count(asked), (" keys", QUIET)),
+        )
+    total = lookups["total"]
+    words = Text()
+    if total["asked"]:
+        for name, (label, colour) in OUTCOMES.items():
+            count = total["keys"].get(name, 0)
+            if count:
+                words.append("■ ", colour)
+                words.append(f"{label}\u00a0", QUIET)
+                words.append(f"{100 * count / total['asked']:.1f}\u00a0%   ")
+        words.append("ceiling\u00a0", QUIET)
+        words.append(f"{100 * lookups['ceiling_rate']:.1f}\u00a0%", "bold")
+    return _section("keys asked for", table, *([words] if words else []))
+
+
+def _namespaces(rows: Sequence[Figures]) -> RenderableType:
+    if len(rows) < 2:
+        return Text()
+    table = _grid(_BAR, _RIGHT, _RIGHT, _RIGHT)
+    table.add_row(*(Text(word, QUIET) for word in ("", "asked", "hits", "ceiling")))
+    for row in _some(sorted(rows, key=lambda row: -int(row["asked"]))):
+        hits = _share(row["hit"] + row["on_disk"], row["asked"])
+        ceiling = f"{100 * row['ceiling_rate']:.1f} %"
+        table.add_row(Text(printable(row["namespace"])), _count(row["asked"]), f"{100 * hits:.1f} %", ceiling)
+    return _section("namespaces", table, *_more(rows))
+
+
+def _instances(rows: Sequence[Figures]) -> RenderableType:
+    if not rows:
+        return _section("instances", Text("none", QUIET))
+    table = _grid(_RIGHT, _BAR, {}, {}, _RIGHT, _RIGHT)
+    for one in _some(rows):
+        who = [
+            f"{one[f'{role}s']} {role}{'s' * (one[f'{role}s'] != 1)}"
+            for role in ("worker", "scheduler")
+            if one[f"{role}s"]
+        ]
+        table.add_row(
+            Text(f"#{one['instance']}", QUIET),
+            Text(printable(one["namespace"])),
+            ", ".join(who),
+            ", ".join(_device(kind) for kind in one["devices"]) or Text("no memory", QUIET),
+            format_bytes(one["mapped_bytes"]),
+            Text.assemble(_count(one["jobs"]), (" jobs", QUIET)),
+        )
+    return _section(f"instances {len(rows)}", table, *_more(rows))
+
+
+def _roots(figures: Figures) -> RenderableType:
+    table = _grid({}, {"ratio": 1, "overflow": "ellipsis"}, {"ratio": 1}, _RIGHT, _RIGHT, _RIGHT)
+    reasons = []
+    for root in _some(figures["roots"]):
+        share = _share(root["used_bytes"], root["capacity_bytes"])
+        colour = STATES.get(root["state"], BAD)
+        errors = root["read_errors"] + root["write_errors"]
+        table.add_row(
+            Text.assemble(("● ", colour), (root["state"], colour)),
+            _tail(printable(root["path"])),
+            Bar([(share, "deep_sky_blue4")]),
+            Text.assemble(("r ", QUIET), f"{format_bytes(int(root['read_bytes_per_s']))}/s"),
+            Text.assemble(("w ", QUIET), f"{format_bytes(int(root['write_bytes_per_s']))}/s"),
+            Text(f"{_count(errors)} errors", BAD if errors else QUIET),
+        )
+        if root["reason"]:
+            reasons.append(
+                Text(f"{root['path']}: {printable(root['reason'])}", FAIR, overflow="ellipsis", no_wrap=True)
+            )
+    return _section("disk roots", table, *reasons, *_more(figures["roots"]))
+
+
+def _slow_jobs(rows: Sequence[Figures]) -> RenderableType:
+    if not rows:
+        return _section("slow jobs", Text("none", QUIET))
+    table = _grid({}, {}, _RIGHT, {}, {"ratio": 1}, _RIGHT)
+    for job in _some(rows):
+        age = job["age_s"]
+        table.add_row(
+            Text(job["direction"], COLOURS.get(job["direction"], "")),
+            Text.assemble(("job ", QUIET), str(job["job"])),
+            Text(format_seconds(age), BAD if age > 10 else FAIR),
+            Text.assemble(("waits for ", QUIET), job["waits_for"]),
+            Text.assemble(("session ", QUIET), str(job["session"]), (" pid ", QUIET), str(job["pid"])),
+            Text.assemble(_count(job["payloads"]), (" payloads", QUIET)),
+        )
+    return _section(f"slow jobs {len(rows)}", table, *_more(rows))
+
+
+def _lanes(rows: Sequence[Figures], *, wide: bool) -> RenderableType:
+    shown = [lane for lane in rows if wide or lane["busy_rate"] >= 0.005 or lane["queued"]][:ROWS_MAX]
+    if not shown:
+        return _section("lanes", Text("idle", QUIET))
+    table = _grid({"max_width": 32}, _BAR, _RIGHT, _RIGHT, _RIGHT)
+    for lane in shown:
+        busy, oldest = lane["busy_rate"], lane["oldest_queued_s"]
+        colour = BAD if busy >= FULL_SHARE else "steel_blue1"
+        table.add_row(
+            _tail(printable(lane["lane"])),
+            Bar([(busy, colour)]),
+            f"{100 * busy:.0f} %",
+            Text.assemble(_count(lane["queued"]), (" queued", QUIET)),
+            Text(format_seconds(oldest) if lane["queued"] else "", FAIR if oldest > 1 else QUIET),
+        )
+    return _section("lanes", table)
+
+
+# --- words -----------------------------------------------------------------------------------------
+
+
+def _some(rows: Iterable[Figures]) -> list[Figures]:
+    return list(rows)[:ROWS_MAX]
+
+
+def _more(rows: Sequence[Figures]) -> list[RenderableType]:
+    left = len(rows) - ROWS_MAX
+    return [Text(f"and {left} more", QUIET)] if left > 0 else []
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _count(number: float) -> str:
+    """Four figures at most: 999, 12.3 k, 1.23 M."""
+    if number < 1000:
+        return f"{number:.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
+    unit = next((unit for unit, most in (("k", 999_500), ("M", 999.5e6)) if number < most), "G")
+    number /= {"k": 1e3, "M": 1e6, "G": 1e9}[unit]
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+
+
+def _device(kind: str) -> str:
+    """GPUs by the beginning of their UUID, as nvidia-smi shows it."""
+    return f"GPU-{kind.removeprefix('cuda:')[:8]}" if kind.startswith("cuda:") else kind
+
+
+def _tail(path: str, most: int = 32) -> Text:
+    """The end of a path tells more than its beginning."""
+    return Text(path if len(path) <= most else f"…{path[1 - most :]}")

@@ -1,0 +1,232 @@
+"""Where metrics are scraped: who can, what a slow or greedy scraper does, and what a stuck loop is answered with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.ghosts import REASONS
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.metrics import endpoint as module
+from kvoffloadd.metrics.endpoint import Endpoint, bind
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank
+from tests.e2e.waiting import until
+
+
+def ask(address: Any, path: str = "/metrics", header: str = "") -> tuple[int, str, str]:
+    """Status, headers, body. `address`: a path, or host and port."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family) as peer:
+        peer.settimeout(20)
+        peer.connect(address)
+        peer.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+        answer = b"".join(iter(lambda: peer.recv(65536), b"")).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    return int(head.split()[1]) if head else 0, head, body
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def small() -> dict[str, Any]:
+    """The least that is a status."""
+    counters: dict[str, int] = dict.fromkeys(
+        (
+            "jobs", "not_done", "keys", "bytes", "seconds", "descriptors", "copies", "keys_failed", "keys_cancelled",
+            "keys_expired", "keys_bad",
+        ),
+        0,
+    )  # fmt: skip
+    cache = (
+        "keys", "index_bytes", "unsealed", "parts_reserved", "parts_committed", "parts_aborted", "parts_sealed",
+        "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",
+        "slabs_taken_over", "events_lost",
+    )  # fmt: skip
+    server = ("sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late")
+    return {
+        "version": "1", "uptime_s": 1.0, "draining": False, "lookups": [], "namespaces": [], "lanes": {},
+        "memory": {f"{use}_bytes": 0 for use in ("capacity", "used", "free", "unassigned", "tail")},
+        "cache": dict.fromkeys(cache, 0), "transfers": {"store": counters, "load": counters},
+        "running": {"jobs": 0}, "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
+        "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},
+        "server": dict.fromkeys(server, 0), "sessions": [], "instances": 0, "devices": {},
+    }  # fmt: skip
+
+
+@pytest.fixture
+async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., str]]:
+    """`serve()` -> the path of an endpoint on this test's loop."""
+    made: list[Endpoint] = []
+
+    def start(snapshot: Callable[[], dict[str, Any]] = small) -> str:
+        path = str(socket_dir / f"metrics{len(made)}.sock")
+        made.append(Endpoint(bind(path), asyncio.get_running_loop(), snapshot))
+        made[-1].start()
+        return path
+
+    yield start
+    for one in made:
+        await one.close()
+    assert not os.listdir(socket_dir)
+
+
+# --- the place ----------------------------------------------------------------------------------------
+
+
+def test_a_socket_is_for_user_and_group_alone(socket_dir: Path) -> None:
+    path = socket_dir / "metrics.sock"
+    with bind(str(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        with pytest.raises(ConfigError, match="a live process listens"):
+            bind(str(path))
+    with bind(str(path)):
+        pass  # the stale one was taken
+
+
+def test_what_is_no_socket_is_left_alone(socket_dir: Path) -> None:
+    path = socket_dir / "file"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="is no socket"):
+        bind(str(path))
+    assert path.read_text() == "precious"
+    with pytest.raises(ConfigError, match="can't be used"):
+        bind("/no/such/folder/metrics.sock")
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="can't be used"):
+        bind(f"localhost:{taken.getsockname()[1]}")
+
+
+# --- scrapes ------------------------------------------------------------------------------------------
+
+
+async def test_figures_of_the_loop_are_served_in_both_formats(serve: Callable[..., str]) -> None:
+    path = serve()
+    status, head, body = await asyncio.to_thread(ask, path)
+    assert (status, "text/plain" in head) == (200, True)
+    assert "kvoffloadd_draining 0.0" in body
+    assert "process_open_fds" in body
+    accept = "Accept: application/openmetrics-text; version=1.0.0\r\n"
+    status, head, body = await asyncio.to_thread(ask, path, "/metrics", accept)
+    assert "application/openmetrics-text" in head
+    assert body.endswith("# EOF\n")
+    assert (await asyncio.to_thread(ask, path, "/secrets"))[0] == 404
+    assert (await asyncio.to_thread(ask, path, "/"))[0] == 200
+
+
+async def test_the_snapshot_is_taken_on_the_loop(serve: Callable[..., str]) -> None:
+    loop = asyncio.get_running_loop()
+    seen = []
+
+    def snapshot() -> dict[str, Any]:
+        seen.append(asyncio.get_running_loop())
+        return small()
+
+    await asyncio.to_thread(ask, serve(snapshot))
+    assert seen == [loop]
+
+
+async def test_a_loop_that_does_not_answer_is_told_of(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    path = serve()
+    asked = asyncio.to_thread(ask, path)
+    answer = asyncio.ensure_future(asked)
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251  the loop is stuck: that is the point
+    status, _, body = await answer
+    assert (status, body) == (503, "the event loop did not answer within 0.05 s\n")
+    assert (await asyncio.to_thread(ask, path))[0] == 200
+
+
+async def test_a_snapshot_that_fails_is_no_figure(serve: Callable[..., str]) -> None:
+    def snapshot() -> dict[str, Any]:
+        raise ValueError("a bug")
+
+    status, _, body = await asyncio.to_thread(ask, serve(snapshot))
+    assert status == 500
+    assert "kvoffloadd_" not in body
+
+
+async def test_slow_scrapers_keep_nobody_waiting(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._Handler, "timeout", 1.0)
+    path = serve()
+    slow = []
+    for _ in range(module.SCRAPES_MAX - 1):
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(path)
+        peer.sendall(b"GET /metr")
+        slow.append(peer)
+    assert (await asyncio.to_thread(ask, path))[0] == 200
+    slow.append(socket.socket(socket.AF_UNIX))
+    slow[-1].connect(path)
+    refused = await asyncio.to_thread(ask_quietly, path)
+    for peer in slow:
+        peer.close()
+    assert refused == 0
+
+    def answers() -> bool:
+        return ask_quietly(path) == 200
+
+    await asyncio.to_thread(until, answers, "their threads are free again")
+
+
+def ask_quietly(path: str) -> int:
+    """The status; 0: turned away."""
+    try:
+        return ask(path)[0]
+    except OSError:
+        return 0
+
+
+# --- a daemon -----------------------------------------------------------------------------------------
+
+
+def test_a_daemon_serves_on_a_port_and_ends_in_order(start_daemon: Callable[..., Daemon]) -> None:
+    port = free_port()
+    daemon = start_daemon(f"metrics.listen=localhost:{port}")
+    status, _, body = ask(("127.0.0.1", port))
+    assert status == 200
+    assert "kvoffloadd_memory_capacity_bytes 3.3554432e+07" in body
+    assert daemon.run_another().returncode == 2
+    assert ask(("127.0.0.1", port))[0] == 200
+    daemon.leave_guests()
+    assert daemon.stop() == 0
+    daemon.start()
+    assert ask(("127.0.0.1", port))[0] == 200
+
+
+def test_a_daemon_that_can_not_have_its_port_does_not_start(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon()
+    assert ask_nobody(daemon)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AssertionError, match=r"metrics\.listen: .* can't be used"):
+            start_daemon(f"metrics.listen=localhost:{port}")
+
+
+def ask_nobody(daemon: Daemon) -> bool:
+    """By default there is no endpoint."""
+    return not [name for name in os.listdir(daemon.socket.parent) if "metrics" in name]
+
+
+def test_reasons_are_all_told(start_daemon: Callable[..., Daemon], socket_dir: Path) -> None:
+    daemon = start_daemon(f"metrics.listen={socket_dir}/metrics.sock")
+    rank: Rank = daemon.welcome(Rank(daemon.socket))
+    rank.client.pin({0: os.urandom(32)})
+    _, _, body = ask(f"{socket_dir}/metrics.sock")
+    for reason in REASONS:
+        assert f'reason="{reason}"' in body

@@ -1,0 +1,76 @@
+"""docs/STATUS.md names every key that `status` has, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.client import Client
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank, new_keys
+from tests.e2e.waiting import until
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "STATUS.md").read_text(encoding="utf-8")
+BY_NAME = {"transfers", "lanes", "devices"}
+"""Maps whose keys are names, and whose values are alike."""
+
+REASONS = {"missed", "not_demoted", "late_beats", "demoted", "promoted"}
+"""Maps that are explained where they are named."""
+
+ONLY_SOMETIMES = {"pinned_bytes", "batch_failures"}
+
+
+def keys_of(status: dict[str, Any]) -> Iterator[str]:
+    """The last name of every path."""
+    for name, value in status.items():
+        yield name
+        if name in REASONS or name == "accounts":
+            continue
+        if name in BY_NAME and isinstance(value, dict):
+            inner = list(value.values())
+        else:
+            inner = value if isinstance(value, list) else [value]
+        for one in inner:
+            if isinstance(one, dict):
+                yield from keys_of(one)
+
+
+def test_every_key_is_explained_and_every_explained_key_exists(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int
+) -> None:
+    disk = f'disk.roots=[{{ path = "{tmp_path / "disk"}", capacity = "16MiB" }}]'
+    daemon = start_daemon(disk, "disk.min_free_bytes=0", faults="delay_s=1.0")
+    rank: Rank = daemon.welcome(Rank(daemon.socket))
+    keys = new_keys(np.random.default_rng(seed), 2)
+    rank.client.pin({0: keys})
+    job = rank.client.store(rank.registration, {0: (keys, rank.blocks_of(0, 0, 2))})
+    until(lambda: daemon.status()["slow_jobs"], "a job is slow")
+    status = daemon.status()
+    rank.client.wait(job, 10.0)
+
+    found = set(keys_of(status))
+    tables = re.findall(r"^\| `([\w.]+)` \|", DOCUMENT, re.MULTILINE)
+    headings = re.findall(r"^## `(\w+)`$|^`(\w+)`: ", DOCUMENT, re.MULTILINE)
+    told = {name.rpartition(".")[2] for name in tables} | {name for pair in headings for name in pair if name}
+    told |= {"running", "leases", "hash_lane"}
+    assert found - told == set()
+    assert told - found - ONLY_SOMETIMES == set()
+    (slow,) = status["slow_jobs"]
+    assert (slow["direction"], slow["payloads"], slow["waits_for"]) == ("store", 2, "copy")
+    assert status["lookups"][0]["missed"]["never_stored"] == 2
+    reasons = {*status["lookups"][0]["missed"], *status["disk"]["promoted"], *status["disk"]["demoted"]}
+    assert {reason for reason in reasons if f"`{reason}`" not in DOCUMENT} == set()
+
+
+def test_sessions_tell_their_engine_and_where_their_memory_is(daemon: Daemon) -> None:
+    rank: Rank = daemon.welcome(Rank(daemon.socket))
+    with Client(daemon.socket, namespace=None, role="observer") as observer:
+        by_role = {session["role"]: session for session in observer.status()["sessions"] if session["instance"]}
+    assert by_role["observer"]["devices"] == []
+    assert by_role["worker"]["devices"] == [kind for kind in daemon.status()["devices"] if kind != "host"] or ["host"]
+    assert by_role["worker"]["instance"] != by_role["observer"]["instance"]
+    assert rank.mapped_bytes == by_role["worker"]["mapped_bytes"]

@@ -1,0 +1,174 @@
+"""The file behind the memory tier: who may go on with it, and what it remembers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.pool import ATTEMPTS_MAX, NAMES_BYTES, Pool, file_bytes, inherit, open_pool, unfit
+
+CAPACITY, SLAB = 40 * PAGE_BYTES, 8 * PAGE_BYTES
+
+
+def fits(_: int) -> None:
+    """There is room for everything."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool.make(CAPACITY, SLAB)
+    yield made
+    made.close()
+
+
+def heir(pool: Pool, capacity_bytes: int = CAPACITY, slab_bytes: int = SLAB) -> Pool | None:
+    return inherit(os.dup(pool.fd), capacity_bytes, slab_bytes)
+
+
+def test_an_heir_has_all_of_it(pool: Pool) -> None:
+    pool.arena[5], pool.slabs[2], pool.records[7, 3] = 11, 12, 13
+    pool.save_names(b"names")
+    other = heir(pool)
+    assert other is not None
+    assert other.is_old
+    assert (other.arena[5], other.slabs[2], other.records[7, 3], other.names()) == (11, 12, 13, b"names")
+    assert other.seed == pool.seed
+    other.close()
+
+
+@pytest.mark.parametrize(("capacity", "slab"), [(CAPACITY + PAGE_BYTES, SLAB), (CAPACITY, SLAB // 2)])
+def test_other_sizes_are_a_cold_start(pool: Pool, capacity: int, slab: int) -> None:
+    assert "it was made for" in unfit(pool.fd, capacity, slab)
+    assert heir(pool, capacity, slab) is None
+
+
+def test_what_is_unfit_says_why(pool: Pool, tmp_path: Path) -> None:
+    def reason(change: bytes, at: int) -> str:
+        before = os.pread(pool.fd, len(change), at)
+        os.pwrite(pool.fd, change, at)
+        found = unfit(pool.fd, CAPACITY, SLAB)
+        os.pwrite(pool.fd, before, at)
+        return found
+
+    assert unfit(pool.fd, CAPACITY, SLAB) == ""
+    assert reason(b"\xff", 9) == "its header is damaged"
+    assert reason(bytes(80), 0) == "it has no header"
+    short = os.open(tmp_path / "short", os.O_RDWR | os.O_CREAT)
+    os.write(short, os.pread(pool.fd, PAGE_BYTES, 0))
+    assert unfit(short, CAPACITY, SLAB) == f"it has {PAGE_BYTES} bytes"
+    os.close(short)
+    ends = os.pipe()
+    assert unfit(ends[0], CAPACITY, SLAB) == "it is no file"
+    for fd in ends:
+        os.close(fd)
+
+
+def test_starts_that_fail_make_it_unfit(pool: Pool) -> None:
+    """Or the same crash would come with every start, for ever."""
+    for _ in range(ATTEMPTS_MAX):
+        successor = heir(pool)
+        assert successor is not None
+        successor.note_attempt()
+        successor.close()
+    assert heir(pool) is None
+    pool.note_success()
+    successor = heir(pool)
+    assert successor is not None
+    successor.close()
+
+
+def test_a_newer_format_is_a_cold_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffloadd.tiers.pool.VERSION", 2)
+    assert unfit(pool.fd, CAPACITY, SLAB) == "it has format 1, this is 2"
+
+
+# --- names ---
+
+
+@given(st.lists(st.binary(max_size=200), min_size=1, max_size=6), st.integers(0, 15), st.integers(0, 250))
+def test_names_survive_a_torn_write(saved: list[bytes], kind: int, at: int) -> None:
+    """What is being overwritten is the older copy: whatever happens to it, the newer one is there."""
+    pool = Pool.make(CAPACITY, SLAB)
+    for names in saved:
+        assert pool.save_names(names)
+        assert pool.names() == names
+    older = PAGE_BYTES + ((len(saved) + 1) % 2) * NAMES_BYTES
+    os.pwrite(pool.fd, bytes([kind]) * 8, older + at)
+    assert pool.names() == saved[-1]
+    successor = heir(pool)
+    assert successor is not None
+    assert successor.names() == saved[-1]
+    successor.save_names(b"later")
+    assert pool.names() == b"later"
+    successor.close()
+    pool.close()
+
+
+def test_no_names_at_all(pool: Pool) -> None:
+    assert pool.names() == b""
+
+
+def test_too_many_names_are_none(pool: Pool) -> None:
+    """Old ones would be wrong."""
+    pool.save_names(b"old")
+    assert not pool.save_names(bytes(NAMES_BYTES))
+    assert pool.names() == b""
+
+
+# --- files ---
+
+
+def test_a_file_is_gone_on_with(path: Path) -> None:
+    first = open_pool(path, CAPACITY, SLAB, fits)
+    assert not first.is_old
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_blocks * 512 >= file_bytes(CAPACITY, SLAB), "a write to it can't lack room"
+    first.arena[1] = 7
+    first.close()
+    second = open_pool(path, CAPACITY, SLAB, fits)
+    assert (second.is_old, second.arena[1]) == (True, 7)
+    second.close()
+    third = open_pool(path, 2 * CAPACITY, SLAB, fits)
+    assert (third.is_old, third.arena[1]) == (False, 0)
+    third.close()
+
+
+def test_a_file_is_one_daemon_s(path: Path) -> None:
+    first = open_pool(path, CAPACITY, SLAB, fits)
+    with pytest.raises(ConfigError, match="another daemon has it"):
+        open_pool(path, CAPACITY, SLAB, fits)
+    first.close()
+
+
+def test_files_of_others_are_refused(path: Path, tmp_path: Path) -> None:
+    path.touch(0o644)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="nobody else may open"):
+        open_pool(path, CAPACITY, SLAB, fits)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(ConfigError, match="pool_file"):
+        open_pool(link, CAPACITY, SLAB, fits)
+
+
+def test_no_room(path: Path) -> None:
+    def full(_: int) -> None:
+        raise ConfigError("only 3 bytes")
+
+    with pytest.raises(ConfigError, match="only 3 bytes"):
+        open_pool(path, CAPACITY, SLAB, full)
+    with pytest.raises(ConfigError, match="no room for"):
+        open_pool(path, 1 << 60, 1 << 30, fits)
+    assert path.stat().st_size == 0
