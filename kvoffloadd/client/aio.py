@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
     from kvoffloadd.client.timeline import Ready
     from kvoffloadd.client.waitable import Steps, Wait
-    from kvoffloadd.protocol.messages import NamespaceSpec
+    from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
 
@@ -138,6 +138,11 @@ class AsyncClient:
         """As `Client.boot_id`."""
         return self._exchange.session.boot_id
 
+    @property
+    def limits(self) -> Limits | None:
+        """As `Client.limits`."""
+        return self._exchange.session.limits
+
     async def connect(self) -> None:
         """As `Client.connect`."""
         await self._run(self._exchange.connect(self._until()))
@@ -194,6 +199,10 @@ class AsyncClient:
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""
         return await self._run(self._exchange.snapshot(group, self._until()))
+
+    async def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
+        """As `Client.snapshot_page`."""
+        return await self._call(ops.snapshot(group, cursor, self._exchange.key_bytes))
 
     async def store(
         self,

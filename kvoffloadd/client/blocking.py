@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
     from kvoffloadd.client.timeline import Ready
     from kvoffloadd.client.waitable import Steps, Wait
-    from kvoffloadd.protocol.messages import NamespaceSpec
+    from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
 
@@ -146,6 +146,11 @@ class Client:
         """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
         return self._exchange.session.boot_id
 
+    @property
+    def limits(self) -> Limits | None:
+        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
+        return self._exchange.session.limits
+
     # --- the connection --------------------------------------------------------------------------
 
     def connect(self) -> None:
@@ -232,6 +237,13 @@ class Client:
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
         return self._run(self._deadline_s, lambda until: self._exchange.snapshot(group, until))
+
+    def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
+        """Some keys of `snapshot`, and the cursor to go on with; 0: those were the last.
+
+        A key that is in memory and on disk is in it twice. Of another run of the daemon a cursor says nothing.
+        """
+        return self._call(ops.snapshot(group, cursor, self._exchange.key_bytes))
 
     # --- jobs ------------------------------------------------------------------------------------
 

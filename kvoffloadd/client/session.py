@@ -36,6 +36,7 @@ class Session:
         self.link: Link | None = None
         self.old: list[Link] = []
         self.boot_id = b""
+        self.limits: messages.Limits | None = None
         self.registrations: list[Registration] = []
         self.subscribed = False
         self.news = Waitable()
@@ -52,7 +53,7 @@ class Session:
     def greeted(self, link: Link, welcome: messages.Welcome) -> None:
         """The daemon's answer to `hello`."""
         link.boot_id = self.boot_id = welcome.boot_id
-        link.limits = welcome.limits
+        link.limits = self.limits = welcome.limits
         for old in self.old:
             if old.closed.done and old.boot_id == welcome.boot_id:
                 old.lose_jobs("its connection ended before the daemon told how it ended")

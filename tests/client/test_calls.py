@@ -62,6 +62,11 @@ def test_small_calls(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCac
     assert fake.last("drain").deadline_s == 1.5
     listed = client.snapshot(0)
     assert {row.tobytes() for row in listed} == {row.tobytes() for row in keys}
+    page, cursor = client.snapshot_page(0)
+    while cursor:
+        more, cursor = client.snapshot_page(0, cursor)
+        page = np.concatenate([page, more])
+    assert {row.tobytes() for row in page} == {row.tobytes() for row in keys}
     assert client.clear().keys == 4
     assert client.snapshot(0).shape == (0, 32)
 
@@ -289,3 +294,10 @@ def test_as_a_context_manager(make_client: Any, fake: FakeDaemon, path: str) -> 
         assert client.boot_id == fake.boot_id
         assert fake.last("hello").namespace == NAMESPACE
     assert fake.tags()[-1] == "bye"
+
+
+def test_limits_are_those_of_the_greeting(client: Any) -> None:
+    client.connect()
+    assert client.limits.keys_per_request == 8192
+    client.close()
+    assert client.limits.keys_per_request == 8192

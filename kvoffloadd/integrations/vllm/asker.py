@@ -8,45 +8,55 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvoffloadd.client import KeyState
 from kvoffloadd.client.dialer import backoffs
-from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
+from kvoffloadd.integrations.vllm.names import KEY_BYTES
+from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvoffloadd.client import Client, Found, KvCache, Registration
+    from kvoffloadd.integrations.vllm.pieces import Piece
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
 _PROMOTION_POLL_S = 0.002
 _HEARTBEAT_S = 1.0
+_WEIGH_S = 0.5
 _BACKOFF_MAX_S = 2.0
+_REFUSAL_TOLD_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Question:
     """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
 
-    `promoting`: it will be answered once more, when keys have come from disk. `lease`: what to release, 0: nothing.
+    `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
+    last answer, how many it may. `pins` and `leases` are the thread's: what was asked in which pin, what to release.
     """
 
     request: str
     groups: dict[int, list[bytes]]
     states: dict[int, bytes] = field(default_factory=dict)
     promoting: bool = False
-    lease: int = 0
+    holds: int = 0
     abandoned: bool = False
-    found: Found | None = None
+    pins: list[tuple[Piece, Found]] = field(default_factory=list)
+    leases: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holds = sum(map(len, self.groups.values()))
 
 
 class Asker:
@@ -60,13 +70,20 @@ class Asker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: deque[Question] = deque()
         self._promoting: list[Question] = []
+        self._unreleased: list[int] = []
         self._clearing = False
         self._closing = False
+        self._down = False
         self._warned = False
+        self._refusal_told_at = -_REFUSAL_TOLD_S
         self._pauses: Iterator[float] = backoffs()
         self._retry_at = 0.0
+        self._weigh_at = 0.0
+        # Both written by the thread, read by anybody.
         self.connected = False
-        """Whether the daemon could be asked last. Written by the thread, read by anybody."""
+        """Whether the daemon could be asked last."""
+        self.half_tier_keys = sys.maxsize
+        """How many keys, as large as those that are there, fill half of the daemon's memory."""
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-asker", daemon=True)
         self._thread.start()
 
@@ -77,7 +94,7 @@ class Asker:
         self._commands.put(lambda: self._ask(question))
 
     def forget(self, question: Question) -> None:
-        """Release its lease, whenever it comes."""
+        """Release its leases, whenever they come."""
         question.abandoned = True
         self._commands.put(lambda: self._release(question))
 
@@ -90,6 +107,11 @@ class Asker:
             self._clear()
 
         self._commands.put(begin)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `answers` has any."""
+        return bool(self._answers)
 
     def answers(self) -> Iterator[Question]:
         """Questions that were answered, once or anew."""
@@ -116,6 +138,10 @@ class Asker:
                 self._idle()
             if self._promoting:
                 self._look_for_promotions()
+            if self._unreleased:
+                self._release_all()
+            if self.connected and monotonic() >= self._weigh_at:
+                self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
         with suppress(KvOffloadError):
             self._client.close(_HEARTBEAT_S, force=True)
 
@@ -124,84 +150,111 @@ class Asker:
             self._registration = self._client.register(self._groups)  # from now on after every reconnect again
         else:
             self._client.connect()
+        self._weigh()  # a connection that still stands does not prove that anybody answers
 
     def _idle(self) -> None:
         if self._promoting:
             return
         if self._clearing:
             self._clear()
-        elif self.connected:
-            self._attempt(self._client.ping)  # a death is to be known before the next request is promised anything
-        elif monotonic() >= self._retry_at:
+        elif not self.connected and monotonic() >= self._retry_at:
             self._attempt(self._connect)
+
+    def _weigh(self) -> None:
+        self._weigh_at = monotonic() + _WEIGH_S
+        status = self._client.status()
+        memory, keys = status["memory"], status["cache"]["keys"]
+        used = memory["used_bytes"]
+        self.half_tier_keys = memory["capacity_bytes"] * keys // (2 * used) if used else sys.maxsize
 
     def _ask(self, question: Question) -> None:
         if question.abandoned:
             return
-        found: list[Found] = []
+        asked = False
         if self.connected and not self._clearing:
-            packed = {group: b"".join(keys) for group, keys in question.groups.items()}
-            self._attempt(lambda: found.append(self._client.pin(packed)))
-        if not found:
-            self._answer(question, None)
+            asked = self._attempt(partial(self._pin, question))
+        if not asked:
+            question.pins.clear()
+            self._release(question)
+            self._answer(question)
             return
-        question.found = found[0]
-        question.lease = found[0].lease
-        question.promoting = not found[0].ready
-        self._answer(question, found[0])
+        question.promoting = not all(found.ready for _, found in question.pins)
+        self._answer(question)
         if question.promoting:
             self._promoting.append(question)
 
-    def _answer(self, question: Question, found: Found | None) -> None:
-        if found is None:
-            question.states = {group: bytes(len(keys)) for group, keys in question.groups.items()}
+    def _pin(self, question: Question) -> None:
+        most = most_keys(self._client.limits, len(question.groups), KEY_BYTES)
+        for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
+            packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
+            found = self._client.pin(packed, {group: some.start for group, some in piece.items()})
+            question.pins.append((piece, found))
+            if found.lease:
+                question.leases.append(found.lease)
+
+    def _answer(self, question: Question) -> None:
+        """What its pins found; without any, nothing."""
+        if question.pins:
+            states = {group: bytearray() for group in question.groups}
+            for piece, found in question.pins:
+                for group, some in zip(piece, found.states, strict=True):
+                    states[group] += some.tobytes()
+            question.states = {group: bytes(some) for group, some in states.items()}
         else:
-            question.states = {
-                group: states.tobytes() for group, states in zip(question.groups, found.states, strict=True)
-            }
+            question.states = {group: bytes(len(keys)) for group, keys in question.groups.items()}
+        if not question.promoting:
+            question.holds = sum(some.count(KeyState.HIT) for some in question.states.values())
         self._answers.append(question)
 
     def _look_for_promotions(self) -> None:
+        self._promoting = [question for question in self._promoting if not question.abandoned]
+        due = [found for question in self._promoting for _, found in question.pins if not found.ready]
+        if due:
+            with suppress(KvOffloadError):
+                self._client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
         waiting, self._promoting = self._promoting, []
         for question in waiting:
-            found = question.found
-            if question.abandoned or found is None:
-                continue
-            try:
-                anew = self._client.wait_ready(found, _PROMOTION_POLL_S / 4)
-            except DeadlineError:
+            if not all(found.ready for _, found in question.pins):
                 self._promoting.append(question)
                 continue
+            try:
+                question.pins = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in question.pins]
             except KvOffloadError as error:
                 self._failed(error)
-                anew = None
+                question.pins.clear()
             question.promoting = False
-            question.found = anew
-            self._answer(question, anew)
+            self._answer(question)
 
     def _release(self, question: Question) -> None:
-        lease, question.lease = question.lease, 0
-        if lease:
+        self._unreleased += question.leases
+        question.leases = []
+        self._release_all()
+
+    def _release_all(self) -> None:
+        """Those of a daemon that does not answer now, later: each attempt would hang as long as a call may."""
+        while self._unreleased and not self._down:
             # One that ended with its daemon, or its instance, is none to release; the library knows.
-            self._attempt(lambda: self._client.release(lease))
+            if self._attempt(partial(self._client.release, self._unreleased[-1])) or self.connected:
+                self._unreleased.pop()
 
     def _clear(self) -> None:
-        done: list[object] = []
-        self._attempt(lambda: done.append(self._client.clear()))
-        if done:
+        if self._attempt(self._client.clear):
             self._clearing = False
             self.connected = True
 
-    def _attempt(self, call: Callable[[], object]) -> None:
+    def _attempt(self, call: Callable[[], object]) -> bool:
+        """Whether it was done."""
         try:
             call()
         except ConnectionLostError:
             # A daemon that was started anew may be there already. What was asked counts as a miss all the same.
             self._attempt_once(self._connect)
+            return False
         except KvOffloadError as error:
             self._failed(error)
-        else:
-            self._succeeded()
+            return False
+        self._succeeded()
+        return True
 
     def _attempt_once(self, call: Callable[[], object]) -> None:
         try:
@@ -215,25 +268,19 @@ class Asker:
         if self._warned:
             logger.info("kvoffloadd: the daemon answers again")
         self.connected = not self._clearing
-        self._warned = False
+        self._down = self._warned = False
         self._pauses = backoffs()
         self._retry_at = 0.0
 
     def _failed(self, error: KvOffloadError) -> None:
-        refused = isinstance(error, RemoteError) and self.connected
-        if not refused:
-            self.connected = False
-            self._retry_at = monotonic() + min(next(self._pauses) * 8, _BACKOFF_MAX_S)
+        if isinstance(error, RemoteError) and self.connected:
+            if monotonic() - self._refusal_told_at >= _REFUSAL_TOLD_S:
+                self._refusal_told_at = monotonic()
+                logger.warning("kvoffloadd: a lookup was refused: %s", error)
+            return
+        self.connected = False
+        self._down = True
+        self._retry_at = monotonic() + min(next(self._pauses) * 8, _BACKOFF_MAX_S)
         if not self._warned:
             self._warned = True
-            what = "a lookup was refused" if refused else "no cache until the daemon answers"
-            logger.warning("kvoffloadd: %s: %s", what, error)
-
-
-def states_of(question: Question) -> dict[tuple[int, bytes], KeyState]:
-    """(group, key) -> state, of an answered question."""
-    return {
-        (group, key): KeyState(int(state))
-        for group, keys in question.groups.items()
-        for key, state in zip(keys, np.frombuffer(question.states[group], np.uint8), strict=True)
-    }
+            logger.warning("kvoffloadd: no cache until the daemon answers: %s", error)

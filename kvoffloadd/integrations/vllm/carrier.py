@@ -13,11 +13,13 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import JobConnectionLostError, JobDeadlineError, Outcome
 from kvoffloadd.client.dialer import backoffs
-from kvoffloadd.errors import DaemonUnreachableError, DeadlineError, KvOffloadError
+from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
+from kvoffloadd.integrations.vllm.names import KEY_BYTES
+from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 from kvoffloadd.model import Direction
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.client import Client, Job, KvCache, Ready, Registration
     from kvoffloadd.integrations.vllm.blocks import Chunks
+    from kvoffloadd.integrations.vllm.pieces import Piece
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
@@ -32,16 +35,18 @@ _JOB_POLL_S = 0.002
 _IDLE_S = 1.0
 _BACKOFF_MAX_S = 2.0
 _WAIT_WARNING_S = 30.0
+_BLOCK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """One of the engine's transfers. `ready`: when its blocks are final; None: they are."""
+    """One of the engine's transfers. `ready`: when its blocks are final; None: they are. `expedited`: before others."""
 
     number: int
     direction: Direction
     chunks: Chunks
     ready: Ready | None = None
+    expedited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +62,51 @@ class Ended:
     seconds: float
 
 
+@dataclass(slots=True, eq=False)
+class _Course:
+    """A transfer under way, in as many jobs as it takes. `unasked`: for how many of them there was no daemon."""
+
+    transfer: Transfer
+    unasked: int
+    jobs: int = 0
+    whole: bool = True
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def take(self, job: Job) -> None:
+        """How one of its jobs has ended."""
+        self.jobs -= 1
+        result = job.result
+        if result is None:
+            self.whole = False
+            return
+        self.bytes += result.bytes
+        self.seconds = max(self.seconds, result.seconds)  # they run side by side
+        whole = result.outcome is Outcome.DONE and all(result.valid(at).all() for at in range(len(job.counts)))
+        if not whole and self.transfer.direction is Direction.LOAD:
+            logger.warning("kvoffloadd: a load %s: %s", result.outcome, result.reason or "keys were missing")
+        self.whole &= whole
+
+    def ended(self) -> Ended:
+        """Once no job is left."""
+        success = self.transfer.direction is Direction.STORE or (self.whole and not self.unasked)
+        return Ended(self.transfer.number, success, self.bytes, self.seconds)
+
+
 class Carrier:
-    """Stores and loads of one rank. All methods but `wait` and `close` return at once."""
+    """Stores and loads of one rank. All methods but `wait`, `sleep` and `close` return at once."""
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float) -> None:
         self._client = client
         self._caches = caches
         self._job_deadline_s = job_deadline_s
         self._registration: Registration | None = None
+        self._former: Registration | None = None
+        self._asleep = False
+        self._rests = False
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._jobs: dict[Job, Transfer] = {}
+        self._first: deque[Transfer] = deque()
+        self._jobs: dict[Job, _Course] = {}
         self._ended: deque[Ended] = deque()
         self._open: set[int] = set()
         self._changed = threading.Condition()
@@ -84,7 +124,9 @@ class Carrier:
         """Begin it. Its blocks are the daemon's until it is among those `ended`."""
         with self._changed:
             self._open.add(transfer.number)
-        self._queue.put(transfer)
+        if transfer.expedited:
+            self._first.append(transfer)
+        self._queue.put(None if transfer.expedited else transfer)
 
     def ended(self) -> list[Ended]:
         """Those that ended since the last call."""
@@ -100,6 +142,22 @@ class Carrier:
             while not self._changed.wait_for(lambda: not wanted & self._open, _WAIT_WARNING_S):
                 logger.warning("kvoffloadd: still waiting for %d transfers to end", len(wanted & self._open))
 
+    def sleep(self, deadline_s: float) -> None:
+        """Have the daemon let go of the memory, once begun transfers have ended; those that come now end at once.
+
+        Raises DeadlineError where they have not ended by then: the daemon may still be at their blocks. One that does
+        not answer may keep the memory that it had, but nothing is loaded into that any more.
+        """
+        with self._changed:
+            self._asleep, self._rests = True, False
+            self._queue.put(None)
+            if not self._changed.wait_for(lambda: self._rests, deadline_s):
+                raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
+
+    def wake(self) -> None:
+        """The same tensors are there again, in whatever memory: transfers may come."""
+        self._asleep = False
+
     def close(self, deadline_s: float) -> None:
         """End the session. What the daemon has not given back by then stays its own until this process ends."""
         self._closing = True
@@ -113,13 +171,17 @@ class Carrier:
         while not self._closing:
             try:
                 transfer = self._queue.get_nowait() if self._jobs else self._queue.get(timeout=_IDLE_S)
+                while self._first:
+                    self._begin(self._first.popleft())
                 if transfer is not None:
                     self._begin(transfer)
             except queue.Empty:
-                if not self._jobs and monotonic() >= self._retry_at:
+                if not self._jobs and not self._asleep and monotonic() >= self._retry_at:
                     self._idle()
             if self._jobs:
                 self._look_for_ends()
+            elif self._asleep and not self._rests:
+                self._let_go()
         with suppress(KvOffloadError):
             self._client.close(_IDLE_S, force=True)
 
@@ -133,56 +195,99 @@ class Carrier:
 
     def _connect(self) -> None:
         try:
-            if self._registration is None:
-                self._registration = self._client.register(self._caches)
-            else:
-                self._client.connect()
+            self._registered()
+            self._client.connect()
         except KvOffloadError as error:
             self._lost(error)
         else:
             self._succeeded()
+
+    def _registered(self) -> Registration:
+        """Raises as the client does."""
+        if self._former is not None:
+            self._client.unregister(self._former)  # nothing, if that was answered before
+            self._former = None
+        if self._registration is None:
+            self._registration = self._client.register(self._caches)
+        return self._registration
+
+    def _let_go(self) -> None:
+        if self._registration is not None:
+            self._former, self._registration = self._registration, None
+            try:
+                self._client.unregister(self._former)
+            except (ConnectionLostError, DaemonUnreachableError):
+                pass  # it ended, and its mappings with it
+            except KvOffloadError as error:
+                logger.warning("kvoffloadd: the daemon may keep the memory of the sleeping KV cache: %s", error)
+        with self._changed:
+            self._rests = True
+            self._changed.notify_all()
 
     def _begin(self, transfer: Transfer) -> None:
         if not transfer.chunks:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
         # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
-        if monotonic() < self._retry_at and (self._hangs or transfer.direction is Direction.STORE):
+        lost = monotonic() < self._retry_at and (self._hangs or transfer.direction is Direction.STORE)
+        if lost or self._asleep:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
+        course = _Course(transfer, 1)
         try:
-            self._jobs[self._ask(transfer)] = transfer
+            registration = self._registered()
+            for piece in self._pieces(course):
+                job = self._ask(registration, transfer, piece)
+                self._add(job, course)
         except (JobDeadlineError, JobConnectionLostError) as error:
-            self._jobs[error.job] = transfer  # the daemon may have its blocks
+            self._add(error.job, course)  # the daemon may have its blocks
             self._lost(error)
         except KvOffloadError as error:
             self._lost(error)
-            self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
         else:
             self._succeeded()
+        if not course.jobs:
+            self._end(course.ended())
 
-    def _ask(self, transfer: Transfer) -> Job:
-        if self._registration is None:
-            self._registration = self._client.register(self._caches)
+    def _pieces(self, course: _Course) -> list[Piece]:
+        chunks = course.transfer.chunks
+        blocks_per_key = max(blocks.shape[1] for _, blocks in chunks.values())
+        most = most_keys(self._client.limits, len(chunks), KEY_BYTES + blocks_per_key * _BLOCK_BYTES)
+        found = pieces({group: len(blocks) for group, (_, blocks) in chunks.items()}, most)
+        course.unasked = len(found)
+        return found
+
+    def _add(self, job: Job, course: _Course) -> None:
+        self._jobs[job] = course
+        course.jobs += 1
+        course.unasked -= 1
+
+    def _ask(self, registration: Registration, transfer: Transfer, piece: Piece) -> Job:
+        groups, first = {}, {}
+        for group, some in piece.items():
+            keys, blocks = transfer.chunks[group]
+            groups[group] = (keys[some.start * KEY_BYTES : some.stop * KEY_BYTES], blocks[some])
+            first[group] = some.start
+        common: dict[str, Any] = {"first": first, "ready": transfer.ready, "deadline_s": self._job_deadline_s}
         if transfer.direction is Direction.STORE:
-            return self._client.store(
-                self._registration, transfer.chunks, ready=transfer.ready, deadline_s=self._job_deadline_s
-            )
+            return self._client.store(registration, groups, **common)
         # Without its pin's lease: the pin holds the keys, and where it ended with its daemon they may still be on disk.
-        return self._client.load(
-            self._registration, transfer.chunks, ready=transfer.ready, deadline_s=self._job_deadline_s
-        )
+        return self._client.load(registration, groups, expedited=transfer.expedited, **common)
 
     def _look_for_ends(self) -> None:
         try:
-            done = self._client.wait_any(list(self._jobs), _JOB_POLL_S)
+            # What is queued is begun first: a look is enough then.
+            done = self._client.wait_any(list(self._jobs), _JOB_POLL_S if self._queue.empty() else 0.0)
         except DeadlineError:
             return
         except KvOffloadError as error:
             self._lost(error)
             return
         for job in done:
-            self._end(_ended(job, self._jobs.pop(job)))
+            course = self._jobs.pop(job)
+            course.take(job)
+            if not course.jobs:
+                self._end(course.ended())
 
     def _end(self, ended: Ended) -> None:
         self._ended.append(ended)
@@ -204,15 +309,3 @@ class Carrier:
             self._warned = True
             absent = isinstance(error, DaemonUnreachableError)
             logger.warning("kvoffloadd: %s: %s", "no daemon, stores are dropped" if absent else "a job failed", error)
-
-
-def _ended(job: Job, transfer: Transfer) -> Ended:
-    result = job.result
-    if result is None:
-        return Ended(transfer.number, False, 0, 0.0)
-    if transfer.direction is Direction.STORE:
-        return Ended(transfer.number, True, result.bytes, result.seconds)
-    whole = result.outcome is Outcome.DONE and all(result.valid(at).all() for at in range(len(job.counts)))
-    if not whole:
-        logger.warning("kvoffloadd: a load %s: %s", result.outcome, result.reason or "keys were missing")
-    return Ended(transfer.number, whole, result.bytes, result.seconds)

@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.namespace import IDENTITY
+from kvoffloadd.integrations.vllm.sleep import refuse_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 
 _POLICY = "recompute"
+_SYNC_LOADS = "sync_load_budget_bytes"
 _PACKAGE = "kvoffloadd.integrations.vllm"
 
 
@@ -33,13 +36,20 @@ class KVOffloaddConnector(OffloadingConnector):
     connector_worker: OffloadingConnectorWorker | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises UsageError where vLLM would end requests whose loads fail."""
+        """Raises UsageError where vLLM would end requests whose loads fail, or take the KV cache away untold."""
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != _POLICY:
             raise UsageError(
                 f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, which has '
                 f"{transfer.kv_load_failure_policy!r}: requests would fail whenever the daemon does"
             )
+        if transfer.kv_connector_extra_config.get(_SYNC_LOADS):
+            raise UsageError(
+                f"KVOffloaddConnector takes no {_SYNC_LOADS} above 0: what runs in the step of its load can't be "
+                "recomputed when that fails"
+            )
+        if not versions.check().tells_of_sleep:
+            refuse_sleep(vllm_config, "this vLLM tells no connector of it; 0.33 does")
         _complete(vllm_config)
         transfer.kv_connector_extra_config[IDENTITY] = _identity(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -54,6 +64,16 @@ class KVOffloaddConnector(OffloadingConnector):
         if self._results is None:
             return super().get_transfer_results(finished_req_ids)
         return self._results.transfer_results()
+
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps. Raises DeadlineError: it can't, since the daemon may still be at its blocks."""
+        if self._results is not None:
+            self._results.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """The engine has woken up: the same tensors, in other memory."""
+        if self._results is not None:
+            self._results.wake()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """The scheduler's side: a request whose load failed computes, and stores, everything."""
@@ -117,6 +137,21 @@ class FailingWorker(OffloadingConnectorWorker):
                 if not ended.success:
                     results.failed_recving.add(request)
         return results
+
+    def sleep(self) -> None:
+        """Nothing is stored or loaded until `wake`. Idempotent, as vLLM wants both."""
+        if self.worker is None:
+            return
+        self.worker.sleep()
+        # What vLLM has kept for the next step is dropped: by then these blocks hold something else.
+        for job_id, source, destination in self._unsubmitted_store_jobs:
+            self.worker.submit_store(job_id, source, destination)
+        self._unsubmitted_store_jobs.clear()
+
+    def wake(self) -> None:
+        """The KV cache is back."""
+        if self.worker is not None:
+            self.worker.wake()
 
 
 def _complete(vllm_config: VllmConfig) -> None:

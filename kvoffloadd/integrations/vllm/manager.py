@@ -2,18 +2,21 @@
 
 Nothing here waits. The first answer for a key is RETRY; the keys that a step asked for go out at its end, one pin for
 each request, and the answers are there a step or two later. What hits is pinned until it is loaded, or the request is
-preempted, aborted or finished.
+preempted, aborted, finished, or begins to compute what was not loaded. What waiting requests pin fills half of the
+daemon's memory at most: the others are not asked for before there is room.
 """
 
 from __future__ import annotations
 
 import secrets
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
+    Medium,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -26,15 +29,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffloadd.integrations.vllm import metrics
 from kvoffloadd.integrations.vllm.asker import Asker, Question
 from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
-from kvoffloadd.integrations.vllm.names import by_group
-from kvoffloadd.integrations.vllm.promises import Answer, Promises
+from kvoffloadd.integrations.vllm.names import by_group, hash_bytes_of, offload_key_of
+from kvoffloadd.integrations.vllm.promises import Answer, Promises, admitted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvoffloadd.integrations.vllm.options import Options
+    from kvoffloadd.integrations.vllm.watcher import Watcher
 
 _ASK_AGAIN_S = 0.005
+_YIELD_S = 0.00005
+_EVENT_KEYS = 512  # a step: vLLM makes an object of each
+_EVENTS_DUE_S = 0.2
 _CLOSE_S = 5.0
 _RESULTS = {
     Answer.MISS: LookupResult.MISS,
@@ -47,9 +54,16 @@ _RESULTS = {
 class KVOffloaddManager(OffloadingManager):
     """One engine's. All methods are the scheduler thread's."""
 
-    def __init__(self, asker: Asker, group_ids: Sequence[int], options: Options) -> None:
-        """`group_ids`: the engine's groups, in vLLM's order."""
+    def __init__(
+        self, asker: Asker, group_ids: Sequence[int], options: Options, watcher: Watcher | None = None
+    ) -> None:
+        """`group_ids`: the engine's groups, in vLLM's order. `watcher`: where vLLM's KV cache events are enabled."""
         self._asker = asker
+        self._watcher = watcher
+        self._events_due_until = 0.0
+        self._hash_bytes = 0
+        # What is stored anew after a reset, until all that was stored before has been told as removed.
+        self._stored_anew: set[OffloadKey] | None = None
         self._group_ids = tuple(group_ids)
         self._options = options
         self._requests: dict[str, Promises] = {}
@@ -87,26 +101,36 @@ class KVOffloaddManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask for what the step wanted to know."""
+        for request in context.new_req_ids:
+            promises = self._requests.get(request)
+            if promises is not None and not promises.loading:
+                self._forget(promises.settle())
         for request in context.preempted_req_ids:
             promises = self._requests.get(request)
             if promises is not None and not promises.loading:
                 self._drop(promises)
         fresh, self._fresh = self._fresh, {}
-        for promises in fresh.values():
-            if promises.asking is not None or not promises.fresh:
-                continue
+        for promises in admitted(fresh.values(), self._requests.values(), self._asker.half_tier_keys, monotonic()):
             question = Question(promises.request, by_group(promises.fresh, self._generation))
+            self._hash_bytes = hash_bytes_of(promises.fresh[0])
             promises.fresh.clear()
             promises.asking = question
             promises.questions.append(question)
             self._outstanding.add(question)
             self._stats.increase_counter(metrics.LOOKED_UP, sum(map(len, question.groups.values())))
             self._asker.ask(question)
+        if self._outstanding:
+            # The asker needs the interpreter for some microseconds at a time, and would wait 5 ms for each of them.
+            sleep(_YIELD_S)
 
     def has_pending_work(self) -> bool:
-        """While answers are due, the engine must go on, to take them."""
+        """While answers are due, or events, the engine must go on, to take them."""
         self._learn()
-        return bool(self._outstanding)
+        if self._outstanding:
+            return True
+        if self._watcher is None or not self._hash_bytes:
+            return False
+        return self._watcher.has_news or monotonic() < self._events_due_until
 
     # --- loads ---------------------------------------------------------------------------------------
 
@@ -122,6 +146,7 @@ class KVOffloaddManager(OffloadingManager):
         if promises is None:
             return
         self._drop(promises)
+        promises.loaded.update(keys)
         if promises.finished:
             del self._requests[req_context.req_id]
 
@@ -131,6 +156,7 @@ class KVOffloaddManager(OffloadingManager):
         self._stats.increase_counter(metrics.RECOMPUTED, tokens)
         promises = self._requests.setdefault(request, Promises(request))
         self._drop(promises)
+        promises.loaded.clear()
         promises.given_up = True
 
     # --- stores --------------------------------------------------------------------------------------
@@ -138,9 +164,43 @@ class KVOffloaddManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """All that is not known to be there. Ranks reserve by themselves; what finds no room is dropped there."""
         promises = self._requests.get(req_context.req_id)
-        known = {} if promises is None else promises.answers
-        wanted = [key for key in keys if known.get(key) is not Answer.HIT] if self._asker.connected else []
-        return PrepareStoreOutput(wanted, KeysLoadStoreSpec(wanted, self._group_ids, self._generation), [])
+        wanted = list(keys) if self._asker.connected else []
+        if promises is not None:
+            wanted = [key for key in wanted if not promises.is_there(key)]
+        spec = KeysLoadStoreSpec(wanted, self._group_ids, self._generation)
+        if self._watcher is not None and wanted:
+            self._hash_bytes = hash_bytes_of(wanted[0])
+            self._watcher.expect(dict(spec.groups))
+            if self._stored_anew is not None:
+                self._stored_anew.update(wanted)
+        return PrepareStoreOutput(wanted, spec, [])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """The daemon tells what it has got of it a moment later."""
+        self._events_due_until = monotonic() + _EVENTS_DUE_S
+
+    # --- events --------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What can be loaded from now on, or no more: some of it, if there is much, and the rest in later steps.
+
+        Keys on disk alone count as in memory: they are loaded from there, and the daemon's events tell no tiers.
+        """
+        if self._watcher is None or not self._hash_bytes:
+            return
+        for news in self._watcher.news(_EVENT_KEYS):
+            former = news.generation != self._generation
+            if not former:
+                self._stored_anew = None
+            elif not news.removed:
+                continue  # true before the reset
+            named = (offload_key_of(key, news.group, news.generation, self._hash_bytes) for key in news.keys)
+            keys = [OffloadKey(key) for key in named if key is not None]
+            if former and self._stored_anew:
+                # To the same hash vLLM has noted by now what it is about to tell; it would forget that.
+                keys = [key for key in keys if key not in self._stored_anew]
+            if keys:
+                yield OffloadingEvent(keys=keys, medium=Medium.CPU, removed=news.removed)
 
     # --- the ends ------------------------------------------------------------------------------------
 
@@ -161,6 +221,9 @@ class KVOffloaddManager(OffloadingManager):
         self._requests = {name: one for name, one in self._requests.items() if not one.finished}
         self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
         self._asker.clear()
+        if self._watcher is not None:
+            self._watcher.renew(self._generation)
+            self._stored_anew = set()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call."""
@@ -174,11 +237,15 @@ class KVOffloaddManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """End the session, and with it every pin."""
+        if self._watcher is not None:
+            self._watcher.close(_CLOSE_S)
         self._asker.close(_CLOSE_S)
 
     # --- helpers -------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
+        if not self._asker.has_answers:
+            return
         for question in self._asker.answers():
             if question.abandoned:
                 continue
@@ -195,6 +262,9 @@ class KVOffloaddManager(OffloadingManager):
 
     def _drop(self, promises: Promises) -> None:
         self._fresh.pop(promises.request, None)
-        for question in promises.forget():
+        self._forget(promises.forget())
+
+    def _forget(self, questions: Iterable[Question]) -> None:
+        for question in questions:
             self._outstanding.discard(question)
             self._asker.forget(question)

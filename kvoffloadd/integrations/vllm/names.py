@@ -7,6 +7,7 @@ groups of its own, so the index goes; what is left gets the namespace's width.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import KEY_BYTES_MAX
@@ -30,10 +31,29 @@ def key_of(offload_key: bytes, generation: int = 0) -> bytes:
     be under way then, even unsent; under names of their own they can't be taken for what the new weights compute.
     """
     name = offload_key[:-_GROUP_BYTES]
-    if generation or len(name) > KEY_BYTES:
-        salt = generation.to_bytes(8, "little")
-        return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()
-    return name.ljust(KEY_BYTES, b"\0")
+    if len(name) > KEY_BYTES:
+        return _digest(generation, name)
+    padded = name.ljust(KEY_BYTES, b"\0")
+    return _masked(padded, _mask(generation)) if generation else padded
+
+
+def offload_key_of(key: bytes, group: int, generation: int, hash_bytes: int) -> bytes | None:
+    """The offload key that `key_of` made this of, `hash_bytes`: how long the engine's block hashes are.
+
+    None where it is none of this generation, which a padding tells: hashes as long as keys have none, so that another
+    generation's become hashes of nothing. None for longer hashes, too: their names can't be turned back.
+    """
+    if hash_bytes > KEY_BYTES:
+        return None
+    padded = _masked(key, _mask(generation)) if generation else key
+    if padded.count(0, hash_bytes) != KEY_BYTES - hash_bytes:
+        return None
+    return padded[:hash_bytes] + group.to_bytes(_GROUP_BYTES, "big")
+
+
+def hash_bytes_of(offload_key: bytes) -> int:
+    """How long the block hash in it is."""
+    return len(offload_key) - _GROUP_BYTES
 
 
 def by_group(offload_keys: Iterable[bytes], generation: int = 0) -> dict[int, list[bytes]]:
@@ -42,3 +62,18 @@ def by_group(offload_keys: Iterable[bytes], generation: int = 0) -> dict[int, li
     for offload_key in offload_keys:
         groups.setdefault(group_of(offload_key), {})[key_of(offload_key, generation)] = None
     return {group: list(keys) for group, keys in groups.items()}
+
+
+def _masked(padded: bytes, mask: int) -> bytes:
+    return (int.from_bytes(padded, "little") ^ mask).to_bytes(KEY_BYTES, "little")
+
+
+@lru_cache(maxsize=4)
+def _mask(generation: int) -> int:
+    """32 bytes for each generation, none for 0: names differ as long as no two hashes differ by just that."""
+    return int.from_bytes(_digest(generation, b""), "little") if generation else 0
+
+
+def _digest(generation: int, name: bytes) -> bytes:
+    salt = generation.to_bytes(8, "little")
+    return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()

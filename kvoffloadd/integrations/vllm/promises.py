@@ -10,6 +10,8 @@ from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.names import group_of, key_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvoffloadd.integrations.vllm.asker import Question
 
 
@@ -28,6 +30,7 @@ class Promises:
 
     `answers` by offload key; `fresh`: those to ask for at the end of the step; `questions`: asked, and not released.
     `asked_at`: since when it has been waiting. `given_up`: what does not hit by now misses for the rest of its life.
+    `postponed_at`: when it was last not asked for want of room; 0: it may be. `loaded`: what the daemon has given it.
     """
 
     request: str
@@ -37,9 +40,11 @@ class Promises:
     asking: Question | None = None
     asked_at: float = 0.0
     again_at: float = 0.0
+    postponed_at: float = 0.0
     loading: bool = False
     finished: bool = False
     given_up: bool = False
+    loaded: set[bytes] = field(default_factory=set)
 
     def lookup(self, key: bytes, now: float, timeout_s: float, wait_s: float) -> Answer:
         """What is known of it; if nothing is, it will be asked for. Past its time, what is not known misses."""
@@ -54,7 +59,9 @@ class Promises:
             self.answers[key] = Answer.ASKED
             self.fresh.append(key)
             return Answer.ASKED
-        if now - self.asked_at > (timeout_s if answer is Answer.ASKED else wait_s):
+        if self.postponed_at and now - self.postponed_at > wait_s:
+            self.asked_at = now  # nobody has looked since: its turn has not come before
+        if now - self.asked_at > (timeout_s if answer is Answer.ASKED and not self.postponed_at else wait_s):
             self.given_up = True
             return Answer.MISS
         if answer is Answer.PENDING and self.asking is None and now >= self.again_at:
@@ -88,6 +95,44 @@ class Promises:
         self.answers.clear()
         self.fresh.clear()
         self.asking = None
-        self.asked_at = self.again_at = 0.0
+        self.asked_at = self.again_at = self.postponed_at = 0.0
         self.loading = False
         return questions
+
+    def is_there(self, key: bytes) -> bool:
+        """Whether the daemon had it when it was last asked, so that it need not be stored."""
+        return key in self.loaded or self.answers.get(key) is Answer.HIT
+
+    def settle(self) -> list[Question]:
+        """It computes what it has not loaded by now: pins hold nothing for it any more. What is known stays so."""
+        questions, self.questions = self.questions, []
+        self.fresh.clear()
+        self.asking = None
+        return questions
+
+    @property
+    def waiting_keys(self) -> int:
+        """How many keys are pinned for it before it is loaded."""
+        return 0 if self.loading else sum(question.holds for question in self.questions)
+
+
+def admitted(fresh: Iterable[Promises], everyone: Iterable[Promises], most: int, now: float) -> list[Promises]:
+    """Those of `fresh` that may ask now: while `everyone` that waits pins at most so many keys, and one always.
+
+    Who has pins already may ask for more, else two might wait for each other.
+    """
+    asking = [promises for promises in fresh if promises.fresh and promises.asking is None]
+    if not asking:
+        return []
+    held = sum(promises.waiting_keys for promises in everyone)
+    found = []
+    for promises in asking:
+        wanted = len(promises.fresh)
+        if held and held + wanted > most and not promises.questions:
+            promises.postponed_at = now
+            continue
+        if promises.postponed_at:
+            promises.postponed_at, promises.asked_at = 0.0, now
+        held += wanted
+        found.append(promises)
+    return found

@@ -34,7 +34,7 @@ def _group(config: Any, at: int, replicated: bool, refs: Sequence[Ref]) -> Group
     group = config.groups[at]
     return Group(
         group=group.group_id,
-        # Which keys a hit needs is vLLM's to say, key by key: it tells a spec nothing of windows before 0.33.
+        # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
         kind=GroupKind.FULL,
         tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
         refs=refs,

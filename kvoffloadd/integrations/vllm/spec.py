@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 
@@ -13,9 +14,11 @@ from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import metrics, versions
 from kvoffloadd.integrations.vllm.asker import Asker
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
-from kvoffloadd.integrations.vllm.namespace import instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.namespace import IDENTITY, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.options import Options
 from kvoffloadd.integrations.vllm.registration import announced
+from kvoffloadd.integrations.vllm.sleep import refuse_sleep
+from kvoffloadd.integrations.vllm.watcher import Watcher
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ class KVOffloaddSpec(OffloadingSpec):
         self._options = Options.of(config.extra_config)
         self._seed = os.environ.get("PYTHONHASHSEED")
         platform = f"{current_platform.device_type} {os.uname().machine}"
-        self._namespace = namespace_of(config, platform, versions.check(), self._seed)
+        self._namespace = namespace_of(config, platform, versions.check().number, self._seed)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -56,13 +59,18 @@ class KVOffloaddSpec(OffloadingSpec):
                 "engines. Set PYTHONHASHSEED to a number, or --prefix-caching-hash-algo sha256"
             )
         asker = Asker(self._client("scheduler"), announced(self.config, self.replicated_layout))
-        return KVOffloaddManager(asker, [group.group_id for group in self.config.groups], self._options)
+        groups = [group.group_id for group in self.config.groups]
+        watcher = Watcher(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
+        return KVOffloaddManager(asker, groups, self._options, watcher)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """For a rank's process."""
+        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back."""
+        engine = get_current_vllm_config_or_none()
+        if engine is not None and IDENTITY not in self.config.extra_config:
+            refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self.replicated_layout, self._options)
 
-    def _client(self, role: Literal["scheduler", "worker"]) -> Client:
+    def _client(self, role: Literal["scheduler", "worker", "observer"]) -> Client:
         return Client(
             self._options.socket,
             namespace=self._namespace,

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and whether the adapter knows it.
+"""Which vLLM this is, and what differs between those that the adapter knows: nothing else asks for a version.
 
 vLLM's offloading interface is experimental and changes with every release, so an unknown one is refused rather than
 guessed at.
@@ -7,9 +7,22 @@ guessed at.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
-SUPPORTED = ("0.32",)
-"""Releases by major and minor number."""
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """`number`: major and minor. `tells_of_sleep`: connectors hear when the KV cache is unmapped, and mapped again."""
+
+    number: str
+    tells_of_sleep: bool
+
+
+RELEASES = {
+    "0.32": Release("0.32", tells_of_sleep=False),
+    "0.33": Release("0.33", tells_of_sleep=True),
+}
+SUPPORTED = tuple(RELEASES)
 
 
 def release(version: str) -> str:
@@ -17,10 +30,11 @@ def release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def check() -> str:
+def check() -> Release:
     """The installed release. Raises ImportError if there is no vLLM, or one that is not supported."""
     version = str(importlib.import_module("vllm").__version__)
-    if release(version) not in SUPPORTED:
+    known = RELEASES.get(release(version))
+    if known is None:
         named = ", ".join(f"{one}.x" for one in SUPPORTED)
         raise ImportError(f"kvoffloadd supports vLLM {named}; installed is {version}")
-    return release(version)
+    return known

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvoffloadd.integrations.vllm.options import Options
 
 _CLOSE_S = 5.0
+_LET_GO_S = 20.0
 
 
 class KVOffloaddWorker(OffloadingWorker):
@@ -30,6 +31,7 @@ class KVOffloaddWorker(OffloadingWorker):
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, replicated, self._points.timelines)
         self._carrier = Carrier(client, caches, job_deadline_s=options.job_deadline_s)
+        self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
         """GPU -> daemon."""
@@ -39,12 +41,14 @@ class KVOffloaddWorker(OffloadingWorker):
         self._carrier.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
-    def submit_load(self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Daemon -> GPU."""
+    def submit_load(
+        self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step."""
         chunks = load_chunks(
             src_spec.groups, dst_spec.block_ids, dst_spec.group_sizes, dst_spec.block_indices, self._blocks_per_key
         )
-        self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now()))
+        self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -62,6 +66,14 @@ class KVOffloaddWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Until these have ended, whatever the daemon does: before that nobody may use their blocks."""
         self._carrier.wait(job_ids)
+
+    def sleep(self) -> None:
+        """The daemon lets go of the KV cache; until `wake`, stores are dropped and loads fail. Raises DeadlineError."""
+        self._carrier.sleep(self._sleep_s)
+
+    def wake(self) -> None:
+        """The KV cache is back, in other memory, which the daemon is given."""
+        self._carrier.wake()
 
     def shutdown(self) -> None:
         """End the session."""

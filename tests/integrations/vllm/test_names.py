@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from kvoffloadd.integrations.vllm.names import KEY_BYTES, by_group, group_of, key_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffloadd.integrations.vllm.names import KEY_BYTES, by_group, group_of, hash_bytes_of, key_of, offload_key_of
 from kvoffloadd.integrations.vllm.versions import release
+
+GENERATIONS = st.integers(0, (1 << 64) - 1)
 
 
 def offload_key(name: bytes, group: int) -> bytes:
@@ -24,6 +29,33 @@ def test_every_key_has_the_same_width() -> None:
 def test_after_a_reset_nothing_has_its_old_name() -> None:
     names = {key_of(offload_key(b"h" * 32, 0), generation) for generation in range(3)}
     assert len(names) == 3
+
+
+@given(name=st.binary(min_size=1, max_size=KEY_BYTES), group=st.integers(0, 99), generation=GENERATIONS)
+def test_a_name_can_be_turned_back(name: bytes, group: int, generation: int) -> None:
+    key = key_of(offload_key(name, group), generation)
+    assert len(key) == KEY_BYTES
+    assert offload_key_of(key, group, generation, len(name)) == offload_key(name, group)
+    assert hash_bytes_of(offload_key(name, group)) == len(name)
+
+
+@given(names=st.lists(st.binary(min_size=16, max_size=16), unique=True), generation=GENERATIONS)
+def test_names_differ_where_hashes_do(names: list[bytes], generation: int) -> None:
+    assert len({key_of(offload_key(name, 0), generation) for name in names}) == len(names)
+
+
+@given(name=st.binary(min_size=16, max_size=16), of=GENERATIONS, read_as=GENERATIONS)
+def test_a_padding_tells_another_generations_names(name: bytes, of: int, read_as: int) -> None:
+    found = offload_key_of(key_of(offload_key(name, 0), of), 0, read_as, 16)
+    assert found == (offload_key(name, 0) if of == read_as else None)
+
+
+def test_long_hashes_can_not_be_turned_back() -> None:
+    for generation in (0, 7):
+        key = key_of(offload_key(b"h" * 64, 0), generation)
+        assert len(key) == KEY_BYTES
+        assert offload_key_of(key, 0, generation, 64) is None
+    assert key_of(offload_key(b"h" * 64, 0), 0) != key_of(offload_key(b"h" * 64, 0), 7)
 
 
 def test_keys_keep_their_order_and_are_named_once() -> None:

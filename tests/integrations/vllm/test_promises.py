@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.asker import Question
 from kvoffloadd.integrations.vllm.names import by_group
-from kvoffloadd.integrations.vllm.promises import Answer, Promises
+from kvoffloadd.integrations.vllm.promises import Answer, Promises, admitted
 
 KEYS = [bytes([at]) * 32 + bytes(4) for at in range(3)]
 
@@ -67,3 +67,74 @@ def test_what_is_forgotten_is_to_be_released() -> None:
     assert promises.forget() == [question]
     assert promises.questions == []
     assert promises.answers == {}
+
+
+def test_who_computes_pins_nothing_and_knows_what_it_knew() -> None:
+    promises = Promises("r")
+    question = asked(promises)
+    question.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.MISS])}
+    promises.learn(question, 0)
+    assert promises.settle() == [question]
+    assert (promises.waiting_keys, promises.answers[KEYS[0]]) == (0, Answer.HIT)
+
+
+def wanting(count: int = 3) -> list[Promises]:
+    """Each wants three keys."""
+    found = [Promises(f"r{at}") for at in range(count)]
+    for promises in found:
+        answers(promises, 0.0)
+    return found
+
+
+def ask_all(admit: list[Promises]) -> None:
+    for promises in admit:
+        promises.asking = Question(promises.request, by_group(promises.fresh))
+        promises.questions.append(promises.asking)
+        promises.fresh.clear()
+
+
+def test_pins_of_those_who_wait_are_bounded() -> None:
+    everyone = wanting()
+    first = admitted(everyone, everyone, 6, 0.0)
+    assert first == everyone[:2]
+    ask_all(first)
+    assert admitted(everyone, everyone, 6, 0.1) == []
+    assert answers(everyone[2], 5.0) == [Answer.ASKED] * 3, "it waits for room longer than for an answer"
+    everyone[0].loading = True  # what loads has its room in the engine, too
+    assert admitted(everyone, everyone, 6, 5.0) == everyone[2:]
+    assert answers(everyone[2], 5.9) == [Answer.ASKED] * 3
+    assert answers(everyone[2], 6.1) == [Answer.MISS] * 3
+
+
+def test_what_misses_takes_no_room() -> None:
+    everyone = wanting()
+    ask_all(admitted(everyone, everyone, 3, 0.0))
+    assert everyone[0].asking is not None
+    everyone[0].asking.holds = 0
+    assert admitted(everyone, everyone, 3, 0.0) == everyone[1:2]
+
+
+def test_one_is_always_asked_for_and_who_has_pins_may_have_more() -> None:
+    everyone = wanting(2)
+    first = admitted(everyone, everyone, 1, 0.0)
+    assert first == everyone[:1]
+    ask_all(first)
+    first[0].asking = None
+    more = bytes([9]) * 32 + bytes(4)
+    first[0].lookup(more, 0.0, 1.0, 10.0)
+    assert admitted(everyone, everyone, 1, 0.0) == first
+
+
+def test_who_finds_no_room_gives_up_at_last() -> None:
+    everyone = wanting(2)
+    ask_all(admitted(everyone, everyone, 3, 0.0))
+    for at in range(10):
+        assert answers(everyone[1], float(at)) == [Answer.ASKED] * 3
+        assert admitted(everyone, everyone, 3, float(at)) == []
+    assert answers(everyone[1], 10.1) == [Answer.MISS] * 3
+
+
+def test_time_in_which_nobody_looks_does_not_count() -> None:
+    everyone = wanting(2)
+    ask_all(admitted(everyone, everyone, 3, 0.5))
+    assert answers(everyone[1], 50.0) == [Answer.ASKED] * 3

@@ -1,0 +1,43 @@
+"""A long request in pieces that the daemon takes: so many keys, and so many bytes of a frame, at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvoffloadd.protocol.messages import Limits
+
+Piece = dict[int, slice]
+"""Group -> which of its keys."""
+
+_FRAME_BYTES = 1024
+_GROUP_BYTES = 64
+"""What a frame has beside keys and blocks, at most."""
+
+
+def most_keys(limits: Limits | None, groups: int, bytes_per_key: int) -> int:
+    """How many keys fit one request. `bytes_per_key`: of the key and of what is named with it."""
+    if limits is None:
+        return sys.maxsize
+    room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_BYTES
+    return max(1, min(limits.keys_per_request, room // bytes_per_key))
+
+
+def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
+    """All keys of all groups, in order, `most` at once. `counts`: how many each group has."""
+    dealt: list[Piece] = []
+    room = 0
+    for group, count in counts.items():
+        at = 0
+        while at < count:
+            if not room:
+                dealt.append({})
+                room = most
+            taken = min(room, count - at)
+            dealt[-1][group] = slice(at, at + taken)
+            at += taken
+            room -= taken
+    return dealt

@@ -1,0 +1,73 @@
+"""An engine's ends of the two lines to a real daemon, without the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ref
+from kvoffloadd.integrations.vllm.asker import Asker
+from kvoffloadd.integrations.vllm.carrier import Carrier
+from kvoffloadd.integrations.vllm.watcher import Watcher
+from tests.e2e.process import Daemon
+from tests.e2e.rank import NAMESPACE, PAGE, Rank
+
+GROUPS = (0, 1)
+CALL_S, CLOSE_S = 10.0, 5.0
+
+
+def registered(refs: bool) -> tuple[Group, ...]:
+    """Two groups, as a rank registers them, or its scheduler."""
+    return tuple(Group(at, GroupKind.FULL, 16, refs=(Ref(at, 0, PAGE),) if refs else ()) for at in GROUPS)
+
+
+class Lines:
+    """What one engine has: a rank's memory, and what is asked for of it, all closed at the end."""
+
+    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
+        self.daemon = daemon
+        self._stack = stack
+        self._instance = os.urandom(16)
+
+    def rank(self, **options: Any) -> Rank:
+        """Not of this engine, and registered by itself."""
+        return self.daemon.welcome(Rank(self.daemon.socket, registered(refs=True), num_blocks=256, **options))
+
+    def asker(self) -> Asker:
+        asker = Asker(self._client("scheduler"), KvCache((), registered(refs=False)))
+        self._stack.callback(asker.close, CLOSE_S)
+        return asker
+
+    def carrier(self, job_deadline_s: float = 60.0) -> tuple[Carrier, Rank]:
+        """With the rank whose memory it carries."""
+        rank = Rank(self.daemon.socket, registered(refs=True), num_blocks=256, register=False)
+        rank.client.close()
+        carrier = Carrier(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)
+        self._stack.callback(carrier.close, CLOSE_S)
+        return carrier, rank
+
+    def watcher(self) -> Watcher:
+        watcher = Watcher(self._client("observer"), GROUPS)
+        self._stack.callback(watcher.close, CLOSE_S)
+        return watcher
+
+    def _client(self, role: Any) -> Client:
+        return Client(
+            self.daemon.socket,
+            namespace=NAMESPACE,
+            role=role,
+            instance=self._instance,
+            deadline_s=CALL_S,
+            connect_deadline_s=0.0,
+        )
+
+
+@pytest.fixture
+def lines() -> Iterator[Callable[[Daemon], Lines]]:
+    """`lines(daemon)` -> an engine's."""
+    with ExitStack() as stack:
+        yield lambda daemon: Lines(daemon, stack)

@@ -1,0 +1,82 @@
+"""Fixtures of the tests with a real vLLM: `make test-vllm`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.process import Daemon
+from tests.vllm import models
+from tests.vllm.engine import OUTPUT_TOKENS, Engine, Prompts, tokens
+
+StartEngine = Callable[..., Engine]
+Reference = Callable[..., list[list[int]]]
+
+TRAITS: Mapping[str, dict[str, Any]] = {
+    "dense": {},
+    "hybrid": {},
+    # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;
+    # they want blocks of 16 tokens.
+    "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160},
+}
+"""Options that a kind of model needs."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def needs_vllm() -> None:
+    """Found, not imported: engines have processes of their own."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed; `make test-vllm` has it")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For models and logs."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Callable[[str], Path]:
+    """`model(kind)` -> the folder of the model of that kind; the same for all tests."""
+    return lambda kind: models.write(kind, folder)
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]:
+    """`reference(kind, prompts, max_tokens=8, **options)` -> what an engine without connector answers."""
+    engines: dict[str, Engine] = {}
+    answers: dict[str, list[list[int]]] = {}
+    with ExitStack() as stack:
+
+        def ask(kind: str, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **options: Any) -> list[list[int]]:
+            name = repr((kind, sorted(options.items())))
+            asked = repr((name, max_tokens, prompts))
+            if name not in engines:
+                log = folder / f"reference-{kind}-{len(engines)}.log"
+                engines[name] = stack.enter_context(Engine(model(kind), log, **{**TRAITS[kind], **options}))
+            if asked not in answers:
+                answers[asked] = tokens(engines[name].generate(prompts, max_tokens))
+            return answers[asked]
+
+        yield ask
+
+
+@pytest.fixture
+def start_engine(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, model: Callable[[str], Path]
+) -> Iterator[StartEngine]:
+    """`start_engine(kind, connector=..., **options)` -> an engine of the test's own, ended before its daemons are."""
+    started: list[Engine] = []
+    with ExitStack() as stack:
+
+        def start(kind: str, **options: Any) -> Engine:
+            log = tmp_path / f"engine-{len(started)}.log"
+            started.append(stack.enter_context(Engine(model(kind), log, **{**TRAITS[kind], **options})))
+            return started[-1]
+
+        yield start

@@ -1,0 +1,325 @@
+"""What the adapter and vLLM take from each other. Not collected: `test_contract` runs it with each release's Python.
+
+First what is there under which name, then vLLM's own scheduler with a real daemon and no model (`modelless`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
+from kvoffloadd.integrations.vllm.connector import FailingWorker
+from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
+from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+from tests.e2e.process import Daemon
+from tests.e2e.waiting import until
+from tests.vllm.engine import by_connector, by_spec
+from tests.vllm.modelless import BLOCK, Modelless
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+StartDaemon = Callable[..., Daemon]
+StartEngine = Callable[..., Modelless]
+
+RELEASE = versions.check()
+KINDS = ("dense", "hybrid")
+HITS = [96, 96, 128]
+
+OURS = {
+    KVOffloaddConnector: set() if RELEASE.tells_of_sleep else {"unregister_kv_caches", "restore_kv_caches"},
+    FailingWorker: {"transfer_results", "sleep", "wake"},
+    KVOffloaddSpec: set(),
+    KVOffloaddManager: {"load_failed"},
+    KVOffloaddWorker: {"sleep", "wake"},
+    KeysLoadStoreSpec: set(),
+}
+"""Public methods that vLLM does not call; every other one overrides vLLM's."""
+
+FIELDS = {
+    "vllm.v1.kv_offload.config:OffloadingConfig": (
+        "groups worker_kv_bytes_per_block extra_config engine_id model cache parallel replicated_layout "
+        "canonical_layout kv_cache_layout"
+    ),
+    "vllm.v1.kv_offload.config:OffloadingGroupConfig": "group_id tokens_per_block layer_names",
+    "vllm.v1.kv_offload.config:OffloadingModelConfig": "name dtype",
+    "vllm.v1.kv_offload.config:OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank world_size tp_size pp_size pcp_size dcp_size",
+    "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors group_data_refs",
+    "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
+    "vllm.v1.kv_offload.base:CanonicalKVCacheRef": "tensor_idx page_size_bytes",
+    "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
+    "vllm.v1.kv_offload.base:PrepareStoreOutput": "keys_to_store store_spec evicted_keys",
+    "vllm.v1.kv_offload.base:ReqContext": "req_id",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
+        "finished_sending finished_recving failed_recving"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": (
+        "req load_key_ranges group_states"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": "next_stored_chunk_idx",
+    "vllm.v1.outputs:KVConnectorOutput": "failed_recving kv_connector_worker_meta",
+    "vllm.config:KVTransferConfig": "kv_load_failure_policy kv_connector_extra_config",
+    "vllm.config:ModelConfig": "revision dtype quantization hf_overrides enable_sleep_mode enable_cumem_allocator",
+    "vllm.config:CacheConfig": "prefix_caching_hash_algo",
+}
+"""Dataclass -> fields that the adapter reads or sets."""
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda one: one.__name__)
+def test_every_method_is_called_as_it_is_defined(ours: type) -> None:
+    """No abstract one is missing, none overrides what is not there, and each takes what vLLM's own takes."""
+    assert not getattr(ours, "__abstractmethods__", None)
+    mine = {name for name, found in vars(ours).items() if not name.startswith("_") and inspect.isroutine(_plain(found))}
+    theirs = {name: found for base in ours.__mro__[:0:-1] for name, found in vars(base).items()}
+    assert mine - theirs.keys() == OURS[ours]
+    for name in mine & theirs.keys():
+        _check_takes(inspect.signature(_plain(vars(ours)[name])), inspect.signature(_plain(theirs[name])), name)
+
+
+def _plain(found: Any) -> Any:
+    return found.__func__ if isinstance(found, classmethod | staticmethod) else found
+
+
+def _check_takes(own: inspect.Signature, asked: inspect.Signature, name: str) -> None:
+    mine, theirs = list(own.parameters.values()), list(asked.parameters.values())
+    if any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in mine):
+        return
+    assert [one.name for one in mine][: len(theirs)] == [one.name for one in theirs], (name, own, asked)
+    assert all(one.default is not one.empty for one in mine[len(theirs) :]), (name, own, asked)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_fields(path: str) -> None:
+    module, _, name = path.partition(":")
+    there = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))}
+    assert set(FIELDS[path].split()) <= there
+
+
+# --- driven by vLLM's scheduler -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny() -> str:
+    """A model's folder: its configuration is all that is read."""
+    return os.environ["KVOFFLOADD_TINY_MODEL"]
+
+
+@pytest.fixture
+def engine(start_daemon: StartDaemon, tiny: str) -> Iterator[StartEngine]:
+    """`engine(kind, route, **extra)` -> one whose daemon has answered."""
+    made: list[Modelless] = []
+
+    def start(kind: str = "dense", route: Callable[..., dict[str, Any]] = by_connector, **extra: Any) -> Modelless:
+        daemon = start_daemon(memory="64MiB")
+        made.append(Modelless(tiny, kind, daemon, route(daemon.socket, BLOCK, **extra)))
+        until(lambda: len(daemon.sessions()) == 2, "scheduler and worker are there")
+        until(lambda: made[-1].generate([[3] * 40]) and _keys(daemon), "something was stored")
+        made[-1].forget()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def _keys(daemon: Daemon) -> int:
+    return int(daemon.status()["cache"]["keys"])
+
+
+@pytest.fixture
+def asked() -> list[list[int]]:
+    """Prompts with a tail that fills no block."""
+    rng = random.Random(4)
+    return [[rng.randrange(3, 500) for _ in range(length)] for length in (101, 110, 129)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_stored_is_loaded(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """Every byte that a model would read is looked at."""
+    one = engine(kind)
+    for hits in ([0, 0, 0], HITS, HITS):
+        assert one.generate(asked) == hits
+        one.forget()
+        one.scribble()
+    private = {"_load_jobs", "_unsubmitted_store_jobs", "_connector_worker_meta", "worker", "spec"}
+    assert private <= vars(one.worker.connector_worker).keys()
+    assert {"_req_status", "manager"} <= vars(one.scheduler.connector.scheduler).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_load_is_computed(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """The daemon is killed when loads have been promised."""
+    one = engine(kind)
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    begin = one.worker.start_load_kv
+
+    def kill_first(context: Any) -> None:
+        if one.worker._connector_metadata.load_jobs and one.daemon.alive:
+            one.daemon.signal(signal.SIGKILL)
+            one.daemon.wait()
+        begin(context)
+
+    one.worker.start_load_kv = kill_first
+    one.generate(asked)
+    assert one.failed
+    assert not one.daemon.alive
+    one.forget()
+    assert one.generate(asked) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reset(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """Nothing old hits."""
+    one = engine(kind)
+    one.generate(asked)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    one.generate([[5]])  # a step, which tells the workers
+    assert one.generate(asked) == [0, 0, 0]
+    one.forget()
+
+    def hit() -> bool:
+        found = one.generate(asked)
+        one.forget()
+        return found == HITS
+
+    until(hit, "what was stored since then hits")
+
+
+tells_of_sleep = pytest.mark.skipif(not RELEASE.tells_of_sleep, reason="this vLLM tells no connector of sleep")
+
+
+@tells_of_sleep
+@pytest.mark.parametrize("kind", KINDS)
+def test_sleep(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """Asleep, the daemon has none of the KV cache's memory and moves nothing; awake, it goes on."""
+    one = engine(kind)
+    one.generate(asked)
+    other = [prompt[::-1] for prompt in asked]
+    stored = _keys(one.daemon)
+    for _ in range(2):
+        one.worker.unregister_kv_caches()
+        assert _mapped(one.daemon) == 0
+    one.forget()
+    one.scribble()
+    assert one.generate(asked) == [0, 0, 0]  # a load fails
+    assert len(one.failed) == len(asked)
+    one.generate(other)  # and a store is dropped
+    assert _keys(one.daemon) == stored
+    assert _mapped(one.daemon) == 0
+    one.forget()
+    one.scribble()
+    for _ in range(2):
+        one.worker.restore_kv_caches()
+    assert one.generate(asked) == HITS
+    assert one.generate(other) == [0, 0, 0]
+    assert _keys(one.daemon) > stored
+
+
+@tells_of_sleep
+def test_a_store_that_waits_for_the_next_step_is_not_sent_after_a_sleep(
+    engine: StartEngine, asked: list[list[int]]
+) -> None:
+    """Its blocks hold something else by then."""
+    one = engine()
+    stored = _keys(one.daemon)
+    one.add(asked)
+    while not one.step():
+        pass
+    assert one.worker.connector_worker._unsubmitted_store_jobs
+    one.worker.unregister_kv_caches()
+    assert not one.worker.connector_worker._unsubmitted_store_jobs
+    one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    one.scribble()
+    one.worker.restore_kv_caches()
+    one.generate([])
+    one.forget()
+    assert one.generate(asked) == HITS  # computed, and stored, after the sleep: every byte was looked at
+    assert _keys(one.daemon) > stored
+
+
+@tells_of_sleep
+def test_a_daemon_that_dies_while_the_engine_sleeps(engine: StartEngine, asked: list[list[int]]) -> None:
+    one = engine()
+    one.generate(asked)
+    one.worker.unregister_kv_caches()
+    one.daemon.kill()
+    one.daemon.start()
+    one.forget()
+    one.worker.restore_kv_caches()
+
+    def hit() -> bool:
+        found = one.generate(asked)
+        one.forget()
+        one.scribble()
+        return found == HITS
+
+    until(hit, "it is used again", 30.0)
+
+
+def _mapped(daemon: Daemon) -> int:
+    return sum(int(device["mapped_bytes"]) for device in daemon.status()["devices"].values())
+
+
+@pytest.mark.skipif(RELEASE.number == "0.32", reason="loads within the step came with 0.33")
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_within_the_step(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """By the spec alone: what a step loads is there when it computes."""
+    one = engine(kind, by_spec, sync_load_budget_bytes=1 << 30)
+    expedited = []
+    submit = one.worker.connector_worker.worker.submit_load
+
+    def note(*arguments: Any, **named: Any) -> bool:
+        expedited.append(named.get("expedited", False))
+        return bool(submit(*arguments, **named))
+
+    one.worker.connector_worker.worker.submit_load = note
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    assert one.generate(asked) == HITS
+    assert expedited == [True] * len(asked)
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+def test_loads_within_the_step_are_refused_where_they_may_fail(engine: StartEngine) -> None:
+    with pytest.raises(UsageError, match="sync_load_budget_bytes"):
+        engine(sync_load_budget_bytes=1 << 20)
+
+
+def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:
+    with pytest.raises(UsageError, match="recompute"):
+        engine("dense", lambda *arguments: by_connector(*arguments) | {"kv_load_failure_policy": "fail"})
+
+
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_sleep_that_nobody_tells_of_is_refused(engine: StartEngine, option: str) -> None:
+    """By the spec alone; and by the connector, where vLLM has no hooks."""
+    one = engine("dense", by_spec)
+    setattr(one.config.model_config, option, True)
+    with set_current_vllm_config(one.config), pytest.raises(UsageError, match="sleep"):
+        one.worker.register_kv_caches(one.layers)
+    one = engine()
+    setattr(one.config.model_config, option, True)
+    if RELEASE.tells_of_sleep:
+        KVOffloaddConnector(one.config, KVConnectorRole.WORKER, one.cache)
+        assert KVOffloaddConnector.supports_sleep_mode(one.config.kv_transfer_config)
+    else:
+        with pytest.raises(UsageError, match="sleep"):
+            KVOffloaddConnector(one.config, KVConnectorRole.WORKER, one.cache)

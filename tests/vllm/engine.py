@@ -1,0 +1,259 @@
+"""A real vLLM engine in a process of its own, with a deadline on all that is asked of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from tests.vllm.models import VOCABULARY
+
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
+ANSWER_S = 240.0
+STOP_S = 30.0
+LOG_TAIL = 6000
+OUTPUT_TOKENS = 8
+
+Prompts = list[list[int]]
+
+MODULE = "kvoffloadd.integrations.vllm"
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Threads that spin while they wait would starve the daemon on a small machine.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "KMP_BLOCKTIME": "0",
+}
+_PATIENCE = {"timeout_s": 60.0, "wait_s": 60.0, "job_deadline_s": 200.0}
+"""A slow machine is no reason for a miss."""
+
+
+class Request(NamedTuple):
+    """What became of a prompt. `cached`: tokens of it that were not computed; None: it was not begun."""
+
+    tokens: list[int]
+    cached: int | None
+    reason: str
+
+
+class EngineError(AssertionError):
+    """The engine did not do what it was asked; the message ends with its log."""
+
+
+class Engine:
+    """Started by the constructor, which returns when it can be asked.
+
+    `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        connector: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.log_path = log
+        given = {
+            "model": str(model),
+            "enforce_eager": True,
+            "max_model_len": 640,
+            "dtype": "bfloat16",
+            "block_size": 32,
+            "num_gpu_blocks_override": 80,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "connector": connector,
+        } | options
+        answers, theirs = os.pipe()
+        with log.open("ab") as stream:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engineprocess", json.dumps(given), str(theirs)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=(theirs,),
+                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+                start_new_session=True,
+            )
+        os.close(theirs)
+        self._answers = answers
+        self._rest = b""
+        try:
+            self._answer(START_S)
+        except EngineError:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what may be asked ---
+
+    def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, salt: str | None = None) -> list[Request]:
+        """All at once, to their ends."""
+        self.begin(prompts, max_tokens, salt)
+        return self.finish()
+
+    def generate_anew(self, prompts: Prompts) -> list[Request]:
+        """As `generate`, the engine's own prefix cache emptied before: what is cached then, the daemon had."""
+        self.reset(connector=False)
+        return self.generate(prompts)
+
+    def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, salt: str | None = None) -> None:
+        """As `generate`, without waiting: `finish` does."""
+        self._say(do="generate", prompts=prompts, max_tokens=max_tokens, salt=salt)
+
+    def busy(self) -> bool:
+        """Has what was begun not ended?"""
+        return b"\n" not in self._rest and not select.select([self._answers], [], [], 0)[0]
+
+    def finish(self) -> list[Request]:
+        """What became of what was begun."""
+        return _requests(self._answer(ANSWER_S))
+
+    def abort(self, prompts: Prompts, after_steps: int, max_tokens: int = OUTPUT_TOKENS) -> list[Request]:
+        """As `generate`, every second request aborted after so many steps."""
+        self._say(do="abort", prompts=prompts, max_tokens=max_tokens, after_steps=after_steps)
+        return _requests(self._answer(ANSWER_S))
+
+    def reset(self, *, connector: bool) -> None:
+        """The engine's own prefix cache, and with `connector` what the connector has."""
+        self._say(do="reset", connector=connector)
+        assert self._answer(ANSWER_S)["done"]
+
+    def metrics(self) -> dict[str, float]:
+        """Counters of vLLM, by name."""
+        self._say(do="metrics")
+        return self._answer(ANSWER_S)
+
+    def kill_before_load(self, pid: int) -> None:
+        """SIGKILL a process when the next load has been promised and is about to be asked for."""
+        self._say(do="kill_before_load", pid=pid)
+        self._answer(ANSWER_S)
+
+    # --- its life ---
+
+    @property
+    def alive(self) -> bool:
+        return self.child.poll() is None
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        """End it in order, with its children; nothing if it has ended."""
+        if self.child.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.child.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL, with all processes that it has started: they share its session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait(STOP_S)
+        if self._answers >= 0:
+            os.close(self._answers)
+            self._answers = -1
+
+    # --- lines ---
+
+    def _say(self, **command: Any) -> None:
+        assert self.child.stdin is not None
+        try:
+            self.child.stdin.write(json.dumps(command).encode() + b"\n")
+            self.child.stdin.flush()
+        except BrokenPipeError:
+            raise EngineError(f"the engine is gone:\n{self.log()[-LOG_TAIL:]}") from None
+
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        end = time.monotonic() + deadline_s
+        while b"\n" not in self._rest:
+            if not select.select([self._answers], [], [], max(end - time.monotonic(), 0))[0]:
+                raise EngineError(f"no answer within {deadline_s} s:\n{self.log()[-LOG_TAIL:]}")
+            more = os.read(self._answers, 1 << 20)
+            if not more:
+                raise EngineError(f"the engine has ended:\n{self.log()[-LOG_TAIL:]}")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{answer['error']}\n{self.log()[-LOG_TAIL:]}")
+        return answer
+
+
+def _requests(answer: dict[str, Any]) -> list[Request]:
+    return [Request(**request) for request in answer["requests"]]
+
+
+def prompts(seed: int, count: int = 12, length: int = 501) -> Prompts:
+    """Random ones, equal for equal seeds."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def tokens(requests: Sequence[Request]) -> list[list[int]]:
+    """What a round has brought forth; all of it must have come to its end."""
+    assert all(request.reason == "length" for request in requests), requests
+    return [request.tokens for request in requests]
+
+
+def cached(requests: Sequence[Request]) -> list[int | None]:
+    """Per request, tokens that were not computed."""
+    return [request.cached for request in requests]
+
+
+def by_spec(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config`: vLLM's own connector with our spec."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVOffloaddSpec",
+            "spec_module_path": MODULE,
+            "block_size": chunk,
+            "socket": str(socket),
+            **_PATIENCE,
+            **extra,
+        },
+    }
+
+
+def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config`: our connector, which outlives the daemon."""
+    return {
+        "kv_connector": "KVOffloaddConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"block_size": chunk, "socket": str(socket), **_PATIENCE, **extra},
+    }
+
+
+ROUTES = {"spec": by_spec, "connector": by_connector}

@@ -1,0 +1,147 @@
+"""The child of `engine.Engine`: a vLLM engine that obeys one JSON command a line, and answers each with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TextIO
+
+Answer = dict[str, Any]
+_STEPS_MAX = 20_000
+
+
+class Served:
+    """The engine and what may be asked of it: the public methods, by name and keyword arguments."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = options.pop("connector")
+        if connector is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**connector)
+        self._llm = LLM(**options)
+        self._asked = 0
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> Answer:
+        """All prompts at once, to their ends."""
+        return {"requests": self._collect(self._add(prompts, max_tokens, salt))}
+
+    def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
+        """As `generate`, but every second request is aborted after so many steps."""
+        names = self._add(prompts, max_tokens, None)
+        begun = self._collect(names, steps=after_steps)
+        left = [name for name, request in zip(names, begun, strict=True) if not request["reason"]]
+        self._llm.llm_engine.abort_request(left[1::2])
+        kept = [name for name in left if name not in left[1::2]]
+        ended = dict(zip(kept, self._collect(kept), strict=True))
+        return {"requests": [ended.get(name, request) for name, request in zip(names, begun, strict=True)]}
+
+    def reset(self, connector: bool) -> Answer:
+        """Forget what the engine holds and, `connector`, what the connector does, as after an update of weights."""
+        return {"done": self._llm.reset_prefix_cache(reset_connector=connector)}
+
+    def metrics(self) -> Answer:
+        """Counters by name without labels, summed."""
+        sums: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                sums[metric.name] = sums.get(metric.name, 0) + value
+        return sums
+
+    def kill_before_load(self, pid: int) -> Answer:
+        """SIGKILL a process when the next load has been promised and is about to be asked for."""
+        from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+
+        submit = KVOffloaddWorker.submit_load
+
+        def kill(*arguments: Any, **named: Any) -> bool:
+            KVOffloaddWorker.submit_load = submit  # type: ignore[method-assign]
+            os.kill(pid, signal.SIGKILL)
+            return submit(*arguments, **named)
+
+        KVOffloaddWorker.submit_load = kill  # type: ignore[method-assign]
+        return {}
+
+    def shutdown(self) -> None:
+        """Give back what engine and connector hold."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _add(self, prompts: list[list[int]], max_tokens: int, salt: str | None) -> list[str]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        names = []
+        for prompt in prompts:
+            self._asked += 1
+            names.append(f"r{self._asked}")
+            given: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+            self._llm.llm_engine.add_request(names[-1], given, params)
+        return names
+
+    def _collect(self, names: list[str], steps: int = _STEPS_MAX) -> list[Answer]:
+        """Step until all have ended, or so often."""
+        found = {name: _request((), None, "") for name in names}
+        for _ in range(steps):
+            if not self._llm.llm_engine.has_unfinished_requests():
+                break
+            for output in self._llm.llm_engine.step():
+                completion = output.outputs[0]
+                cached = output.num_cached_tokens
+                found[output.request_id] = _request(completion.token_ids, cached, completion.finish_reason or "")
+        return [found[name] for name in names]
+
+
+def _request(tokens: Any, cached: int | None, reason: str) -> Answer:
+    return {"tokens": list(tokens), "cached": cached, "reason": reason}
+
+
+def _commands() -> Iterator[dict[str, Any]]:
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def _answered(call: Callable[[], Answer]) -> Answer:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001  the parent is told, whatever it was
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main(options: dict[str, Any], answers: TextIO) -> int:
+    """Serve until the end of the input."""
+    served: list[Served] = []
+
+    def say(answer: Answer) -> Answer:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        return answer
+
+    def start() -> Answer:
+        served.append(Served(options))
+        return {}
+
+    if "error" in say(_answered(start)):
+        return 1
+    with suppress(BrokenPipeError):
+        for command in _commands():
+            method = getattr(served[0], command.pop("do"))
+            say(_answered(lambda method=method, command=command: method(**command)))  # type: ignore[misc]
+        served[0].shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as stream:
+        status = main(json.loads(sys.argv[1]), stream)
+        # Not by way of the interpreter: torch's threads can hang there, which is not what is tested here.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,101 @@
+"""Tiny models with random weights, made on the spot: one of each kind of KV cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+_WRITE_S = 180.0
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dense": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    ),
+    "hybrid": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "mla": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "head_dim": 64,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 4,
+        },
+    ),
+}
+"""Name -> config class and model class of `transformers`, and what they are given: full attention with grouped heads,
+sliding windows of 128 tokens beside full attention, and one latent vector a token.
+"""
+
+
+def write(kind: str, folder: Path) -> Path:
+    """The model's folder. A process of its own writes it: the libraries take seconds to load and warn a lot."""
+    path = folder / kind
+    if not path.exists():
+        command = [sys.executable, "-m", __name__, kind, str(path)]
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=_WRITE_S
+        )
+        assert done.returncode == 0, done.stderr
+    return path
+
+
+def _write(kind: str, path: Path) -> None:
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    config_class, model_class, shape = KINDS[kind]
+    config = getattr(transformers, config_class)(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        # Large weights: what a model answers then depends on all that it has read.
+        initializer_range=0.02 if kind == "mla" else 0.2,
+        tie_word_embeddings=False,
+        **shape,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).to(torch.bfloat16)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    part = path.with_suffix(".part")
+    model.save_pretrained(part)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(part)
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    _write(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,155 @@
+"""Little room, requests that end early, caches that are reset, and two engines at one daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.process import UID, Daemon
+from tests.e2e.waiting import until
+from tests.vllm.conftest import Reference, StartEngine
+from tests.vllm.engine import ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+StartDaemon = Callable[..., Daemon]
+
+COUNT = 12
+ALL = [480] * COUNT
+
+
+@pytest.fixture
+def asked() -> Prompts:
+    """12 prompts of 501 tokens."""
+    return prompts(4, COUNT)
+
+
+def check_nothing_held(daemon: Daemon) -> None:
+    """No lease, no slot, no job is left, while the engine lives."""
+
+    def held() -> dict[str, int]:
+        status = daemon.status()
+        account = status["accounts"][str(UID)]
+        figures = {
+            "jobs": status["running"]["jobs"],
+            "holds": status["running"]["holds"],
+            "leases": account.get("leases", 0),
+            "unsealed": status["cache"]["unsealed"],
+        }
+        return {name: number for name, number in figures.items() if number}
+
+    until(lambda: held() == {}, f"nothing is held; held: {held()}", 30.0)
+    assert daemon.verify(payloads=True) == ()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_memory_smaller_than_the_prompts(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    route: str,
+) -> None:
+    """Keys are evicted while others are loaded: what was promised is there."""
+    daemon = start_daemon(memory="5MiB")
+    engine = start_engine(kind, connector=ROUTES[route](daemon.socket))
+    expected = reference(kind, asked)
+    for order in (1, 1, -1, -1, 1):
+        answer = engine.generate(asked[::order])
+        assert tokens(answer) == expected[::order]
+    status = daemon.status()
+    assert status["cache"]["keys_evicted"] > 0
+    assert status["transfers"]["load"]["keys"] > 0
+    assert status["transfers"]["load"]["not_done"] == 0
+    check_nothing_held(daemon)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_abort(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    route: str,
+) -> None:
+    """Of requests that are computed, of some that wait for a load, and of some that wait for blocks."""
+    daemon = start_daemon(memory="256MiB", faults="delay_s=0.02")
+    engine = start_engine(kind, connector=ROUTES[route](daemon.socket))
+    expected = reference(kind, asked)
+    for steps in (1, 2, 3, 5, 8):
+        answer = engine.abort(asked, steps)
+        for request, wanted in zip(answer, expected, strict=True):
+            assert request.tokens == wanted[: len(request.tokens)]
+        assert sum(request.reason == "length" for request in answer) >= COUNT // 2
+    check_nothing_held(daemon)
+    assert tokens(engine.generate(asked)) == expected
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("dense", 36), ("hybrid", 72)])
+def test_preemption(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    blocks: int,
+) -> None:
+    """Two requests fit at their start, and not at their end."""
+    daemon = start_daemon(memory="256MiB")
+    engine = start_engine(kind, connector=by_connector(daemon.socket), num_gpu_blocks_override=blocks)
+    expected = reference(kind, asked, max_tokens=120)
+    for _ in range(2):
+        assert tokens(engine.generate(asked, max_tokens=120)) == expected
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+    check_nothing_held(daemon)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_reset(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
+) -> None:
+    """After an update of weights nothing old hits, and the cache works on."""
+    daemon = start_daemon(memory="256MiB")
+    engine = start_engine("dense", connector=ROUTES[route](daemon.socket))
+    expected = reference("dense", asked)
+    for hit in ([0] * COUNT, ALL):
+        answer = engine.generate_anew(asked)
+        assert (cached(answer), tokens(answer)) == (hit, expected)
+    engine.reset(connector=True)
+    for hit in ([0] * COUNT, ALL):
+        answer = engine.generate_anew(asked)
+        assert (cached(answer), tokens(answer)) == (hit, expected)
+
+
+def test_salt(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:
+    """Who salts shares with those of the same salt alone."""
+    daemon = start_daemon(memory="256MiB")
+    engine = start_engine("dense", connector=by_spec(daemon.socket))
+    hits = [cached(engine.generate(asked, salt=salt)) for salt in (None, "a", "b", "a", None)]
+    assert hits == [[0] * COUNT] * 3 + [ALL] * 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_prefill_and_decode(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+) -> None:
+    """One engine computes the prompts, another one answers them; of sliding windows only what they see is moved."""
+    daemon = start_daemon(memory="256MiB")
+    connector = by_connector(daemon.socket)
+    prefill, decode = (start_engine(kind, connector=connector) for _ in range(2))
+    prefill.generate(asked, max_tokens=1)
+    prefill.generate(prompts(0, 1, 33))
+    until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored")
+    answer = decode.generate(asked)
+    assert cached(answer) == ALL
+    assert tokens(answer) == reference(kind, asked)
+    moved = daemon.status()["transfers"]["load"]
+    whole = 3 if kind == "hybrid" else 1
+    # 15 chunks of 32 tokens of a full group; of a sliding one, those that 128 tokens before the end touch.
+    assert moved["keys"] == COUNT * (15 + (whole - 1) * 4)
+    assert moved["not_done"] == 0

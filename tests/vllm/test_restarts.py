@@ -1,0 +1,92 @@
+"""What was stored outlives the engine, and with a disk the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import disk
+from tests.e2e.process import Daemon
+from tests.e2e.waiting import until
+from tests.vllm.conftest import Reference, StartEngine
+from tests.vllm.engine import ROUTES, Prompts, by_connector, cached, prompts, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+StartDaemon = Callable[..., Daemon]
+
+COUNT = 12
+ALL = [480] * COUNT
+
+
+@pytest.fixture
+def asked() -> Prompts:
+    """12 prompts of 501 tokens."""
+    return prompts(2, COUNT)
+
+
+@pytest.fixture
+def lasting(start_daemon: StartDaemon, tmp_path: Path) -> Daemon:
+    """A daemon with a disk."""
+    return start_daemon(*disk.disk_settings((tmp_path / "disk", 512 * disk.MIB)), memory="256MiB")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_engine_restarted(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    route: str,
+) -> None:
+    """The first round of the next engine hits: its predecessor is killed, not asked to end."""
+    daemon = start_daemon(memory="256MiB")
+    connector = ROUTES[route](daemon.socket)
+    first = start_engine(kind, connector=connector)
+    assert tokens(first.generate(asked)) == reference(kind, asked)
+    # What the last step has stored is sent with the next one.
+    first.generate(prompts(0, 1, 33))
+    until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored")
+    first.kill()
+    answer = start_engine(kind, connector=connector).generate(asked)
+    assert cached(answer) == ALL
+    assert tokens(answer) == reference(kind, asked)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_daemon_restarted(
+    lasting: Daemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+) -> None:
+    """The engine, kept, connects again by itself and hits what is on disk."""
+    engine = start_engine(kind, connector=by_connector(lasting.socket))
+    assert tokens(engine.generate(asked)) == reference(kind, asked)
+    engine.generate(prompts(0, 1, 33))
+    disk.idle(lasting)
+    lasting.stop()
+    lasting.start()
+    until(lambda: len(lasting.sessions()) == 2, "scheduler and worker are back", 30.0)
+    answer = engine.generate_anew(asked)
+    assert cached(answer) == ALL
+    assert tokens(answer) == reference(kind, asked)
+    assert lasting.status()["disk"]["keys"] > 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_both_restarted(
+    lasting: Daemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+) -> None:
+    """Nothing is left but files."""
+    connector = by_connector(lasting.socket)
+    with start_engine(kind, connector=connector) as first:
+        assert tokens(first.generate(asked)) == reference(kind, asked)
+        first.generate(prompts(0, 1, 33))
+        disk.idle(lasting)
+    lasting.stop()
+    lasting.start()
+    answer = start_engine(kind, connector=connector).generate(asked)
+    assert cached(answer) == ALL
+    assert tokens(answer) == reference(kind, asked)

@@ -1,0 +1,125 @@
+"""More prompts than the engine's own cache can keep, three times: what it can't, comes from the daemon."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.process import Daemon
+from tests.vllm.conftest import Reference, StartEngine
+from tests.vllm.corruption import ZeroingDaemon
+from tests.vllm.engine import ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+StartDaemon = Callable[..., Daemon]
+
+MEMORY = "256MiB"
+COUNT = 12
+MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+TWO_RANKS = {**MULTIPROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def served(chunk: int) -> int:
+    """Tokens of a prompt of 501 that whole chunks hold."""
+    return 501 // chunk * chunk
+
+
+@pytest.fixture
+def asked() -> Prompts:
+    """12 prompts of 501 tokens."""
+    return prompts(1, COUNT)
+
+
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "mla"])
+def test_three_rounds(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    route: str,
+    chunk: int,
+) -> None:
+    """Rounds 2 and 3 compute what is left of a chunk, and answer as ever."""
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine(kind, connector=ROUTES[route](daemon.socket, chunk))
+    for hit in (0, served(chunk), served(chunk)):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [hit] * COUNT
+        assert tokens(answer) == reference(kind, asked)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    dtype: str,
+) -> None:
+    """A quantised KV cache: half the bytes, the same hits."""
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine(kind, connector=by_connector(daemon.socket), kv_cache_dtype=dtype)
+    for hit in (0, 480):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [hit] * COUNT
+        assert tokens(answer) == reference(kind, asked, kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        pytest.param(MULTIPROCESS, {}, id="multiprocess"),
+        pytest.param(TWO_RANKS, {"tensor_parallel_size": 2}, id="tp2"),
+    ],
+)
+def test_other_processes(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    route: str,
+    environment: dict[str, str],
+    options: dict[str, Any],
+) -> None:
+    """Scheduler and ranks in processes of their own. Two ranks add up in another order, so they are compared with
+    themselves: what they computed before anything was loaded.
+    """
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine("dense", connector=ROUTES[route](daemon.socket), environment=environment, **options)
+    computed = engine.generate(asked)
+    assert cached(computed) == [0] * COUNT
+    if not options:
+        assert tokens(computed) == reference("dense", asked)
+    for _ in range(2):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [480] * COUNT
+        assert tokens(answer) == tokens(computed)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "mla"])
+def test_corrupted_loads_are_seen(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+) -> None:
+    """The negative control: when what is loaded is wrong, the comparison says so."""
+    daemon = ZeroingDaemon(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")), memory=MEMORY)
+    try:
+        engine = start_engine(kind, connector=by_spec(daemon.socket))
+        assert tokens(engine.generate(asked)) == reference(kind, asked)
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [480] * COUNT
+        assert tokens(answer) != reference(kind, asked)
+        engine.close()
+        daemon.audit()
+    finally:
+        daemon.destroy()
