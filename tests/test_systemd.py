@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -195,7 +196,7 @@ print([fd for fd in range(3, 8) if not os.path.exists(f"/proc/self/fd/{fd}")])
 """
     order = [memory[0], listener.fileno(), memory[1], memory[2], memory[3]]
     # From high numbers down to 3 and on, so that none is overwritten before it is copied.
-    high = [os.dup2(fd, 100 + index) for index, fd in enumerate(order)]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in order]
     script = tmp_path / "inherit.py"
     script.write_text(code)
     moves = " ".join(f"{3 + index}<&{fd} {fd}<&-" for index, fd in enumerate(high))

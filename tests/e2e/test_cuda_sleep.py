@@ -93,6 +93,7 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: b
     assert np.array_equal(found, content if told else np.zeros_like(content))
 
 
+@pytest.mark.soak
 def test_a_daemon_that_hangs_keeps_no_engine_from_sleeping_for_ever(daemon: Daemon, cache: Cache) -> None:
     """With nothing under way: what it keeps is memory that nobody uses. When it is back, so is the cache."""
     cache.memory.upload(0, np.ones(2 * COUNT * PAGE, np.uint8))

@@ -448,8 +448,8 @@ def test_a_storm_of_refused_peers_is_a_few_lines(start_daemon: Callable[..., Dae
     assert "290 more in the last 60 s, of: refused pid" in daemon.log()
 
 
-def test_a_storm_of_disk_errors_is_a_few_lines(start_daemon: Callable[..., Daemon], socket_dir: Path) -> None:
-    root, switch = socket_dir / "root", socket_dir / "faults"
+def test_a_storm_of_disk_errors_is_a_few_lines(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    root, switch = tmp_path / "root", tmp_path / "faults"
     root.mkdir(mode=0o700)
     daemon = start_daemon(
         "disk.min_free_bytes=0", f'disk.roots=[{{path="{root}",capacity="64MiB"}}]', "disk.retry_s=0.05",
@@ -458,8 +458,8 @@ def test_a_storm_of_disk_errors_is_a_few_lines(start_daemon: Callable[..., Daemo
     with ranks.Rank(daemon.socket) as rank:
         rank.store_keys(ranks.new_keys(np.random.default_rng(1), 64))
         until(lambda: daemon.status()["disk"]["records"] == 64, "all is on disk")
-        (socket_dir / "new").write_text("write=EIO\nread=EIO\nopen=EIO\n")
-        (socket_dir / "new").replace(switch)
+        (tmp_path / "new").write_text("write=EIO\nread=EIO\nopen=EIO\n")
+        (tmp_path / "new").replace(switch)
         for number in range(20):
             rank.store_keys(ranks.new_keys(np.random.default_rng(2 + number), 64))
         until(lambda: daemon.status()["disk"]["roots"][0]["state"] != "ok", "the disk is off or read-only")

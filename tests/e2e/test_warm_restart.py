@@ -62,7 +62,7 @@ def test_restarted(start: Start, seed: int, ends: str) -> None:
     assert TAKEN_OVER in daemon.log()
 
 
-@pytest.mark.parametrize("kills", [15, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
     """At random instants: what is served is right, and it is at least 95 % of what had been sealed before."""
     rng = np.random.default_rng(seed)

@@ -67,6 +67,7 @@ def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None
     assert "Traceback" not in done.said
 
 
+@pytest.mark.soak
 def test_bench_disk() -> None:
     found = result_of("bench_disk.py", "--bytes", "4MiB", "--rounds", "1", "--payloads", "64KiB,1MiB")
     assert [case["payload_bytes"] for case in found["cases"]] == [64 << 10, 1 << 20]

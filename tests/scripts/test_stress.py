@@ -38,6 +38,7 @@ def test_planted_corruption_is_found() -> None:
     assert done.figures["good"] is False
 
 
+@pytest.mark.soak
 def test_workers_outlive_the_daemon() -> None:
     done = run_script(
         "stress.py", "--seconds", "4", "--workers", "2", "--seed", "2", "--kill-daemon", "--slow-copies", "0.005"
@@ -47,6 +48,7 @@ def test_workers_outlive_the_daemon() -> None:
     assert done.figures["verified_loads"] > 0
 
 
+@pytest.mark.soak
 def test_keys_outlive_the_daemon_on_disk() -> None:
     done = run_script(
         "stress.py", "--seconds", "10", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
@@ -91,6 +93,7 @@ def test_on_a_gpu_a_short_run_with_kills_is_clean() -> None:
     assert 0 < figures["unmap_max_ms"] < 2000
 
 
+@pytest.mark.soak
 @needs_cuda
 def test_on_a_gpu_planted_corruption_is_found() -> None:
     done = run_script(
@@ -102,6 +105,7 @@ def test_on_a_gpu_planted_corruption_is_found() -> None:
     assert done.figures["stray_bytes"] == done.figures["broken_promises"] == done.figures["leaks"] == 0
 
 
+@pytest.mark.soak
 @needs_cuda
 def test_workers_outlive_daemons_that_their_gpus_end() -> None:
     done = run_script(

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from tests.e2e.waiting import until
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ ANSWER_S = 240.0
 STOP_S = 30.0
 LOG_TAIL = 6000
 OUTPUT_TOKENS = 8
+CONNECTED = "vllm:kvoffloadd_connected"
 
 Prompts = list[list[int]]
 
@@ -149,6 +151,15 @@ class Engine:
         """Counters of vLLM, by name."""
         self._say(do="metrics")
         return self._answer(ANSWER_S)
+
+    def await_connection(self) -> None:
+        """Until the scheduler knows that the daemon is back: what it computes before that, it does not have stored."""
+
+        def is_connected() -> bool:
+            self.generate(prompts(0, 1, 5))
+            return self.metrics()[CONNECTED] == 1
+
+        until(is_connected, "the scheduler is connected", ANSWER_S)
 
     def kill_before_load(self, pid: int) -> None:
         """SIGKILL a process when the next load has been promised and is about to be asked for."""

@@ -54,6 +54,7 @@ def come_back(daemon: Daemon) -> None:
 def check_works_again(daemon: Daemon, engine: Engine, asked: Prompts, expected: list[list[int]]) -> None:
     """After a restart: what is computed now is stored, and loaded in the next round."""
     come_back(daemon)
+    engine.await_connection()
     assert tokens(engine.generate(asked)) == expected
     settle(daemon, engine)
     answer = engine.generate_anew(asked)
@@ -152,6 +153,7 @@ def test_at_random_moments(
         time.sleep(rng.random() * 0.2)
         come_back(daemon)
         assert tokens(engine.finish()) == expected
+    engine.await_connection()
     assert tokens(engine.generate(asked)) == expected
     settle(daemon, engine)
     assert cached(engine.generate_anew(asked)) == [480] * COUNT

@@ -69,6 +69,7 @@ def test_daemon_restarted(
     lasting.stop()
     lasting.start()
     until(lambda: len(lasting.sessions()) == 2, "scheduler and worker are back", 30.0)
+    engine.await_connection()
     answer = engine.generate_anew(asked)
     assert cached(answer) == ALL
     assert tokens(answer) == reference(kind, asked)

@@ -72,6 +72,7 @@ def test_simulated_lru_is_the_exact_one() -> None:
         assert lru_hits(requests, capacity) <= ceiling_hits(requests)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not at hand")
 def test_known_figures_of_the_conversation_trace() -> None:
     requests = load_trace(TRACE)
