@@ -20,7 +20,7 @@ from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
-ANSWER_S = 240.0
+ANSWER_S = 400.0
 STOP_S = 30.0
 LOG_TAIL = 6000
 OUTPUT_TOKENS = 8

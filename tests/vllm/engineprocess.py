@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 Answer = dict[str, Any]
-_STEPS_MAX = 20_000
 
 
 class Served:
@@ -85,10 +85,12 @@ class Served:
             self._llm.llm_engine.add_request(names[-1], given, params)
         return names
 
-    def _collect(self, names: list[str], steps: int = _STEPS_MAX) -> list[Answer]:
-        """Step until all have ended, or so often."""
+    def _collect(self, names: list[str], steps: int | None = None) -> list[Answer]:
+        """Step until all have ended, or so often. The parent sees to the deadline: an engine of several processes steps
+        as fast as it can while it waits.
+        """
         found = {name: _request((), None, "") for name in names}
-        for _ in range(steps):
+        for _ in itertools.count() if steps is None else range(steps):
             if not self._llm.llm_engine.has_unfinished_requests():
                 break
             for output in self._llm.llm_engine.step():
@@ -139,6 +141,7 @@ def main(options: dict[str, Any], answers: TextIO) -> int:
 
 
 if __name__ == "__main__":
+    os.nice(10)  # ranks spin while they wait for each other: on a machine with as few processors the daemon goes first
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as stream:
         status = main(json.loads(sys.argv[1]), stream)
         # Not by way of the interpreter: torch's threads can hang there, which is not what is tested here.

@@ -1,0 +1,26 @@
+"""`kvoffloadd` whose loads, given `--faults corrupt_every=1`, end as zeros instead of with a flipped bit."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+from kvoffloadd.cli import main
+from kvoffloadd.device import faults
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.model import Direction
+
+
+def _zero(self: Any, direction: Direction, copies: Copies, result: CopyResult) -> CopyResult:
+    if direction is Direction.LOAD:
+        self.planted += len(copies)
+        for address, size in zip(copies.dst.tolist(), copies.size.tolist(), strict=True):
+            ctypes.memset(address, 0, size)
+    return result
+
+
+if __name__ == "__main__":
+    faults.FaultyDevice._plant = _zero  # type: ignore[method-assign]
+    sys.exit(main())
