@@ -330,10 +330,11 @@ class Daemon:
         for device in context.devices:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
+        # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
+        if not await context.transfers.settle(set(), CLOSE_S, sealed=True):
+            log.warning("%d payloads have no checksum yet; they are lost with this process", context.transfers.unsealed)
         if context.cache.disk is not None:
             self._systemd.status("writing to disk what is not there yet")
-            # Before the hash lane: what was stored last is sealed first, then written.
-            await context.transfers.settle(set(), CLOSE_S, sealed=True)
             if not await context.cache.disk.close(self._config.disk.flush_s, CLOSE_S):
                 self._fatal("disk I/O does not end")
         if not await context.hash_lane.close(CLOSE_S):

@@ -62,6 +62,19 @@ def test_restarted(start: Start, seed: int, ends: str) -> None:
     assert TAKEN_OVER in daemon.log()
 
 
+def test_an_orderly_stop_loses_nothing(start: Start, seed: int) -> None:
+    """Also what still waits for its checksum then, and there is no disk to wait for either."""
+    daemon = start("memory.slab_bytes=16MiB", memory="384MiB")
+    keys = new_keys(np.random.default_rng(seed), 300)
+    rank = daemon.welcome(Rank(daemon.socket, group_of(MIB), num_blocks=320))
+    store_all(rank, keys, at_once=300)
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    daemon.leave_guests()
+    daemon.start()
+    assert daemon.status()["cache"]["keys_adopted"] == 300
+
+
 @pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
     """At random instants: what is served is right, and it is at least 95 % of what had been sealed before."""
