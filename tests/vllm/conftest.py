@@ -12,8 +12,9 @@ import pytest
 
 from tests.e2e.process import Daemon
 from tests.vllm import models
-from tests.vllm.engine import OUTPUT_TOKENS, Engine, Prompts, tokens
+from tests.vllm.engine import COUNT, OUTPUT_TOKENS, Engine, Prompts, prompts, tokens
 
+StartDaemon = Callable[..., Daemon]
 StartEngine = Callable[..., Engine]
 Reference = Callable[..., list[list[int]]]
 
@@ -46,6 +47,12 @@ def model(folder: Path) -> Callable[[str], Path]:
     return lambda kind: models.write(kind, folder)
 
 
+@pytest.fixture
+def asked() -> Prompts:
+    """12 prompts of 501 tokens."""
+    return prompts(2, COUNT)
+
+
 @pytest.fixture(scope="session")
 def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]:
     """`reference(kind, prompts, max_tokens=8, **options)` -> what an engine without connector answers."""
@@ -67,9 +74,7 @@ def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]
 
 
 @pytest.fixture
-def start_engine(
-    start_daemon: Callable[..., Daemon], tmp_path: Path, model: Callable[[str], Path]
-) -> Iterator[StartEngine]:
+def start_engine(start_daemon: StartDaemon, tmp_path: Path, model: Callable[[str], Path]) -> Iterator[StartEngine]:
     """`start_engine(kind, connector=..., **options)` -> an engine of the test's own, ended before its daemons are."""
     started: list[Engine] = []
     with ExitStack() as stack:

@@ -12,12 +12,10 @@ import pytest
 
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import throughout, until
-from tests.vllm.conftest import StartEngine
+from tests.vllm.conftest import StartDaemon, StartEngine
 from tests.vllm.engine import Engine, Prompts, by_connector, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-StartDaemon = Callable[..., Daemon]
 
 COUNT, BLOCK, CHUNK = 4, 32, 64
 WHOLE = 501 // CHUNK

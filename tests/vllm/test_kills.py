@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
-from tests.vllm.conftest import Reference, StartEngine
-from tests.vllm.engine import Engine, Prompts, by_connector, cached, prompts, tokens
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, prompts, tokens
 
 pytestmark = [
     pytest.mark.vllm,
@@ -19,19 +18,11 @@ pytestmark = [
     pytest.mark.parametrize("kind", ["dense", "hybrid"]),
 ]
 
-StartDaemon = Callable[..., Daemon]
 
 MEMORY = "256MiB"
-COUNT = 12
 KILLS = 20
 RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
 SLOW = "delay_s=0.3"
-
-
-@pytest.fixture
-def asked() -> Prompts:
-    """12 prompts of 501 tokens."""
-    return prompts(3, COUNT)
 
 
 def busy(daemon: Daemon) -> bool:
@@ -58,7 +49,7 @@ def check_works_again(daemon: Daemon, engine: Engine, asked: Prompts, expected: 
     assert tokens(engine.generate(asked)) == expected
     settle(daemon, engine)
     answer = engine.generate_anew(asked)
-    assert cached(answer) == [480] * COUNT
+    assert cached(answer) == ALL
     assert tokens(answer) == expected
 
 
@@ -156,7 +147,7 @@ def test_at_random_moments(
     engine.await_connection()
     assert tokens(engine.generate(asked)) == expected
     settle(daemon, engine)
-    assert cached(engine.generate_anew(asked)) == [480] * COUNT
+    assert cached(engine.generate_anew(asked)) == ALL
 
 
 def test_no_daemon_at_the_start(

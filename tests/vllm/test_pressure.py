@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.e2e.process import UID, Daemon
 from tests.e2e.waiting import until
-from tests.vllm.conftest import Reference, StartEngine
-from tests.vllm.engine import ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-StartDaemon = Callable[..., Daemon]
-
-COUNT = 12
-ALL = [480] * COUNT
-
-
-@pytest.fixture
-def asked() -> Prompts:
-    """12 prompts of 501 tokens."""
-    return prompts(4, COUNT)
 
 
 def check_nothing_held(daemon: Daemon) -> None:
@@ -53,8 +40,8 @@ def test_memory_smaller_than_the_prompts(
     kind: str,
     route: str,
 ) -> None:
-    """Keys are evicted while others are loaded: what was promised is there."""
-    daemon = start_daemon(memory="5MiB")
+    """Of 180 keys of 128 KiB, or 276 of 64: keys are evicted while others are loaded, and what is promised is there."""
+    daemon = start_daemon(memory="10MiB")
     engine = start_engine(kind, connector=ROUTES[route](daemon.socket))
     expected = reference(kind, asked)
     for order in (1, 1, -1, -1, 1):
@@ -90,7 +77,7 @@ def test_abort(
     assert tokens(engine.generate(asked)) == expected
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [("dense", 36), ("hybrid", 72)])
+@pytest.mark.parametrize(("kind", "blocks"), [("dense", 36), ("hybrid", 56)])
 def test_preemption(
     start_daemon: StartDaemon,
     start_engine: StartEngine,
@@ -101,7 +88,8 @@ def test_preemption(
 ) -> None:
     """Two requests fit at their start, and not at their end."""
     daemon = start_daemon(memory="256MiB")
-    engine = start_engine(kind, connector=by_connector(daemon.socket), num_gpu_blocks_override=blocks)
+    connector = by_connector(daemon.socket)
+    engine = start_engine(kind, connector=connector, num_gpu_blocks_override=blocks, max_num_batched_tokens=128)
     expected = reference(kind, asked, max_tokens=120)
     for _ in range(2):
         assert tokens(engine.generate(asked, max_tokens=120)) == expected

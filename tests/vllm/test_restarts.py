@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,10 @@ import pytest
 from tests.e2e import disk
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
-from tests.vllm.conftest import Reference, StartEngine
-from tests.vllm.engine import ROUTES, Prompts, by_connector, cached, prompts, tokens
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import ALL, ROUTES, Prompts, by_connector, cached, prompts, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-StartDaemon = Callable[..., Daemon]
-
-COUNT = 12
-ALL = [480] * COUNT
-
-
-@pytest.fixture
-def asked() -> Prompts:
-    """12 prompts of 501 tokens."""
-    return prompts(2, COUNT)
 
 
 @pytest.fixture

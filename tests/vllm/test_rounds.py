@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.process import Daemon
-from tests.vllm.conftest import Reference, StartEngine
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.corruption import ZeroingDaemon
-from tests.vllm.engine import ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
+from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-StartDaemon = Callable[..., Daemon]
 
 MEMORY = "256MiB"
-COUNT = 12
 MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 TWO_RANKS = {**MULTIPROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
@@ -27,12 +23,6 @@ TWO_RANKS = {**MULTIPROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND"
 def served(chunk: int) -> int:
     """Tokens of a prompt of 501 that whole chunks hold."""
     return 501 // chunk * chunk
-
-
-@pytest.fixture
-def asked() -> Prompts:
-    """12 prompts of 501 tokens."""
-    return prompts(1, COUNT)
 
 
 @pytest.mark.parametrize("chunk", [32, 64])
@@ -103,7 +93,7 @@ def test_other_processes(
         assert tokens(computed) == reference("dense", asked)
     for _ in range(2):
         answer = engine.generate_anew(asked)
-        assert cached(answer) == [480] * COUNT
+        assert cached(answer) == ALL
         assert tokens(answer) == tokens(computed)
 
 
@@ -117,7 +107,7 @@ def test_corrupted_loads_are_seen(
         engine = start_engine(kind, connector=by_spec(daemon.socket))
         assert tokens(engine.generate(asked)) == reference(kind, asked)
         answer = engine.generate_anew(asked)
-        assert cached(answer) == [480] * COUNT
+        assert cached(answer) == ALL
         assert tokens(answer) != reference(kind, asked)
         engine.close()
         daemon.audit()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.e2e.process import UID, Daemon
-from tests.vllm.conftest import Reference, StartEngine
+from tests.e2e.process import UID
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ROUTES, prompts, tokens
 from tests.vllm.test_pressure import check_nothing_held
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-StartDaemon = Callable[..., Daemon]
-
 COUNT, CHUNKS = 24, 15
-KEY_BYTES = 65_536
+KEY_BYTES = 131_072
 """Of 32 tokens of the dense model."""
 
 

@@ -60,7 +60,7 @@ class Question:
 
 
 class Asker:
-    """Pins for a scheduler. All methods return at once; `answers` are what came since the last call."""
+    """Pins for a scheduler. All methods but `clear` return at once; `answers` are what came since the last call."""
 
     def __init__(self, client: Client, groups: KvCache) -> None:
         """`groups`: what the engine's ranks register, without memory."""
@@ -98,15 +98,22 @@ class Asker:
         question.abandoned = True
         self._commands.put(lambda: self._release(question))
 
-    def clear(self) -> None:
-        """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon."""
-        self.connected = False  # what is looked up from now on misses until it is done
+    def clear(self, wait_s: float) -> None:
+        """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
+
+        `wait_s`: to wait for one that answers. Until it has answered, nothing hits and nothing is stored.
+        """
+        was_connected, self.connected = self.connected, False
+        attempted = threading.Event()
 
         def begin() -> None:
             self._clearing = True
             self._clear()
+            attempted.set()
 
         self._commands.put(begin)
+        if was_connected:
+            attempted.wait(wait_s)
 
     @property
     def has_answers(self) -> bool:

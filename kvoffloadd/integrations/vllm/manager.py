@@ -1,9 +1,9 @@
 """vLLM's offloading manager: what the scheduler asks for, told from what the daemon answered.
 
-Nothing here waits. The first answer for a key is RETRY; the keys that a step asked for go out at its end, one pin for
-each request, and the answers are there a step or two later. What hits is pinned until it is loaded, or the request is
-preempted, aborted, finished, or begins to compute what was not loaded. What waiting requests pin fills half of the
-daemon's memory at most: the others are not asked for before there is room.
+Nothing here waits, but for a reset. The first answer for a key is RETRY; the keys that a step asked for go out at its
+end, one pin for each request, and the answers are there a step or two later. What hits is pinned until it is loaded, or
+the request is preempted, aborted, finished, or begins to compute what was not loaded. What waiting requests pin fills
+half of the daemon's memory at most: the others are not asked for before there is room.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class KVOffloaddManager(OffloadingManager):
             self._drop(promises)
         self._requests = {name: one for name, one in self._requests.items() if not one.finished}
         self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
-        self._asker.clear()
+        self._asker.clear(self._options.timeout_s)
         if self._watcher is not None:
             self._watcher.renew(self._generation)
             self._stored_anew = set()

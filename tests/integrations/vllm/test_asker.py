@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,9 +195,28 @@ def test_cleared(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     store(line.rank(), keys)
     asker = connected(line.asker())
-    asker.clear()
+    asker.clear(5.0)
+    assert asker.connected  # what is computed from now on is stored
     asked = question(keys)
     asker.ask(asked)
+    assert answered(asker, asked) == [{0: [MISS] * 12}]
+
+
+def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -> None:
+    """The scheduler waits no longer than it said, and nothing hits before the daemon has cleared."""
+    line = lines(daemon)
+    store(line.rank(), keys)
+    asker = connected(line.asker())
+    asked = question(keys)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        asker.clear(0.2)
+        assert 0.2 <= time.monotonic() - begun < 2.0
+        assert not asker.connected
+        asker.ask(asked)
+    finally:
+        daemon.signal(signal.SIGCONT)
     assert answered(asker, asked) == [{0: [MISS] * 12}]
     connected(asker)
 
