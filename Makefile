@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Modules of tests that run side by side.
+TEST_WORKERS ?= 2
 # Worker side only: the tests that adopt an engine's tensors. `make venv TORCH=` goes without, and they are skipped.
 TORCH ?= torch
 
@@ -51,7 +53,7 @@ demo: $(READY) ## two workers, a chat workload larger than the memory tier, one 
 	@$(BIN)/python scripts/demo.py
 
 test: $(READY) ## the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on the CPU, in a venv of its own
 	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm

@@ -18,6 +18,7 @@ from tests.e2e.rank import Rank
 
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
+os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
 
 Audit = Callable[[], list[str]]
 
