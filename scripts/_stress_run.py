@@ -375,7 +375,7 @@ class Run:
             self._check_daemon(observer, watch)
             return
         self._report.daemon_kills += 1
-        self._before = int(watch.status["cache"]["keys"]), clears
+        self._before = sum(row["keys"] for row in watch.status["namespaces"]), clears
         if disk is not None:
             disk.killed(watch, clears)
             if self._rng.random() < KILLED_IN_START:
@@ -399,7 +399,7 @@ class Run:
                 raise
 
     def _note_taken_over(self, status: dict[str, Any]) -> None:
-        """Of the keys in memory before the last kill, unless some were cleared since."""
+        """Of the complete keys in memory before the last kill, unless some were cleared since."""
         before, self._before = self._before, None
         if self._options.warm and before and before[0] and before[1] == self._counters.total("clears"):
             self._report.taken_over.append(int(status["cache"]["keys_adopted"]) / before[0])
