@@ -27,6 +27,7 @@ import xxhash
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.tiers.owner import OWNER_BYTES, await_end, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,11 @@ _MAGIC = b"KVOFPOOL"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
+_OWNER_AT = 520  # in the header's page, see `owner`
 _ALIGN_BYTES = 2 << 20
+
+END_S = 30.0
+"""How long the process that had the pool before may take to end, once it is being killed."""
 
 
 class Pool:
@@ -78,6 +83,7 @@ class Pool:
         self.arena: U8Array = whole[-capacity_bytes:]
         self._attempts: U32Array = whole[_ATTEMPTS_AT : _ATTEMPTS_AT + 4].view(np.uint32)
         self._whole = whole
+        _write(whole, _OWNER_AT, this_process())
         self._sequence = max(self._names(0)[0], self._names(1)[0])
 
     @classmethod
@@ -132,7 +138,8 @@ def inherit(fd: int | None, capacity_bytes: int, slab_bytes: int) -> Pool | None
     """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit."""
     if fd is None:
         return None
-    reason = unfit(fd, capacity_bytes, slab_bytes)
+    pid = _await_owner(fd)
+    reason = f"process {pid} still has it" if pid else unfit(fd, capacity_bytes, slab_bytes)
     if not reason:
         return Pool(fd, capacity_bytes, slab_bytes, is_old=True)
     log.warning("memory: a cold start, the old pool can't be used: %s", reason)
@@ -149,6 +156,8 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
     """
     fd = open_file(path)
     try:
+        if pid := _await_owner(fd):
+            raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which had it before, does not end")
         reason = unfit(fd, capacity_bytes, slab_bytes)
         if not reason:
             return Pool(fd, capacity_bytes, slab_bytes, is_old=True)
@@ -161,6 +170,12 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
     except BaseException:
         os.close(fd)
         raise
+
+
+def _await_owner(fd: int) -> int:
+    """The pid of the process that had the pool, if it does not end."""
+    owner = os.pread(fd, OWNER_BYTES, _OWNER_AT)
+    return await_end(owner, END_S) if len(owner) == OWNER_BYTES else 0
 
 
 def file_bytes(capacity_bytes: int, slab_bytes: int) -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers import pool as module
 from kvoffloadd.tiers.pool import ATTEMPTS_MAX, NAMES_BYTES, Pool, file_bytes, inherit, open_pool, unfit
 
 CAPACITY, SLAB = 40 * PAGE_BYTES, 8 * PAGE_BYTES
@@ -150,6 +156,52 @@ def test_a_file_is_one_daemon_s(path: Path) -> None:
     with pytest.raises(ConfigError, match="another daemon has it"):
         open_pool(path, CAPACITY, SLAB, fits)
     first.close()
+
+
+@pytest.fixture
+def owner(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that has the file as its own, and no lock on it any more: so is one that is being killed."""
+    code = (
+        "import sys, time; from pathlib import Path; from kvoffloadd.tiers.pool import open_pool;"
+        f"p = open_pool(Path({str(path)!r}), {CAPACITY}, {SLAB}, lambda _: None); p.arena[3] = 5;"
+        "p.close(); print(flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    yield child
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+def test_an_owner_that_does_not_end_keeps_it(
+    path: Path, owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPUs may still write there."""
+    monkeypatch.setattr(module, "END_S", 0.1)
+    with pytest.raises(ConfigError, match=f"process {owner.pid}, which had it before, does not end"):
+        open_pool(path, CAPACITY, SLAB, fits)
+    assert inherit(os.open(path, os.O_RDWR), CAPACITY, SLAB) is None
+
+
+def test_an_owner_that_ends_is_waited_for(path: Path, owner: subprocess.Popen[bytes]) -> None:
+    """A zombie has ended."""
+    begun = time.monotonic()
+    killer = threading.Timer(0.3, owner.send_signal, (signal.SIGKILL,))
+    killer.start()
+    heir = open_pool(path, CAPACITY, SLAB, fits)
+    assert time.monotonic() - begun >= 0.3
+    assert heir.arena[3] == 5
+    heir.close()
+    killer.join()
+
+
+def test_a_number_that_was_given_anew_is_no_owner(path: Path, owner: subprocess.Popen[bytes]) -> None:
+    with path.open("r+b") as file:
+        file.seek(528)  # when it started
+        file.write((12345).to_bytes(8, "little"))
+    open_pool(path, CAPACITY, SLAB, fits).close()
 
 
 def test_files_of_others_are_refused(path: Path, tmp_path: Path) -> None:
