@@ -122,7 +122,10 @@ class Link:
         self.pidfd = fds[0]
 
     def _settle(self, reply: Reply) -> None:
-        pending = self._pendings.get(reply.seq)
+        seq = reply.seq
+        if isinstance(reply, messages.Error) and not (seq or self.boot_id):
+            seq = next(iter(self._pendings), seq)  # turned away without being heard: that answers the greeting
+        pending = self._pendings.get(seq)
         if pending is None:
             said = f": {reply.code}: {reply.message}" if isinstance(reply, messages.Error) else ""
             raise MessageError(f"a reply to request {reply.seq}, which awaits none{said}")
@@ -142,7 +145,7 @@ class Link:
             promotion = None if pending.op.promotion is None else pending.op.promotion(pending.value)
             if promotion is not None:
                 self._promotions[promotion.seq] = weakref.ref(promotion)
-        del self._pendings[reply.seq]
+        del self._pendings[seq]
         pending.settle()
 
     def promotes(self, promotion: Promotion) -> bool:

@@ -89,10 +89,13 @@ def test_the_daemon_may_start_later(make_client: Any, path: str) -> None:
         started[0].stop()
 
 
-def test_a_refused_greeting(make_client: Any, fake: FakeDaemon, path: str) -> None:
-    fake.on["hello"] = lambda peer, message: peer.error(message.seq, "bad_version")
-    with pytest.raises(RemoteError, match="bad_version"):
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_refused_greeting(make_client: Any, fake: FakeDaemon, path: str, heard: bool) -> None:
+    """Also of one who is turned away for who he is: the daemon does not read what he says."""
+    fake.on["hello"] = lambda peer, message: peer.error(message.seq if heard else 0, "forbidden")
+    with pytest.raises(RemoteError, match="scripted forbidden") as caught:
         make_client(path).connect()
+    assert caught.value.code == "forbidden"
     assert fake.tags() == ["hello"]
 
 
