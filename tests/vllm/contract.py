@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
@@ -24,7 +25,7 @@ from kvoffloadd.integrations.vllm.connector import FailingWorker
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
-from tests.e2e.process import Daemon
+from tests.e2e.process import UID, Daemon
 from tests.e2e.waiting import until
 from tests.vllm.engine import by_connector, by_spec
 from tests.vllm.modelless import BLOCK, Modelless
@@ -72,7 +73,12 @@ FIELDS = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": "next_stored_chunk_idx",
     "vllm.v1.outputs:KVConnectorOutput": "failed_recving kv_connector_worker_meta",
     "vllm.config:KVTransferConfig": "kv_load_failure_policy kv_connector_extra_config",
-    "vllm.config:ModelConfig": "revision dtype quantization hf_overrides enable_sleep_mode enable_cumem_allocator",
+    "vllm.config:ModelConfig": (
+        "revision dtype quantization hf_overrides hf_config_path max_model_len hf_text_config multimodal_config "
+        "enable_sleep_mode enable_cumem_allocator"
+    ),
+    "vllm.config:LoadConfig": "load_format",
+    "vllm.config:ParallelConfig": "nnodes",
     "vllm.config:CacheConfig": "prefix_caching_hash_algo",
 }
 """Dataclass -> fields that the adapter reads or sets."""
@@ -191,13 +197,38 @@ def test_reset(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
     one.generate([[5]])  # a step, which tells the workers
     assert one.generate(asked) == [0, 0, 0]
     one.forget()
+    assert one.generate(asked) == HITS
 
-    def hit() -> bool:
-        found = one.generate(asked)
-        one.forget()
-        return found == HITS
 
-    until(hit, "what was stored since then hits")
+def test_what_computes_pins_nothing(engine: StartEngine, asked: list[list[int]]) -> None:
+    """Also where vLLM does not say that it has begun, as it does of no request that was preempted before."""
+    one = engine()
+    manager = one.scheduler.connector.scheduler.manager
+    wanted: list[Any] = []
+    prepare = manager.prepare_store
+
+    def note(keys: Any, context: Any) -> Any:
+        wanted.extend(keys)
+        return prepare(keys, context)
+
+    manager.prepare_store = note
+    one.generate(asked)
+    context = ReqContext("resumed")
+
+    def hits() -> bool:
+        found = [manager.lookup(key, context) for key in wanted]
+        manager.on_schedule_end(ScheduleEndContext([], []))
+        return set(found) == {LookupResult.HIT}
+
+    until(hits, "its keys are pinned")
+    assert _leased(one.daemon) == len(wanted)
+    assert manager.prepare_store(wanted, context).keys_to_store == []
+    until(lambda: _leased(one.daemon) == 0, "it pins nothing")
+    manager.on_request_finished(context)
+
+
+def _leased(daemon: Daemon) -> int:
+    return int(daemon.status()["accounts"][str(UID)].get("leases", 0))
 
 
 tells_of_sleep = pytest.mark.skipif(not RELEASE.tells_of_sleep, reason="this vLLM tells no connector of sleep")

@@ -60,7 +60,7 @@ class Question:
 
 
 class Asker:
-    """Pins for a scheduler. All methods but `clear` return at once; `answers` are what came since the last call."""
+    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: what came since the last call."""
 
     def __init__(self, client: Client, groups: KvCache) -> None:
         """`groups`: what the engine's ranks register, without memory."""
@@ -84,6 +84,7 @@ class Asker:
         """Whether the daemon could be asked last."""
         self.half_tier_keys = sys.maxsize
         """How many keys, as large as those that are there, fill half of the daemon's memory."""
+        self._commands.put(self._begin)
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-asker", daemon=True)
         self._thread.start()
 
@@ -137,20 +138,32 @@ class Asker:
     # --- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._attempt(self._connect)
         while not self._closing:
             try:
-                self._commands.get(timeout=_PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S)()
-            except queue.Empty:
-                self._idle()
-            if self._promoting:
-                self._look_for_promotions()
-            if self._unreleased:
-                self._release_all()
-            if self.connected and monotonic() >= self._weigh_at:
-                self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
+                self._turn()
+            except Exception as error:  # the thread's boundary: the engine goes on, without a cache
+                logger.exception("kvoffloadd: a bug, please report it")
+                waiting, self._promoting = self._promoting, []
+                for question in waiting:
+                    self._answer_nothing(question)
+                self._lost(error)
         with suppress(KvOffloadError):
             self._client.close(_HEARTBEAT_S, force=True)
+
+    def _begin(self) -> None:
+        self._attempt(self._connect)
+
+    def _turn(self) -> None:
+        with suppress(queue.Empty):
+            self._commands.get(timeout=_PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S)()
+        if not self.connected and monotonic() >= self._retry_at:
+            self._recover()
+        if self._promoting:
+            self._look_for_promotions()
+        if self._unreleased:
+            self._release_all()
+        if self.connected and monotonic() >= self._weigh_at:
+            self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
 
     def _connect(self) -> None:
         if self._registration is None:
@@ -159,12 +172,10 @@ class Asker:
             self._client.connect()
         self._weigh()  # a connection that still stands does not prove that anybody answers
 
-    def _idle(self) -> None:
-        if self._promoting:
-            return
+    def _recover(self) -> None:
         if self._clearing:
             self._clear()
-        elif not self.connected and monotonic() >= self._retry_at:
+        else:
             self._attempt(self._connect)
 
     def _weigh(self) -> None:
@@ -178,12 +189,12 @@ class Asker:
         if question.abandoned:
             return
         asked = False
-        if self.connected and not self._clearing:
-            asked = self._attempt(partial(self._pin, question))
+        try:
+            asked = self.connected and not self._clearing and self._attempt(partial(self._pin, question))
+        finally:
+            if not asked:
+                self._answer_nothing(question)
         if not asked:
-            question.pins.clear()
-            self._release(question)
-            self._answer(question)
             return
         question.promoting = not all(found.ready for _, found in question.pins)
         self._answer(question)
@@ -198,6 +209,13 @@ class Asker:
             question.pins.append((piece, found))
             if found.lease:
                 question.leases.append(found.lease)
+
+    def _answer_nothing(self, question: Question) -> None:
+        question.pins.clear()
+        question.promoting = False
+        self._answer(question)
+        self._unreleased += question.leases
+        question.leases = []
 
     def _answer(self, question: Question) -> None:
         """What its pins found; without any, nothing."""
@@ -245,6 +263,8 @@ class Asker:
                 self._unreleased.pop()
 
     def _clear(self) -> None:
+        if self._registration is None and not self._attempt(self._connect):
+            return
         if self._attempt(self._client.clear):
             self._clearing = False
             self.connected = True
@@ -285,6 +305,9 @@ class Asker:
                 self._refusal_told_at = monotonic()
                 logger.warning("kvoffloadd: a lookup was refused: %s", error)
             return
+        self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
         self.connected = False
         self._down = True
         self._retry_at = monotonic() + min(next(self._pauses) * 8, _BACKOFF_MAX_S)

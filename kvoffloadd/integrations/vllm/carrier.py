@@ -115,6 +115,7 @@ class Carrier:
         self._pauses: Iterator[float] = backoffs()
         self._retry_at = 0.0
         self._hangs = False
+        self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-carrier", daemon=True)
         self._thread.start()
 
@@ -123,6 +124,7 @@ class Carrier:
     def submit(self, transfer: Transfer) -> None:
         """Begin it. Its blocks are the daemon's until it is among those `ended`."""
         with self._changed:
+            self._check()
             self._open.add(transfer.number)
         if transfer.expedited:
             self._first.append(transfer)
@@ -130,6 +132,7 @@ class Carrier:
 
     def ended(self) -> list[Ended]:
         """Those that ended since the last call."""
+        self._check()
         found = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -139,8 +142,9 @@ class Carrier:
         """Until these have ended. No deadline: before that, nobody may use their blocks."""
         wanted = set(numbers)
         with self._changed:
-            while not self._changed.wait_for(lambda: not wanted & self._open, _WAIT_WARNING_S):
+            while not self._changed.wait_for(lambda: self._broken or not wanted & self._open, _WAIT_WARNING_S):
                 logger.warning("kvoffloadd: still waiting for %d transfers to end", len(wanted & self._open))
+            self._check()
 
     def sleep(self, deadline_s: float) -> None:
         """Have the daemon let go of the memory, once begun transfers have ended; those that come now end at once.
@@ -151,7 +155,8 @@ class Carrier:
         with self._changed:
             self._asleep, self._rests = True, False
             self._queue.put(None)
-            if not self._changed.wait_for(lambda: self._rests, deadline_s):
+            if not self._changed.wait_for(lambda: self._rests or self._broken, deadline_s):
+                self._asleep = False  # vLLM does not wake what never slept
                 raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
 
     def wake(self) -> None:
@@ -166,7 +171,24 @@ class Carrier:
 
     # --- the thread ----------------------------------------------------------------------------------
 
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                "the line to kvoffloadd has failed, see the log: which blocks it still writes is unknown"
+            )
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:  # the thread's boundary: an engine that ends is better than one that waits for ever
+            logger.exception("kvoffloadd: a bug, please report it")
+            with self._changed:
+                self._broken = True
+                self._changed.notify_all()
+        with suppress(KvOffloadError):
+            self._client.close(_IDLE_S, force=True)
+
+    def _serve(self) -> None:
         self._connect()
         while not self._closing:
             try:
@@ -182,8 +204,6 @@ class Carrier:
                 self._look_for_ends()
             elif self._asleep and not self._rests:
                 self._let_go()
-        with suppress(KvOffloadError):
-            self._client.close(_IDLE_S, force=True)
 
     def _idle(self) -> None:
         """A daemon's death is to be known, and its successor registered with, before the next load needs it."""

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.namespace import IDENTITY
+from kvoffloadd.integrations.vllm.namespace import IDENTITY, identity_of
 from kvoffloadd.integrations.vllm.sleep import refuse_sleep
 
 if TYPE_CHECKING:
@@ -50,8 +50,12 @@ class KVOffloaddConnector(OffloadingConnector):
             )
         if not versions.check().tells_of_sleep:
             refuse_sleep(vllm_config, "this vLLM tells no connector of it; 0.33 does")
+        if vllm_config.parallel_config.nnodes > 1:
+            raise UsageError(
+                "KVOffloaddConnector needs all ranks on one host: each host's daemon would have half of a key"
+            )
         _complete(vllm_config)
-        transfer.kv_connector_extra_config[IDENTITY] = _identity(vllm_config)
+        transfer.kv_connector_extra_config[IDENTITY] = identity_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
         self._results: FailingWorker | None = None
@@ -83,7 +87,8 @@ class KVOffloaddConnector(OffloadingConnector):
             status = self.scheduler._req_status.get(request)
             if status is None:
                 continue
-            tokens = sum(high - low for low, high, _key in status.load_key_ranges)
+            spans = [(low, high) for low, high, _key in status.load_key_ranges]  # of all groups: they overlap
+            tokens = max(high for _, high in spans) - min(low for low, _ in spans) if spans else 0
             manager.load_failed(request, tokens)
             if not status.req.is_finished():
                 self._failed.add(request)
@@ -158,14 +163,3 @@ def _complete(vllm_config: VllmConfig) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "KVOffloaddSpec")
     extra.setdefault("spec_module_path", _PACKAGE)
-
-
-def _identity(vllm_config: VllmConfig) -> dict[str, str]:
-    model = vllm_config.model_config
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}  # else a function: it has no name
-    return {
-        "revision": str(model.revision or ""),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "model": f"{model.quantization} {overrides!r}",
-        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-    }

@@ -164,6 +164,8 @@ class KVOffloaddManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """All that is not known to be there. Ranks reserve by themselves; what finds no room is dropped there."""
         promises = self._requests.get(req_context.req_id)
+        if promises is not None and not promises.loading:
+            self._forget(promises.settle())  # it computes; one that was preempted before is in no `new_req_ids`
         wanted = list(keys) if self._asker.connected else []
         if promises is not None:
             wanted = [key for key in wanted if not promises.is_there(key)]
@@ -218,6 +220,7 @@ class KVOffloaddManager(OffloadingManager):
         """A new epoch of the namespace, and new names: what is still being stored is never found."""
         for promises in self._requests.values():
             self._drop(promises)
+            promises.loaded.clear()
         self._requests = {name: one for name, one in self._requests.items() if not one.finished}
         self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
         self._asker.clear(self._options.timeout_s)

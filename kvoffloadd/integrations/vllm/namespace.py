@@ -43,6 +43,36 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
     )
 
 
+def identity_of(vllm_config: Any) -> dict[str, str]:
+    """What OffloadingConfig leaves out of a VllmConfig and the bytes of a KV cache depend on."""
+    model = vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
+    said = {
+        "quantization": model.quantization,
+        # A function has no name that another process would know: such an engine shares with nobody.
+        "overrides": model.hf_overrides
+        if isinstance(model.hf_overrides, dict)
+        else f"engine {vllm_config.kv_transfer_config.engine_id}",
+        "config": model.hf_config_path,
+        "dummy": str(vllm_config.load_config.load_format) == "dummy",
+        "positions": _long_positions(model),
+        "processor": getattr(multimodal, "mm_processor_kwargs", None),
+    }
+    return {
+        "revision": str(model.revision or ""),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": _digest(sorted((name, repr(value)) for name, value in said.items() if value)),
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+    }
+
+
+def _long_positions(model: Any) -> int:
+    """The length that decides how "longrope" models rotate all of their keys; of others, 0: it decides nothing."""
+    config = model.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    return int(model.max_model_len) if "longrope" in repr(rope) else 0
+
+
 def unstable_hashes(config: Any, seed: str | None) -> bool:
     """Whether block hashes differ between runs of the engine, so that nothing hits after a restart."""
     return seed is None and _hash_of(config.extra_config.get(IDENTITY, {})) in _RANDOM_SEED_HASHES
@@ -77,6 +107,8 @@ def _layout(config: Any, platform: str, release: str) -> str:
         config.worker_kv_bytes_per_block if alone else 0,
         config.replicated_layout,
         config.canonical_layout,
+        # From 0.33 on. Where the identity is not told, it may decide how all keys are rotated.
+        0 if IDENTITY in config.extra_config else getattr(config.model, "max_model_len", 0),
     )
     return f"vllm {release} {platform} {config.kv_cache_layout} {_digest(said)}"
 

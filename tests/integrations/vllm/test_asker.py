@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,6 +220,45 @@ def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -
         daemon.signal(signal.SIGCONT)
     assert answered(asker, asked) == [{0: [MISS] * 12}]
     connected(asker)
+
+
+def test_cleared_before_there_is_a_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """As soon as there is one, the namespace is empty, and what the engine has is known there."""
+    daemon = start_daemon()
+    daemon.kill()
+    asker = lines(daemon).asker()
+    asker.clear(5.0)
+    daemon.start()
+    connected(asker)
+    store(lines(daemon).rank(), keys)
+    asked = question(keys)
+    asker.ask(asked)
+    assert answered(asker, asked) == [{0: [HIT] * 12}]
+
+
+def test_a_bug_is_a_miss(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on without a cache, and with it when the bug was a passing one."""
+    line = lines(daemon)
+    store(line.rank(), keys)
+    asker = connected(line.asker())
+    pin, bugs = asker._client.pin, [ZeroDivisionError("a bug")]
+
+    def pin_or_fail(*arguments: Any) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return pin(*arguments)
+
+    monkeypatch.setattr(asker._client, "pin", pin_or_fail)
+    asked = question(keys)
+    asker.ask(asked)
+    assert answered(asker, asked) == [{0: [MISS] * 12}]
+
+    def hits() -> bool:
+        again = question(keys)
+        asker.ask(again)
+        return answered(asker, again) == [{0: [HIT] * 12}]
+
+    until(hits, "it is asked again")
 
 
 def test_close_ends_the_session_and_its_leases(daemon: Daemon, lines: Make, keys: Keys) -> None:

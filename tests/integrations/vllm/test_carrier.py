@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.integrations.vllm.carrier import Carrier, Ended, Transfer
 from kvoffloadd.model import Direction
@@ -145,6 +146,37 @@ def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys)
     daemon.kill()
     daemon.start()
     throughout(lambda: not daemon.sessions(), "who has closed does not come back", 0.3)
+
+
+def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """vLLM stays awake then, and wakes nobody."""
+    daemon = start_daemon(faults="delay_s=0.6")
+    carrier, rank = lines(daemon).carrier()
+    wanted = chunks(keys, 0)
+    fill(rank, wanted)
+    carrier.submit(Transfer(1, STORE, wanted))
+    until(lambda: daemon.status()["running"]["jobs"] == 1, "it has begun")
+    with pytest.raises(DeadlineError, match="can't sleep"):
+        carrier.sleep(0.1)
+    assert ended(carrier, 1)[0].success
+    rank.wipe()
+    carrier.submit(Transfer(2, LOAD, wanted))
+    assert ended(carrier, 2)[0].success
+    assert wrong(rank, wanted) == 0
+
+
+def test_a_bug_is_no_hang(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may still be written to is nobody's: better an engine that ends than one that waits for ever."""
+
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    carrier, _rank = lines(daemon).carrier()
+    monkeypatch.setattr(carrier, "_begin", bug)
+    carrier.submit(Transfer(1, STORE, chunks(keys, 0)))
+    for attempt in (lambda: carrier.wait([1]), carrier.ended, lambda: carrier.submit(Transfer(2, STORE, {}))):
+        with pytest.raises(RuntimeError, match="has failed"):
+            attempt()
 
 
 def test_nothing_to_carry(daemon: Daemon, lines: Make) -> None:

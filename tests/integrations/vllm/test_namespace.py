@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffloadd.client import NamespaceSpec
-from kvoffloadd.integrations.vllm.namespace import IDENTITY, instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.namespace import IDENTITY, identity_of, instance_of, namespace_of, unstable_hashes
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,60 @@ def test_ranks_and_engines_share_one() -> None:
 )
 def test_what_differs_has_another(changed: Config) -> None:
     assert named(changed) != named(BASE)
+
+
+def engine(**changed: Any) -> SimpleNamespace:
+    """As vLLM's VllmConfig, where it matters."""
+    standard: dict[str, Any] = {
+        "revision": None,
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
+        "max_model_len": 4096,
+        "multimodal_config": None,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**standard | changed),
+        load_config=SimpleNamespace(load_format=changed.get("load_format", "auto")),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=changed.get("hash", "sha256")),
+        kv_transfer_config=SimpleNamespace(engine_id=changed.get("engine_id", "one")),
+    )
+
+
+LONG = SimpleNamespace(rope_parameters={"full_attention": {"rope_type": "longrope", "short_factor": [1.0]}})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"revision": "v2"},
+        {"dtype": "torch.float16"},
+        {"quantization": "awq"},
+        {"hf_overrides": {"rope_theta": 1.0}},
+        {"hf_overrides": len},
+        {"hf_config_path": "/elsewhere"},
+        {"hf_text_config": LONG},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})},
+        {"load_format": "dummy"},
+        {"hash": "xxhash"},
+    ],
+)
+def test_engines_that_differ_have_another(changed: dict[str, Any]) -> None:
+    assert identity_of(engine(**changed)) != identity_of(engine())
+
+
+def test_lengths_matter_where_they_decide_how_keys_are_rotated() -> None:
+    assert identity_of(engine(max_model_len=8192)) == identity_of(engine())
+    long = [identity_of(engine(hf_text_config=LONG, max_model_len=length)) for length in (4096, 8192)]
+    assert long[0] != long[1]
+
+
+def test_a_function_is_the_engines_own() -> None:
+    """Nobody can tell whether two of them do the same."""
+    made = [identity_of(engine(hf_overrides=len, engine_id=name)) for name in ("one", "one", "two")]
+    assert made[0] == made[1] != made[2]
 
 
 def test_random_hashes_are_the_engines_own() -> None:
