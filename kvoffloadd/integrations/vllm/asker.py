@@ -60,7 +60,7 @@ class Question:
 
 
 class Asker:
-    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: what came since the last call."""
+    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: what came since the last."""
 
     def __init__(self, client: Client, groups: KvCache) -> None:
         """`groups`: what the engine's ranks register, without memory."""
