@@ -102,10 +102,12 @@ class Carrier:
         self._job_deadline_s = job_deadline_s
         self._registration: Registration | None = None
         self._former: Registration | None = None
-        self._asleep = False
+        # Odd: asleep. A transfer belongs to the phase that it was submitted in, and is begun in no other: by then its
+        # blocks hold something else.
+        self._phase = 0
         self._rests = False
-        self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._first: deque[Transfer] = deque()
+        self._queue: queue.SimpleQueue[tuple[int, Transfer] | None] = queue.SimpleQueue()
+        self._first: deque[tuple[int, Transfer]] = deque()
         self._jobs: dict[Job, _Course] = {}
         self._ended: deque[Ended] = deque()
         self._open: set[int] = set()
@@ -126,9 +128,10 @@ class Carrier:
         with self._changed:
             self._check()
             self._open.add(transfer.number)
+        submitted = self._phase, transfer
         if transfer.expedited:
-            self._first.append(transfer)
-        self._queue.put(None if transfer.expedited else transfer)
+            self._first.append(submitted)
+        self._queue.put(None if transfer.expedited else submitted)
 
     def ended(self) -> list[Ended]:
         """Those that ended since the last call."""
@@ -153,15 +156,22 @@ class Carrier:
         not answer may keep the memory that it had, but nothing is loaded into that any more.
         """
         with self._changed:
-            self._asleep, self._rests = True, False
+            if not self._asleep:
+                self._phase += 1
+            self._rests = False
             self._queue.put(None)
             if not self._changed.wait_for(lambda: self._rests or self._broken, deadline_s):
-                self._asleep = False  # vLLM does not wake what never slept
+                self.wake()  # vLLM does not wake what never slept
                 raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
 
     def wake(self) -> None:
         """The same tensors are there again, in whatever memory: transfers may come."""
-        self._asleep = False
+        if self._asleep:
+            self._phase += 1
+
+    @property
+    def _asleep(self) -> bool:
+        return bool(self._phase & 1)
 
     def close(self, deadline_s: float) -> None:
         """End the session. What the daemon has not given back by then stays its own until this process ends."""
@@ -192,11 +202,11 @@ class Carrier:
         self._connect()
         while not self._closing:
             try:
-                transfer = self._queue.get_nowait() if self._jobs else self._queue.get(timeout=_IDLE_S)
+                submitted = self._queue.get_nowait() if self._jobs else self._queue.get(timeout=_IDLE_S)
                 while self._first:
-                    self._begin(self._first.popleft())
-                if transfer is not None:
-                    self._begin(transfer)
+                    self._begin(*self._first.popleft())
+                if submitted is not None:
+                    self._begin(*submitted)
             except queue.Empty:
                 if not self._jobs and not self._asleep and monotonic() >= self._retry_at:
                     self._idle()
@@ -244,13 +254,13 @@ class Carrier:
             self._rests = True
             self._changed.notify_all()
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, phase: int, transfer: Transfer) -> None:
         if not transfer.chunks:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
         # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
         lost = monotonic() < self._retry_at and (self._hangs or transfer.direction is Direction.STORE)
-        if lost or self._asleep:
+        if lost or self._asleep or phase != self._phase:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
         course = _Course(transfer, 1)

@@ -165,6 +165,22 @@ def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, keys: Keys
     assert wrong(rank, wanted) == 0
 
 
+def test_what_was_submitted_asleep_is_not_begun_awake(daemon: Daemon, lines: Make, keys: Keys) -> None:
+    """However soon the engine wakes up: its blocks hold something else by then."""
+    carrier, rank = lines(daemon).carrier()
+    wanted = chunks(keys, 0)
+    fill(rank, wanted)
+    for number in range(20):
+        carrier.sleep(5.0)
+        carrier.submit(Transfer(number, STORE, wanted))
+        carrier.wake()
+    ended(carrier, *range(20))
+    assert jobs(daemon, "store") == 0
+    carrier.submit(Transfer(20, STORE, wanted))
+    ended(carrier, 20)
+    assert jobs(daemon, "store") == 1
+
+
 def test_a_bug_is_no_hang(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may still be written to is nobody's: better an engine that ends than one that waits for ever."""
 
