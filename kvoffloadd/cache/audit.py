@@ -11,9 +11,14 @@ from kvoffloadd.cache.parts import PartState
 from kvoffloadd.model import slot_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.model import I64Array, U32Array
+
+STEP_ROWS = 32_768
+"""Rows, records or slots that one step looks at, so that none holds the loop for more than some milliseconds."""
 
 
 def check(cache: Cache, holds: int, reserved: int) -> list[str]:
@@ -22,96 +27,160 @@ def check(cache: Cache, holds: int, reserved: int) -> list[str]:
     `holds` is the number of rows that all read leases and running loads name, `reserved` the number of parts that all
     write leases and running stores own.
     """
-    entries = cache.entries
-    rows = np.flatnonzero(entries.state[: entries.index.rows_end] != RowState.FREE).astype(np.uint32)
-    records = _records(entries, rows)
-    filled = records[entries.parts.state[records] != PartState.EMPTY]
-    in_flight = np.isin(entries.parts.state[filled], (PartState.RESERVED, PartState.WRITING))
-    findings = [
-        *entries.index.check(),
-        *cache.tier.check(entries.parts.page[filled], _sizes(entries, filled), filled.astype(np.uint32)),
-        *_check_rows(entries, rows),
-        *_check_spaces(cache, rows),
-        *_check_ledger(cache, rows),
-    ]
-    if int(entries.leases[rows].sum()) != holds:
-        findings.append(
-            f"leases: keys are held {int(entries.leases[rows].sum())} times, leases and loads account for {holds}"
-        )
-    if int(in_flight.sum()) != reserved:
-        findings.append(f"leases: {int(in_flight.sum())} parts are in flight, leases and stores account for {reserved}")
-    stranded = np.count_nonzero(entries.parts.state) - len(filled)
-    if stranded:
-        findings.append(f"parts: {stranded} records hold a slot that no key owns")
+    return [finding for found in steps(cache, lambda: (holds, reserved)) for finding in found]
+
+
+def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[list[str]]:
+    """The same, bit by bit. What a step finds is true of its moment: the cache may change before the next one.
+
+    `accounts`: `holds` and `reserved`, asked for in the step that needs them.
+    """
+    entries, tier = cache.entries, cache.tier
+    yield _check_counts(entries, *accounts())
+    yield _check_spaces(cache)
+    yield entries.index.check_table()
+    yield tier.check_pools()
+    for start in _spans(lambda: entries.index.rows_end, STEP_ROWS):
+        used = np.flatnonzero(entries.state[start : start + STEP_ROWS] != RowState.FREE)
+        yield _check_rows(cache, (used + start).astype(np.uint32))
+    for start in _spans(lambda: entries.parts.runs.used, STEP_ROWS):
+        yield _check_records(entries, start, min(start + STEP_ROWS, entries.parts.runs.used))
+    num_slabs = max(1, STEP_ROWS // tier.slab_pages)
+    for start in _spans(lambda: tier.num_slabs, num_slabs):
+        yield _check_slots(cache, range(start, min(start + num_slabs, tier.num_slabs)))
+
+
+def _spans(end: Callable[[], int], step: int) -> Iterator[int]:
+    """0, `step`, ... below what `end` is by then."""
+    start = 0
+    while start < end():
+        yield start
+        start += step
+
+
+# --- of one moment: counts of everything ---------------------------------------------------------------
+
+
+def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
+    findings = []
+    end = entries.index.rows_end
+    rows, held = int(np.count_nonzero(entries.state[:end])), int(entries.leases[:end].sum())
+    if rows != len(entries.index):
+        findings.append(f"rows: {rows} are in use, the index has given out {len(entries.index)}")
+    if held != holds:
+        findings.append(f"leases: keys are held {held} times, leases and loads account for {holds}")
+    state = entries.parts.state[: entries.parts.runs.used]
+    in_flight = sum(int(np.count_nonzero(state == one)) for one in (PartState.RESERVED, PartState.WRITING))
+    if in_flight != reserved:
+        findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
     return findings
 
 
-def _records(entries: Entries, rows: U32Array) -> I64Array:
-    runs = [entries.parts.run(entries.first[rows[at]], s.schema.parts).ravel() for s, at in entries.by_space(rows)]
-    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
-
-
-def _sizes(entries: Entries, records: I64Array) -> I64Array:
-    rows = entries.parts.row[records]
-    sizes = np.zeros(len(records), np.int64)
-    for space, at in entries.by_space(rows):
-        pages = np.array([slot_pages(size) for size in space.part_bytes], np.int64)
-        sizes[at] = pages[records[at] - entries.first[rows[at]]]
-    return sizes
-
-
-def _check_rows(entries: Entries, rows: U32Array) -> list[str]:
-    findings = []
-    live = rows[entries.state[rows] == RowState.LIVE]
-    if len(live) + len(rows[entries.state[rows] == RowState.RETIRED]) != len(entries.index):
-        findings.append(f"rows: {len(rows)} are in use, the index has given out {len(entries.index)}")
-    for space, at in entries.by_space(rows):
-        records = entries.parts.run(entries.first[rows[at]], space.schema.parts)
-        if (entries.parts.row[records] != rows[at][:, None]).any():
-            findings.append(f"parts: records of group {space.schema.group} belong to other keys")
-        missing = (entries.parts.state[records] < PartState.COMMITTED).sum(axis=1)
-        if (missing != entries.missing[rows[at]]).any():
-            findings.append(f"rows: missing parts of group {space.schema.group} are miscounted")
-        found = entries.index.find(space.id, entries.index.keys[rows[at]])
-        is_live = entries.state[rows[at]] == RowState.LIVE
-        if (found[is_live] != rows[at][is_live]).any():
-            findings.append(f"index: a live key of group {space.schema.group} is not found")
-        if (found[~is_live] == rows[at][~is_live]).any():
-            findings.append(f"index: a retired key of group {space.schema.group} is found")
-    return findings
-
-
-def _check_spaces(cache: Cache, rows: U32Array) -> list[str]:
+def _check_spaces(cache: Cache) -> list[str]:
     findings = []
     entries = cache.entries
-    counted = {space.id: at for space, at in entries.by_space(rows)}
+    state = entries.state[: entries.index.rows_end]
+    spaces = entries.index.space[: len(state)]
+    end = 1 + max(entries.spaces, default=0)
+    live = state == RowState.LIVE
+    rows = np.bincount(spaces[state != RowState.FREE], minlength=end)
+    keys = np.bincount(spaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
+    held_bytes = _committed_bytes(entries, end)
     for space in entries.spaces.values():
-        mine = rows[counted[space.id]] if space.id in counted else rows[:0]
-        live = entries.live(mine)
-        complete = int(entries.complete(live).sum())
-        if (len(mine), complete) != (space.rows, space.keys):
-            findings.append(f"space {space.id}: {len(mine)} rows, {complete} keys; counted {space.rows}, {space.keys}")
-        records = entries.parts.run(entries.first[mine], space.schema.parts)
-        sizes = np.broadcast_to(np.asarray(space.part_bytes, np.int64), records.shape)
-        held_bytes = int(sizes[entries.parts.state[records] >= PartState.COMMITTED].sum())
-        if held_bytes != space.bytes:
-            findings.append(f"space {space.id}: {held_bytes} bytes committed, counted {space.bytes}")
+        found, counted = (int(rows[space.id]), int(keys[space.id])), (space.rows, space.keys)
+        if found != counted:
+            findings.append(f"space {space.id}: {found} rows and keys, counted {counted}")
+        if int(held_bytes[space.id]) != space.bytes:
+            findings.append(f"space {space.id}: {int(held_bytes[space.id])} bytes committed, counted {space.bytes}")
+    if rows.sum() != rows[list(entries.spaces)].sum():
+        findings.append("rows: some are of spaces that there are not")
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())
-    live_rows = len(entries.live(rows))
-    if queued != live_rows:
-        findings.append(f"eviction: policies hold {queued} keys, {live_rows} are live")
+    if queued != np.count_nonzero(live):
+        findings.append(f"eviction: policies hold {queued} keys, {np.count_nonzero(live)} are live")
     return findings
 
 
-def _check_ledger(cache: Cache, rows: U32Array) -> list[str]:
+def _committed_bytes(entries: Entries, end: int) -> I64Array:
+    """Of each space below `end`, from its records."""
+    base, sizes = np.zeros(end, np.int64), [0]
+    for space in entries.spaces.values():
+        base[space.id] = len(sizes)
+        sizes += space.part_bytes
+    parts = entries.parts
+    records = np.flatnonzero(parts.state[: parts.runs.used] >= PartState.COMMITTED)
+    of = entries.index.space[parts.row[records]].astype(np.int64)
+    at = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
+    each = np.array(sizes, np.float64)[np.clip(at, 0, len(sizes) - 1)]  # exact: sums are far below 2^53
+    found: I64Array = np.bincount(of, weights=each, minlength=end).astype(np.int64)
+    return found
+
+
+# --- of one row, record or slot after the other ----------------------------------------------------------
+
+
+def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
+    """Each has the records that it names, they the slots, slots and records of the pool agree, and it is found."""
+    entries, tier = cache.entries, cache.tier
+    parts, findings = entries.parts, []
+    for space, at in entries.by_space(rows):
+        mine = rows[at]
+        records = parts.run(entries.first[mine], space.schema.parts)
+        if (parts.row[records] != mine[:, None]).any():
+            findings.append(f"parts: records of group {space.schema.group} belong to other keys")
+        missing = (parts.state[records] < PartState.COMMITTED).sum(axis=1)
+        if (missing != entries.missing[mine]).any():
+            findings.append(f"rows: missing parts of group {space.schema.group} are miscounted")
+        found = entries.index.find(space.id, entries.index.keys[mine])
+        is_live = entries.state[mine] == RowState.LIVE
+        if (found[is_live] != mine[is_live]).any():
+            findings.append(f"index: a live key of group {space.schema.group} is not found")
+        if (found[~is_live] == mine[~is_live]).any():
+            findings.append(f"index: a retired key of group {space.schema.group} is found")
+        pages = np.broadcast_to([slot_pages(size) for size in space.part_bytes], records.shape)
+        filled = parts.state[records] != PartState.EMPTY
+        findings += tier.check_slots(parts.page[records[filled]], pages[filled], records[filled].astype(np.uint32))
+        findings += _check_sealed(cache, records[is_live])
+    return findings
+
+
+def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
+    """What a successor would be told of these parts of live keys."""
     entries = cache.entries
-    records = _records(entries, entries.live(rows))
     sealed = records[entries.parts.state[records] == PartState.SEALED]
-    mine = entries.parts.row[sealed]
+    rows = entries.parts.row[sealed]
     return cache.tier.ledger.check(
         entries.parts.page[sealed],
-        entries.index.keys[mine],
+        entries.index.keys[rows],
         entries.parts.digest[sealed],
-        entries.index.space[mine].astype(np.int64),
-        sealed - entries.first[mine],
+        entries.index.space[rows].astype(np.int64),
+        sealed - entries.first[rows],
     )
+
+
+def _check_records(entries: Entries, start: int, stop: int) -> list[str]:
+    """What is not empty is a key's."""
+    records = start + np.flatnonzero(entries.parts.state[start:stop] != PartState.EMPTY)
+    rows = entries.parts.row[records]
+    numbers = records - entries.first[rows]
+    used = np.flatnonzero(entries.state[rows] != RowState.FREE)
+    owned = np.zeros(len(records), bool)
+    for space, at in entries.by_space(rows[used]):
+        mine = numbers[used[at]]
+        owned[used[at]] = (mine >= 0) & (mine < space.schema.parts)
+    stranded = int(np.count_nonzero(~owned))
+    return [f"parts: {stranded} records hold a slot that no key owns"] if stranded else []
+
+
+def _check_slots(cache: Cache, slabs: range) -> list[str]:
+    """A slot that is owned is its owner's, and a successor is told of it if that is sealed and can be found."""
+    findings = []
+    entries = cache.entries
+    pages, owners = cache.tier.owned(slabs)
+    state = entries.parts.state[owners]
+    if ((entries.parts.page[owners] != pages) | (state == PartState.EMPTY)).any():
+        findings.append("memory: a slot is owned by a part that does not have it")
+    told = pages[(state == PartState.SEALED) & (entries.state[entries.parts.row[owners]] == RowState.LIVE)]
+    written = cache.tier.ledger.written(slabs)
+    if not np.array_equal(written, told):
+        findings.append(f"ledger: {len(written)} slots have records, {len(told)} are sealed and can be found")
+    return findings

@@ -18,12 +18,15 @@ from kvoffloadd.cache.runs import Runs
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.format import SpaceId
 
 SHELVES_MAX = 1 << 16
+AUDIT_RECORDS = 32_768
+"""Records that one step of the audit looks at."""
+
 STEP_RECORDS = 4096
 """Records that one step of a walk takes out, so that none holds the loop for more than a few milliseconds."""
 
@@ -197,31 +200,60 @@ class Catalog:
 
     def check(self, segments: set[int]) -> list[str]:
         """What is wrong; nothing: an empty list. `segments`: those that the tier has. Walks everything."""
-        findings = [f"catalog: {finding}" for finding in self.index.check()]
+        return [finding for found in self.steps(lambda: segments) for finding in found]
+
+    def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
+        """The same, bit by bit. What a step finds is true of its moment: the catalog may change before the next one."""
+        yield [f"catalog: {finding}" for finding in self.index.check_table()]
+        yield self._check_places(segments())
+        yield self._check_shelves()
+        start = 0
+        while start < self.runs.used:
+            yield self._check_rows(start, min(start + AUDIT_RECORDS, self.runs.used))
+            start += AUDIT_RECORDS
+
+    # --- inside ---
+
+    def _check_places(self, segments: set[int]) -> list[str]:
+        findings = []
         placed = np.flatnonzero(self.page[: self.runs.used] != 0)
         if len(placed) != self.records:
             findings.append(f"catalog: {len(placed)} records have a place, counted {self.records}")
-        strange = set(np.unique(self.segment[placed]).tolist()) - segments
+        strange = set(distinct(self.segment[placed]).tolist()) - segments
         if strange:
             findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
         where = self.segment[placed].astype(np.uint64) << np.uint64(32) | self.page[placed]
-        if len(np.unique(where)) != len(where):
+        if len(distinct(where)) != len(where):
             findings.append("catalog: two records share a place")
-        rows = np.unique(self.row[placed])
-        spaces = self.index.space[rows]
+        return findings
+
+    def _check_shelves(self) -> list[str]:
+        findings = []
+        used = np.zeros(self.index.rows_end, bool)
+        used[self.row[np.flatnonzero(self.page[: self.runs.used] != 0)]] = True
+        spaces = self.index.space[: len(used)]
+        end = 1 + max(self.shelves, default=0)
+        rows = np.bincount(spaces[used], minlength=end)
+        keys = np.bincount(spaces[used & (self.missing[: len(used)] == 0)], minlength=end)
         for shelf in self.shelves.values():
-            mine = rows[spaces == shelf.id]
+            found = int(rows[shelf.id]), int(keys[shelf.id])
+            if shelf.open and found != (shelf.rows, shelf.keys):
+                findings.append(f"catalog: shelf {shelf.id} has {found}, counted {(shelf.rows, shelf.keys)}")
+        return findings
+
+    def _check_rows(self, start: int, stop: int) -> list[str]:
+        """The keys that records from `start` to `stop` belong to."""
+        findings = []
+        rows = distinct(self.row[start + np.flatnonzero(self.page[start:stop] != 0)])
+        spaces = self.index.space[rows]
+        for number in distinct(spaces).tolist():
+            shelf, mine = self.shelves[number], rows[spaces == number]
             missing = (self.page[Runs.of(self.first[mine], shelf.name.parts)] == 0).sum(axis=1)
             if (missing != self.missing[mine]).any():
                 findings.append(f"catalog: missing parts of shelf {shelf.id} are miscounted")
-            counted = (len(mine), int((missing == 0).sum()))
-            if shelf.open and counted != (shelf.rows, shelf.keys):
-                findings.append(f"catalog: shelf {shelf.id} has {counted}, counted {(shelf.rows, shelf.keys)}")
             if shelf.open and (self.index.find(shelf.id, self.index.keys[mine]) != mine).any():
                 findings.append(f"catalog: a key of shelf {shelf.id} is not found")
         return findings
-
-    # --- inside ---
 
     def _distinct(
         self, keys: U64Array, parts: U16Array, pages: U32Array, width: int

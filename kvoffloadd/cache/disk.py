@@ -25,7 +25,7 @@ from kvoffloadd.tiers.disk.format import SpaceId
 from kvoffloadd.tiers.disk.health import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 
     from kvoffloadd.cache.cache import Cache, Found
     from kvoffloadd.cache.namespace import Namespace, Space
@@ -355,11 +355,16 @@ class Disk:
 
     def check(self) -> list[str]:
         """What is wrong; nothing: an empty list."""
-        findings = self.catalog.check({ordinal for root in self.roots for ordinal in root.segments})
-        for root in self.roots:
-            if root.state != State.OFF and root.used_bytes > root.capacity_bytes:
-                findings.append(f"disk: {root.path} uses {root.used_bytes} bytes of {root.capacity_bytes}")
-        return findings
+        return [finding for found in self.steps() for finding in found]
+
+    def steps(self) -> Iterator[list[str]]:
+        """The same, bit by bit, each true of its moment."""
+        yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.segments})
+        yield [
+            f"disk: {root.path} uses {root.used_bytes} bytes of {root.capacity_bytes}"
+            for root in self.roots
+            if root.state != State.OFF and root.used_bytes > root.capacity_bytes
+        ]
 
     def figures(self) -> dict[str, Any]:
         """For `status`."""

@@ -16,7 +16,7 @@ from kvoffloadd.server.instance import Instances
 from kvoffloadd.server.status import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.transfer import Transfers
@@ -102,8 +102,18 @@ class Context:
                 self.cache.abort(lease.parts)
                 account.refund("leases", len(lease.parts))
 
-    def check(self) -> list[str]:
-        """The self-audit: what is wrong; nothing: an empty list."""
+    def audit(self) -> Iterator[list[str]]:
+        """The self-audit: what is wrong, bit by bit, so that the loop can turn in between."""
+        yield from audit.steps(self.cache, self._accounts)
+        if self.cache.disk is not None:
+            yield from self.cache.disk.steps()
+        if not self.sessions:
+            yield self.accounts.leaks()
+            if len(self.instances):
+                yield [f"instances: {len(self.instances)} without a session"]
+
+    def _accounts(self) -> tuple[int, int]:
+        """Rows that somebody holds, parts that somebody writes."""
         held = [lease for instance in self.instances.all() for lease in instance.leases.all()]
         holds = sum(len(lease.rows) for lease in held if isinstance(lease, ReadLease)) + self.transfers.holds
         reserved = sum(len(lease.parts) for lease in held if isinstance(lease, WriteLease)) + self.transfers.reserved
@@ -111,14 +121,7 @@ class Context:
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds
             reserved += disk.promotion.reserved
-        findings = audit.check(self.cache, holds, reserved)
-        if disk is not None:
-            findings += disk.check()
-        if not self.sessions:
-            findings += self.accounts.leaks()
-            if len(self.instances):
-                findings.append(f"instances: {len(self.instances)} without a session")
-        return findings
+        return holds, reserved
 
     def status(self, uid: int | None = None) -> dict[str, Any]:
         """What `status` tells; `uid`: what that user may know."""

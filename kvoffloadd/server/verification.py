@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,10 +33,15 @@ class Audit:
 
 async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> Audit:
     """Changes nothing, but that `repair` drops the records on disk that are bad. The daemon serves on meanwhile."""
-    audit = Audit(context.check())
+    audit = Audit()
+    for found in context.audit():
+        audit.findings += found
+        await asyncio.sleep(0)
     columns = context.cache.entries.parts
-    audit.slots = int(np.count_nonzero(columns.state))
-    sealed = np.flatnonzero(columns.state == PartState.SEALED) if payloads else np.zeros(0, np.int64)
+    audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))
+    sealed = (
+        np.flatnonzero(columns.state[: columns.runs.used] == PartState.SEALED) if payloads else np.zeros(0, np.int64)
+    )
     for start in range(0, len(sealed), CHUNK_PARTS):
         parts = sealed[start : start + CHUNK_PARTS]
         parts = parts[columns.state[parts] == PartState.SEALED]

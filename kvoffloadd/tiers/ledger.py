@@ -91,7 +91,7 @@ class Ledger:
 
     def read(self) -> Survivors:
         """All that a predecessor has left; records that are not whole are erased."""
-        at, pages, sizes = self._slots()
+        at, pages, sizes = self._slots(range(len(self._slabs)))
         written = self._records[at, _CHECK] != 0
         at, pages, sizes = at[written], pages[written], sizes[written]
         words = self._records[at]
@@ -113,26 +113,27 @@ class Ledger:
         )
 
     def check(self, pages: U32Array, keys: U64Array, digests: U64Array, spaces: I64Array, parts: I64Array) -> list[str]:
-        """Audit against what the caller believes: the slots that are sealed and can be found, and what they hold."""
+        """Audit against what the caller believes: what these slots hold, which are sealed and can be found."""
         at = self._places(pages)
         words = self._records[at]
         same = (words[:, :4] == keys).all(axis=1) & (words[:, 4:6] == digests).all(axis=1)
         same &= words[:, 6] & np.uint64(0xFFFFFFFF) == (spaces | parts << 16).astype(np.uint64)
         same &= words[:, _CHECK] == self._checks(at, words[:, :_CHECK])
-        findings = []
-        if not same.all():
-            findings.append(f"ledger: the records of {int((~same).sum())} sealed slots are wrong or missing")
-        written = int(np.count_nonzero(self._records[self._slots()[0], _CHECK]))
-        if written != len(pages):
-            findings.append(f"ledger: {written} slots have records, {len(pages)} are sealed and can be found")
-        return findings
+        wrong = int(np.count_nonzero(~same))
+        return [f"ledger: the records of {wrong} sealed slots are wrong or missing"] if wrong else []
+
+    def written(self, slabs: range) -> U32Array:
+        """First pages, ascending, of the slots in these slabs that have a record."""
+        at, pages, _ = self._slots(slabs)
+        found: U32Array = pages[self._records[at, _CHECK] != 0]
+        return found
 
     # --- inside ---
 
-    def _slots(self) -> tuple[I64Array, U32Array, I64Array]:
-        """Of every slot of the slabs as they are: place of its record, first page, pages."""
+    def _slots(self, slabs: range) -> tuple[I64Array, U32Array, I64Array]:
+        """Of every slot of these slabs as they are: place of its record, first page, pages."""
         places, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for slab in np.flatnonzero(self._slabs).tolist():
+        for slab in (slabs.start + np.flatnonzero(self._slabs[slabs.start : slabs.stop])).tolist():
             size, first = int(self._slabs[slab]), slab * self._slab_pages
             count = (min(first + self._slab_pages, len(self._records)) - first) // size
             places.append(np.arange(first, first + count))

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Namespace, Space
-from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, U32Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
+from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
 from kvoffloadd.tiers.pool import Pool
 
@@ -63,3 +64,17 @@ def keys_of(*numbers: int) -> U64Array:
     found = np.zeros((len(numbers), 4), np.uint64)
     found[:, 1] = numbers
     return found
+
+
+def store(
+    cache: Cache, space: Space, keys: U64Array, parts: list[int] | None = None, *, seals: bool = True
+) -> I64Array:
+    """Commit parts of keys, all of them if not told which; the payloads are zeros."""
+    wanted: U16Array = np.array(range(space.schema.parts) if parts is None else parts, np.uint16)
+    reserved = cache.reserve(space, keys, wanted, 0).parts
+    cache.begin(reserved)
+    kept = cache.commit(reserved)
+    if seals:
+        digests = hash_payloads(cache.payload_addresses(kept), cache.payload_bytes(kept))
+        cache.seal(kept, cache.entries.parts.generation[kept], digests)
+    return kept

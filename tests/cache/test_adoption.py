@@ -10,29 +10,13 @@ import pytest
 from kvoffloadd.cache.adoption import Estate, adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Space
-from kvoffloadd.model import PAGE_BYTES, I64Array, U16Array, U64Array
-from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.tiers.pool import Pool
 
-from .fakes import keys_of, make_cache, make_space
+from .fakes import keys_of, make_cache, make_space, store
 
 PAGES, SLAB_PAGES = 64, 16
 NAME = b"n" * 16
-
-
-def store(
-    cache: Cache, space: Space, keys: U64Array, parts: list[int] | None = None, *, seals: bool = True
-) -> I64Array:
-    """Commit parts of keys, all of them if not told which; the payloads are zeros."""
-    wanted: U16Array = np.array(range(space.schema.parts) if parts is None else parts, np.uint16)
-    reserved = cache.reserve(space, keys, wanted, 0).parts
-    cache.begin(reserved)
-    kept = cache.commit(reserved)
-    if seals:
-        digests = hash_payloads(cache.payload_addresses(kept), cache.payload_bytes(kept))
-        cache.seal(kept, cache.entries.parts.generation[kept], digests)
-    return kept
 
 
 def heir(cache: Cache, **changes: int) -> tuple[Cache, Estate]:

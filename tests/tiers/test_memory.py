@@ -98,7 +98,10 @@ class Slots(RuleBasedStateMachine):
         pages = np.array(list(self.held), np.uint32)
         sizes = np.array([size for size, _ in self.held.values()], np.int64)
         owners = np.array([owner for _, owner in self.held.values()], np.uint32)
-        assert self.tier.check(pages, sizes, owners) == []
+        assert self.tier.check_slots(pages, sizes, owners) + self.tier.check_pools() == []
+        taken_pages, taken_by = self.tier.owned(range(self.tier.num_slabs))
+        order = np.argsort(pages)
+        assert (taken_pages.tolist(), taken_by.tolist()) == (pages[order].tolist(), owners[order].tolist())
         gauges = self.tier.gauges()
         assert gauges["used_bytes"] == sum(sizes.tolist()) * PAGE_BYTES
 
