@@ -186,8 +186,12 @@ def _verify_daemon(arguments: argparse.Namespace) -> int:
         hashed = f", {verified.payloads:,} payloads hashed again" if arguments.payloads else ""
         read = f", {verified.records:,} records on disk read" if arguments.disk else ""
         dropped = f", {repaired} repaired," if arguments.repair else ""
-        sys.stdout.write(f"{len(findings)} findings{dropped} in {verified.slots:,} slots{hashed}{read}\n")
+        sys.stdout.write(f"{_findings(len(findings))}{dropped} in {verified.slots:,} slots{hashed}{read}\n")
     return EXIT_BAD_NEWS if len(findings) > repaired else EXIT_OK
+
+
+def _findings(count: int) -> str:
+    return "1 finding" if count == 1 else f"{count:,} findings"
 
 
 def _verify_roots(arguments: argparse.Namespace) -> int:
@@ -215,7 +219,7 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
             sys.stdout.writelines(f"finding: {root}: {printable(finding)}\n" for finding in report.findings)
             repaired = f", {report.repaired:,} repaired," if arguments.repair else ""
             sys.stdout.write(
-                f"{root}: {len(report.findings):,} findings{repaired} in {report.records:,} records, "
+                f"{root}: {_findings(len(report.findings))}{repaired} in {report.records:,} records, "
                 f"{report.segments:,} segments, {format_bytes(report.bytes)}\n"
             )
     if arguments.json:

@@ -319,7 +319,7 @@ def test_verify_exits_1_on_findings(run: Run, fake: type[FakeClient]) -> None:
     assert run("verify") == (0, "0 findings in 1,000 slots\n", "")
     assert run("verify", "--payloads") == (0, "0 findings in 1,000 slots, 900 payloads hashed again\n", "")
     fake.findings = ("slot 3 belongs to two parts",)
-    assert run("verify") == (1, "finding: slot 3 belongs to two parts\n1 findings in 1,000 slots\n", "")
+    assert run("verify") == (1, "finding: slot 3 belongs to two parts\n1 finding in 1,000 slots\n", "")
     code, out, _ = run("verify", "--json", "--payloads")
     assert (code, json.loads(out)) == (1, {
         "findings": [*fake.findings], "slots": 1000, "payloads": 900, "records": 0, "repaired": 0,
@@ -341,7 +341,7 @@ def test_verify_repairs_the_disk(run: Run, fake: type[FakeClient]) -> None:
     assert (code, fake.asked) == (0, [(True, True, True)])
     assert out.splitlines() == [
         f"finding: {bad}",
-        "1 findings, 1 repaired, in 1,000 slots, 900 payloads hashed again, 5,000 records on disk read",
+        "1 finding, 1 repaired, in 1,000 slots, 900 payloads hashed again, 5,000 records on disk read",
     ]
     fake.findings = (bad, "slot 3 belongs to two parts")
     code, out, _ = run("verify", "--disk", "--repair", "--json")
@@ -385,7 +385,7 @@ def test_verify_root_needs_no_daemon(run: Run, roots: Roots) -> None:
     b = Path.cwd() / "b"
     assert out.splitlines()[1:] == [
         f"finding: {b}: segment 7: \\x1b bad",
-        f"{b}: 1 findings in 4,000 records, 3 segments, 3 MiB",
+        f"{b}: 1 finding in 4,000 records, 3 segments, 3 MiB",
     ]
 
 

@@ -275,7 +275,9 @@ class Demotion:
         sizes = space.part_bytes
         usable = [root for root in self._disk.roots if root.state == State.OK]
         if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
-            self.counters.not_demoted["too large" if usable else "no disk"] += len(offer.rows)
+            is_full = any(root.state == State.FULL for root in self._disk.roots)
+            why = "too large" if usable else "no room" if is_full else "no disk"
+            self.counters.not_demoted[why] += len(offer.rows)
             self._cache.entries.demoting[offer.rows] = 0
             return
         entries = self._cache.entries

@@ -22,7 +22,7 @@ from kvoffloadd.cache.reclaim import Reclaim
 from kvoffloadd.errors import KvOffloadError, NotDurableError
 from kvoffloadd.model import KEY_BYTES_MAX, PAGE_BYTES, KeyState
 from kvoffloadd.tiers.disk.format import SpaceId
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import State, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
@@ -122,7 +122,7 @@ class Disk:
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
-            root.health.become(State.OFF, str(error))
+            root.health.become(State.OFF, said(error))
             await root.take_off()
             return set()
         self.catalog.index.expect(sum(len(one.entries) for _, one in found))
@@ -348,7 +348,7 @@ class Disk:
             try:
                 await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
             except (OSError, KvOffloadError) as error:
-                failed.append(f"{root.path}: {error}")
+                failed.append(f"{root.path}: {said(error)}")
         return failed
 
     # --- audit ---

@@ -48,6 +48,7 @@ _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
 _OWNER_AT = 520  # in the header's page, see `owner`
 _ALIGN_BYTES = 2 << 20
+_HUGE_BYTES = 2 << 20
 
 END_S = 30.0
 """How long the process that had the pool before may take to end, once it is being killed."""
@@ -66,7 +67,8 @@ class Pool:
         self.fd: Final = fd
         self.is_old: Final = is_old
         self.capacity_bytes: Final = capacity_bytes
-        self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes)
+        self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes, block_bytes(fd))
+        begin = arena_offset(capacity_bytes, slab_bytes)
         self._mapping = Mapping.map_fd(fd, self.size_bytes)
         self._mapping.leave_out_of_dumps()
         whole = self._mapping.array()
@@ -79,8 +81,8 @@ class Pool:
         self.slabs: U32Array = whole[slabs : slabs + 4 * num_slabs].view(np.uint32)
         words = whole[records : records + 8 * RECORD_WORDS * num_pages].view(np.uint64)
         self.records: U64Array = words.reshape(num_pages, RECORD_WORDS)
-        self.address: Final = self._mapping.address + self.size_bytes - capacity_bytes
-        self.arena: U8Array = whole[-capacity_bytes:]
+        self.address: Final = self._mapping.address + begin
+        self.arena: U8Array = whole[begin : begin + capacity_bytes]
         self._attempts: U32Array = whole[_ATTEMPTS_AT : _ATTEMPTS_AT + 4].view(np.uint32)
         self._whole = whole
         _write(whole, _OWNER_AT, this_process())
@@ -164,8 +166,9 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         if os.fstat(fd).st_size:
             log.warning("memory: a cold start, %s can't be used: %s", path, reason)
         os.ftruncate(fd, 0)
-        check_fits(capacity_bytes)
-        empty_file(fd, file_bytes(capacity_bytes, slab_bytes), path)
+        if block_bytes(fd) < _HUGE_BYTES:  # such pages are no part of the memory that is available
+            check_fits(capacity_bytes)
+        empty_file(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
         return Pool(fd, capacity_bytes, slab_bytes, is_old=False)
     except BaseException:
         os.close(fd)
@@ -178,12 +181,23 @@ def _await_owner(fd: int) -> int:
     return await_end(owner, END_S) if len(owner) == OWNER_BYTES else 0
 
 
-def file_bytes(capacity_bytes: int, slab_bytes: int) -> int:
-    """Size of the whole file."""
+def file_bytes(capacity_bytes: int, slab_bytes: int, unit_bytes: int = PAGE_BYTES) -> int:
+    """Size of the whole file, a multiple of `unit_bytes`."""
+    size = arena_offset(capacity_bytes, slab_bytes) + capacity_bytes
+    return size + -size % unit_bytes
+
+
+def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
+    """Bytes before the arena."""
     num_pages = capacity_bytes // PAGE_BYTES
     num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
     before = PAGE_BYTES + 2 * NAMES_BYTES + _pages(4 * num_slabs) + _pages(8 * RECORD_WORDS * num_pages)
-    return before + -before % _ALIGN_BYTES + capacity_bytes
+    return before + -before % _ALIGN_BYTES
+
+
+def block_bytes(fd: int) -> int:
+    """Of the file's file system: on hugetlbfs a page of it, of which a file has whole ones."""
+    return max(os.fstatvfs(fd).f_bsize, PAGE_BYTES)
 
 
 def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
@@ -203,7 +217,7 @@ def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
         return f"it was made for {capacity} bytes in slabs of {slab}, not for {capacity_bytes} in slabs of {slab_bytes}"
     if int.from_bytes(os.pread(fd, 4, _ATTEMPTS_AT), "little") >= ATTEMPTS_MAX:
         return f"{ATTEMPTS_MAX} starts have ended while they took it over"
-    if found.st_size != file_bytes(capacity_bytes, slab_bytes):
+    if found.st_size != file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)):
         return f"it has {found.st_size} bytes"
     return ""
 

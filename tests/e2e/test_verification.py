@@ -134,7 +134,7 @@ def test_the_operator_s_verify_exits_with_bad_news(start_daemon: Start, keys: Ke
     flip_a_bit(daemon, keys[1].tobytes())
     found = subprocess.run(command, capture_output=True, check=False, text=True)
     assert found.returncode == 1
-    assert "1 findings" in found.stdout
+    assert "1 finding in" in found.stdout
     rank.client.clear()
 
 

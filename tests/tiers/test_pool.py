@@ -215,6 +215,23 @@ def test_files_of_others_are_refused(path: Path, tmp_path: Path) -> None:
         open_pool(link, CAPACITY, SLAB, fits)
 
 
+def test_files_of_whole_huge_pages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on hugetlbfs, whose pages are no part of the memory that is available."""
+    monkeypatch.setattr(module, "block_bytes", lambda _: 2 << 20)
+
+    def full(_: int) -> None:
+        raise ConfigError("only 3 bytes")
+
+    first = open_pool(path, CAPACITY, SLAB, full)
+    assert path.stat().st_size == first.size_bytes
+    assert path.stat().st_size % (2 << 20) == 0 != file_bytes(CAPACITY, SLAB) % (2 << 20)
+    first.arena[-1], first.slabs[-1] = 7, 3
+    first.close()
+    second = open_pool(path, CAPACITY, SLAB, full)
+    assert (second.is_old, len(second.arena), second.arena[-1], second.slabs[-1]) == (True, CAPACITY, 7, 3)
+    second.close()
+
+
 def test_no_room(path: Path) -> None:
     def full(_: int) -> None:
         raise ConfigError("only 3 bytes")

@@ -74,7 +74,7 @@ class Files:
         found = os.fstat(fd)
         trouble = ""
         if found.st_uid != os.geteuid():
-            trouble = f"belongs to uid {found.st_uid}, the daemon runs as uid {os.geteuid()}"
+            trouble = f"belongs to uid {found.st_uid}, and this runs as uid {os.geteuid()}: only its owner may use it"
         elif found.st_mode & 0o077:
             trouble = f"has mode {stat.S_IMODE(found.st_mode):o}, so that other users may enter it; make that 700"
         if trouble:

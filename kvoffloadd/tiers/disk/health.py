@@ -15,6 +15,11 @@ _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def said(error: BaseException) -> str:
+    """An error in words, without a number, for people who read `status`."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class State:
     """OK; FULL: no space for a first segment; READ_ONLY: writes fail, reads go on; OFF: not reachable. Plain text."""
 
@@ -52,7 +57,7 @@ class Health:
         if number in _FULL_ERRORS:
             return True
         if self.writes_failed > 1 or number in _READ_ONLY_ERRORS:
-            self.become(State.READ_ONLY, str(error))
+            self.become(State.READ_ONLY, said(error))
         return False
 
     def wrote(self) -> None:

@@ -23,7 +23,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
-from kvoffloadd.tiers.disk.health import Health, State
+from kvoffloadd.tiers.disk.health import Health, State, said
 from kvoffloadd.tiers.disk.home import Home
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
@@ -129,7 +129,7 @@ class Root:
             self._trusted = await self.home.remember()
         except (OSError, KvOffloadError) as error:
             self.home.leave()
-            self.health.become(State.OFF, str(error))
+            self.health.become(State.OFF, said(error))
         return self.home.manifest
 
     async def recover(self) -> list[tuple[Segment, Recovered]]:
@@ -376,7 +376,7 @@ class Root:
         if self.health.write_failed(error):
             self._grow_after = self._loop.time() + self._settings.retry_s
             if self.oldest() is None and self._open is None:
-                self.health.become(State.FULL, str(error))
+                self.health.become(State.FULL, said(error))
         self.changed.set()
 
     async def probe(self) -> bool:
@@ -396,7 +396,7 @@ class Root:
             try:
                 await self.write_lane.perform(self.home.try_write, urgent=FIRST)
             except OSError as error:
-                self.health.become(self.state, str(error))
+                self.health.become(self.state, said(error))
             else:
                 self.health.wrote()
                 self.health.become(State.OK)
