@@ -19,6 +19,7 @@ import os
 import secrets
 import stat
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
@@ -31,7 +32,6 @@ from kvoffloadd.tiers.owner import OWNER_BYTES, await_end, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvoffloadd.model import U8Array, U32Array, U64Array
 
@@ -49,6 +49,9 @@ _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it ov
 _OWNER_AT = 520  # in the header's page, see `owner`
 _ALIGN_BYTES = 2 << 20
 _HUGE_BYTES = 2 << 20
+_MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
+
+MOUNTS = Path("/proc/self/mountinfo")
 
 END_S = 30.0
 """How long the process that had the pool before may take to end, once it is being killed."""
@@ -157,6 +160,8 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         ConfigError: the file can't be used.
     """
     fd = open_file(path)
+    if (kind := _file_system(fd)) not in _MEMORY:
+        log.warning("memory.pool_file: %s is on %s: what is stored in memory is written to a disk, too", path, kind)
     try:
         if pid := _await_owner(fd):
             raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which had it before, does not end")
@@ -193,6 +198,16 @@ def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
     num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
     before = PAGE_BYTES + 2 * NAMES_BYTES + _pages(4 * num_slabs) + _pages(8 * RECORD_WORDS * num_pages)
     return before + -before % _ALIGN_BYTES
+
+
+def _file_system(fd: int) -> str:
+    """Its type, as mounts(5) has it; empty if it can't be told."""
+    device = os.fstat(fd).st_dev
+    for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return rest.split()[0]
+    return ""
 
 
 def block_bytes(fd: int) -> int:

@@ -232,6 +232,25 @@ def test_files_of_whole_huge_pages(path: Path, monkeypatch: pytest.MonkeyPatch) 
     second.close()
 
 
+@pytest.mark.parametrize(("kind", "told"), [("ext4", True), ("tmpfs", False)])
+def test_files_on_disks_are_told_of(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    warned: bool,
+) -> None:
+    device = tmp_path.stat().st_dev
+    monkeypatch.setattr(module, "MOUNTS", tmp_path / "mounts")
+    module.MOUNTS.write_text(
+        "21 1 0:20 / /proc rw - proc proc rw\n"
+        f"22 1 {os.major(device)}:{os.minor(device)} / / rw,noatime shared:1 - {kind} /dev/sda rw\n"
+    )
+    open_pool(path, CAPACITY, SLAB, fits).close()
+    assert (f"is on {kind}" in caplog.text) == told
+
+
 def test_no_room(path: Path) -> None:
     def full(_: int) -> None:
         raise ConfigError("only 3 bytes")
