@@ -239,7 +239,7 @@ def test_files_on_disks_are_told_of(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: str,
-    warned: bool,
+    told: bool,
 ) -> None:
     device = tmp_path.stat().st_dev
     monkeypatch.setattr(module, "MOUNTS", tmp_path / "mounts")
