@@ -44,7 +44,7 @@ from kvoffloadd.tiers.disk.files import Files
 from kvoffloadd.tiers.disk.root import Root, RootSettings
 from kvoffloadd.tiers.disk.segment import Numbers
 from kvoffloadd.tiers.memory import MemoryTier
-from kvoffloadd.tiers.pool import Pool, inherit, open_pool
+from kvoffloadd.tiers.pool import Pool, discard, inherit, open_pool
 
 if TYPE_CHECKING:
     import socket
@@ -101,9 +101,13 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
 def _pool(config: Config, systemd: Systemd) -> Pool:
     """The memory tier's, which an earlier run may have left."""
     memory = config.memory
-    if memory.pool_file:
-        return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, check_memory_fits)
     kept = systemd.take(POOL_NAME)
+    if memory.pool_file:
+        if kept is not None:
+            systemd.forget(POOL_NAME)
+            discard(kept)
+        await_memory = partial(_await_memory, patience_s=FORGET_S if kept is not None else 0.0)
+        return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, await_memory)
     pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes)
     if pool is None:
         if kept is not None:
@@ -235,6 +239,8 @@ class Daemon:
     async def _take_over(self, context: Context) -> None:
         """What earlier runs left on disk and in memory."""
         cache = context.cache
+        if self._pool.is_old:
+            self._pool.note_attempt()
         estate = estate_of(self._pool.names()) if self._pool.is_old else None
         if estate is not None:
             cache.epochs.merge(estate.base, estate.last, estate.epochs)
@@ -242,7 +248,6 @@ class Daemon:
             await cache.disk.start(context.spawn, estate.namespaces if estate else set())
         if not self._pool.is_old:
             return
-        self._pool.note_attempt()
         rows = adopt(cache, estate)
         if self._config.memory.verify_adopted == "start":
             await context.transfers.verify_adopted()

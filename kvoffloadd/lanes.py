@@ -78,7 +78,7 @@ class Lane:
             raise UsageError(f"lane {name}: needs a thread, got {threads}")
         self.name = name
         self.threads = threads
-        self._loop = loop
+        self.loop = loop
         self._lock = threading.Lock()
         self._work_or_close = threading.Condition(self._lock)
         self._queues: dict[int, OrderedDict[Ticket, float]] = {}
@@ -127,7 +127,7 @@ class Lane:
         Raises:
             UsageError: the lane is closed.
         """
-        ended: asyncio.Future[T] = self._loop.create_future()
+        ended: asyncio.Future[T] = self.loop.create_future()
 
         def settle(value: T | BaseException) -> None:
             if ended.done():
@@ -245,7 +245,7 @@ class Lane:
                 return
             self._waking = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could be told
-            self._loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._deliver)
 
     # --- the event loop ---------------------------------------------------------------------------
 
@@ -260,11 +260,11 @@ class Lane:
             try:
                 done(value)
             except Exception as error:  # noqa: BLE001  one callback's bug may not cost the others their completion
-                self._loop.call_exception_handler(
+                self.loop.call_exception_handler(
                     {"message": f"lane {self.name}: a completion callback failed", "exception": error}
                 )
             if time.monotonic() >= turn_ends:
-                self._loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
+                self.loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
                 return
 
     def _on_thread_end(self, _: Literal[None]) -> None:

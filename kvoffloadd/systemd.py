@@ -13,7 +13,9 @@ import array
 import contextlib
 import logging
 import os
+import select
 import socket
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
+
+SAY_S = 1.0
+"""How long a queue that is full is waited for where what is not said would be missed for ever."""
 
 FIRST_FD = 3
 """SD_LISTEN_FDS_START."""
@@ -127,17 +132,17 @@ class Systemd:
         if not (0 < len(name) <= NAME_CHARS_MAX and name.isascii() and name.isprintable() and ":" not in name):
             raise UsageError(f"no name for a stored descriptor: {name!r}")
         # FDPOLL=0: it is to be kept whatever state it is in.
-        return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fd)
+        return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fd, wait_s=SAY_S)
 
     def forget(self, name: str) -> bool:
         """Has every descriptor of this name removed from the store."""
-        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        return self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", wait_s=SAY_S)
 
     # --- states -----------------------------------------------------------------------------------
 
     def ready(self, status: str = "") -> bool:
         """Start or reload is done: we serve."""
-        return self._send(_lines("READY=1", status))
+        return self._send(_lines("READY=1", status), wait_s=SAY_S)
 
     def reloading(self) -> bool:
         """A reload has begun; `ready` ends it."""
@@ -159,9 +164,11 @@ class Systemd:
         """We are alive: the watchdog begins anew."""
         return self._send("WATCHDOG=1")
 
-    def _send(self, text: str, fd: int | None = None) -> bool:
+    def _send(self, text: str, fd: int | None = None, wait_s: float = 0.0) -> bool:
         if self._notify is None:
             return False
+        if wait_s:
+            select.select([], [self._notify], [], wait_s)
         rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
             self._notify.sendmsg([text.encode(errors="replace")], rights, socket.MSG_NOSIGNAL)
@@ -201,6 +208,8 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _is_listening(fd: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return False
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         is_stream = (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_STREAM)
         return is_stream and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -193,6 +193,8 @@ assert sock.getsockname() == sys.argv[1] and not sock.getblocking() and systemd.
 assert systemd.listening() is None
 systemd.close_rest()
 print([fd for fd in range(3, 8) if not os.path.exists(f"/proc/self/fd/{fd}")])
+links = [os.readlink(link) for fd in os.listdir("/proc/self/fd") if os.path.lexists(link := f"/proc/self/fd/{fd}")]
+assert sum("memfd:" in link for link in links) == 2, links
 """
     order = [memory[0], listener.fileno(), memory[1], memory[2], memory[3]]
     # From high numbers down to 3 and on, so that none is overwritten before it is copied.

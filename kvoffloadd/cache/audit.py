@@ -67,6 +67,9 @@ def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
     rows, held = int(np.count_nonzero(entries.state[:end])), int(entries.leases[:end].sum())
     if rows != len(entries.index):
         findings.append(f"rows: {rows} are in use, the index has given out {len(entries.index)}")
+    live = int(np.count_nonzero(entries.state[:end] == RowState.LIVE))
+    if live != entries.index.num_found:
+        findings.append(f"index: it finds {entries.index.num_found} rows, {live} are live")
     if held != holds:
         findings.append(f"leases: keys are held {held} times, leases and loads account for {holds}")
     state = entries.parts.state[: entries.parts.runs.used]

@@ -6,6 +6,7 @@ raises has changed nothing.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
+
+log = logging.getLogger(__name__)
 
 SPACES_MAX = 1 << 16
 _ON_DISK = 1 << 46  # a snapshot's cursor from here on names rows of the catalog
@@ -115,6 +118,7 @@ class Cache:
         self.disk: Disk | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._next_space = 0
+        self._told_of_names = False
         self._tick = 0
 
     def attach(self, disk: Disk) -> None:
@@ -177,7 +181,9 @@ class Cache:
 
     def remember(self) -> None:
         """Write down whose the keys are, for a successor: whenever that has changed, before any of them is."""
-        self.tier.pool.save_names(names_of(self))
+        if not self.tier.pool.save_names(names_of(self)) and not self._told_of_names:
+            self._told_of_names = True
+            log.warning("memory: too many namespaces to be written down: a restart would be a cold one")
 
     def _new_space(self, namespace: Namespace, schema: GroupSchema, old: Space | None = None) -> Space:
         spaces = self.entries.spaces
@@ -191,6 +197,7 @@ class Cache:
         if self.disk:
             self.disk.shelve(space)
         spaces[space.id] = space
+        self._next_space = (space.id + 1) % SPACES_MAX
         return space
 
     # --- reading ---

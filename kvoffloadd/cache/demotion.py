@@ -258,6 +258,7 @@ class Demotion:
             entries = self._cache.entries
             same = entries.state[rows] == RowState.LIVE
             same &= entries.index.space[rows] == offer.space.id
+            same &= entries.spaces.get(offer.space.id) is offer.space  # its number may be another's by now
             at = np.flatnonzero(same)
             same[at] = entries.parts.generation[entries.first[rows[at]]] == generations[at]
             self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())

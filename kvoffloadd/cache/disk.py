@@ -184,6 +184,7 @@ class Disk:
                 for space in namespace.spaces.values():
                     space.shelf = None
                     self.shelve(space)
+        self.cache.remember()
         return self.begin_clear(None)
 
     async def wait_for_change(self, deadline_s: float) -> None:

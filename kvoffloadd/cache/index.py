@@ -169,6 +169,11 @@ class Index:
                 findings.append("index: a key in the table can't be found")
         return findings
 
+    @property
+    def num_found(self) -> int:
+        """Rows that lookups can find."""
+        return int(self._live[: self._num_segments].sum())
+
     def check_table(self) -> list[str]:
         """What is wrong with the table itself, whatever the keys are."""
         findings = []
@@ -177,7 +182,7 @@ class Index:
         seen[live] = True
         if np.count_nonzero(seen) != len(live):
             findings.append("index: a row is in the table twice")
-        if int(self._live[: self._num_segments].sum()) != len(live):
+        if self.num_found != len(live):
             findings.append("index: live slots are miscounted")
         return findings
 

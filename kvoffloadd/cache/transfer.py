@@ -21,14 +21,14 @@ from kvoffloadd.model import BoolArray, Direction, Outcome
 from kvoffloadd.tiers.hashing import hash_payloads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.promotion import Away
     from kvoffloadd.device.base import Copy, Device
     from kvoffloadd.device.plan import Copies
     from kvoffloadd.device.signals import Ready, Signals
-    from kvoffloadd.lanes import Lane
+    from kvoffloadd.lanes import Lane, Ticket
     from kvoffloadd.model import I64Array, U32Array, U64Array
 
 HASH_CHUNK_BYTES = 32 << 20
@@ -92,7 +92,9 @@ class Transfer:
     copy: Copy | None = None
     give_up: Callable[[Outcome], None] | None = None
     timer: asyncio.TimerHandle | None = None
+    checking: Ticket | None = None
     cancelled: bool = False
+    late: bool = False
     finished: bool = False
 
     @property
@@ -111,6 +113,14 @@ class Transfer:
             self.give_up(Outcome.CANCELLED)
         elif self.copy is not None:
             self.copy.cancel()
+        elif self.checking is not None:
+            self.checking.cancel()
+
+    def expire(self) -> None:
+        """Its deadline has passed while its payloads are checked."""
+        self.late = True
+        if self.checking is not None:
+            self.checking.cancel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,31 +259,45 @@ class Transfers:
         else:
             sealed = np.flatnonzero(columns.unverified[plan.parts])
         if len(sealed):
-            wanted = plan.parts[sealed]
-            work = partial(hash_payloads, self.cache.payload_addresses(wanted), self.cache.payload_bytes(wanted))
-            verified = partial(self._verified, transfer, sealed, begin)
-            self.hash_lane.submit(work, verified, urgent=VERIFY_URGENT)
-        else:
-            begin()
+            transfer.timer = self.hash_lane.loop.call_at(terms.deadline_s, transfer.expire)
+        self._verify(transfer, iter(_turns(sealed, self.cache.payload_bytes(plan.parts[sealed]))), begin)
 
-    def _verified(
-        self, transfer: Transfer, at: I64Array, begin: Callable[[], None], digests: U64Array | BaseException
-    ) -> None:
-        if isinstance(digests, BaseException):
-            self._loaded(transfer, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, f"verification failed: {digests}"))
-            return
-        columns = self.cache.entries.parts
-        transfer.bad[at] = (digests != columns.digest[transfer.parts[at]]).any(axis=1)
-        columns.unverified[transfer.parts[at]] = 0
-        if transfer.bad.any():
+    def _verify(self, transfer: Transfer, turns: Iterator[I64Array], begin: Callable[[], None]) -> None:
+        """Hash what is at these places of its parts, one turn of the lane after the other, then go on."""
+        at = None if transfer.cancelled or transfer.late else next(turns, None)
+        if at is None:
+            transfer.checking = None
+            if transfer.timer is not None:
+                transfer.timer.cancel()
             transfer.bad = np.isin(transfer.rows, transfer.rows[transfer.bad])  # with all parts of their keys
-            self.cache.drop(distinct(transfer.rows[transfer.bad]))
-        begin()
+            begin()
+            return
+        parts = transfer.parts[at]
+        work = partial(hash_payloads, self.cache.payload_addresses(parts), self.cache.payload_bytes(parts))
+
+        def verified(digests: U64Array | BaseException) -> None:
+            if isinstance(digests, BaseException):
+                if transfer.cancelled or transfer.late:
+                    self._verify(transfer, turns, begin)
+                else:
+                    self._loaded(transfer, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, f"verification failed: {digests}"))
+                return
+            columns = self.cache.entries.parts
+            wrong = (digests != columns.digest[parts]).any(axis=1)
+            transfer.bad[at] = wrong
+            columns.unverified[parts] = 0
+            if wrong.any():
+                self.cache.drop(distinct(transfer.rows[at[wrong]]))  # at once: nobody else is to load them
+            self._verify(transfer, turns, begin)
+
+        transfer.checking = self.hash_lane.submit(work, verified, urgent=VERIFY_URGENT)
 
     def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Copies]) -> None:
         finish = partial(self._loaded, transfer)
         if transfer.cancelled:
             finish(CopyResult(Outcome.CANCELLED, 0, 0, 0, 0.0))
+        elif transfer.late:
+            finish(CopyResult(Outcome.EXPIRED, 0, 0, 0, 0.0))
         else:
             self._begin(transfer, lambda: build(~transfer.bad), terms, finish)
 

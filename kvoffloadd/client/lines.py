@@ -110,6 +110,9 @@ class Lines:
         except OSError as error:
             self.break_off(link, f"can't send: {error}")
             return
+        except BaseException:  # a signal's handler has raised: how much was sent is not known
+            self.break_off(link, "a call was interrupted")
+            raise
         if not all_sent:
             self._stalled.add(link)
             self._poller.watch_writable(wire.fileno(), partial(self._flush, link))
@@ -146,6 +149,9 @@ class Lines:
         except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
             self._close_wire(link)
             self._session.end(link, f"can't read: {error}")
+        except BaseException:  # what was read may be lost
+            self.break_off(link, "a call was interrupted")
+            raise
         return True
 
     def _read_rest(self, link: Link) -> None:
@@ -153,7 +159,7 @@ class Lines:
             pass
 
     def _take_back_unclaimed(self, link: Link) -> None:
-        while link.unclaimed and not link.ended.done:
+        while link.unclaimed and not link.ended.done and link.bye is None:  # else they end with the session
             self.ask(link, link.unclaimed.pop())
 
     def _closed_by_daemon(self, link: Link) -> None:

@@ -73,9 +73,9 @@ class Session:
         link.end(reason)
         for registration in self.registrations:
             registration.id = None
+        self.old.append(link)  # first: another thread may ask for `open_jobs`
         if self.link is link:
             self.link = None
-        self.old.append(link)
 
     def died(self, link: Link) -> None:
         """The pidfd of this connection's daemon says that it is dead: so are its copies."""
@@ -99,9 +99,11 @@ class Session:
 
     def open_jobs(self) -> list[Job]:
         """Every job whose blocks are not proven free, oldest first."""
-        links = self.old if self.link is None else [*self.old, self.link]
-        # Copied at one go: another thread may be in a call meanwhile.
-        return sorted((job for link in links for job in list(link.jobs.values())), key=lambda job: job.id)
+        # Copied at one go, and in this order: another thread may be in a call meanwhile.
+        link = self.link
+        links = list(self.old) if link is None else [*self.old, link]
+        found = {job.id: job for one in links for job in list(one.jobs.values())}
+        return [found[number] for number in sorted(found)]
 
     def holds(self, job: Job) -> bool:
         """Whether the present connection is the one that this job was asked for on."""

@@ -58,11 +58,13 @@ class Wire:
         """Send what the kernel takes; True if that was all. Raises ConnectionError: the daemon closed it."""
         while outbox:
             request = outbox[0]
+            was_sent = request.sent
+            request.sent = True  # before the call: a signal's handler may raise at its end
             try:
                 sent = self._send_with_fds(request) if request.fds else self._socket.send(request.data)
             except BlockingIOError:
+                request.sent = was_sent
                 return False
-            request.sent = True
             request.fds = ()
             if sent == len(request.data):
                 outbox.popleft()

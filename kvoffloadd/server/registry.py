@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.errors import ExtentError, KvOffloadError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.server.registration import Attached, Registration, build, plan_descriptors
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from kvoffloadd.server.context import Context
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True, eq=False)
 class Registry:
     """An allocation is mapped from `attach` until the last registration that names it is unregistered, or the end."""
@@ -35,6 +39,7 @@ class Registry:
     limits: LimitsConfig
     attached: dict[int, Attached] = field(default_factory=dict)
     registrations: dict[int, Registration] = field(default_factory=dict)
+    _ending: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _closed: bool = False
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -135,7 +140,7 @@ class Registry:
         if len(message.chunks) != 8 * len(fds):
             raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
         sizes = np.frombuffer(message.chunks, "<u8").tolist()
-        return await self._to_the_end(self._map_chunks(message, [os.dup(fd) for fd in fds], sizes))
+        return await self._to_the_end(self._map_chunks(message, _duplicates(fds), sizes))
 
     async def _map_chunks(self, message: AttachVmm, fds: list[int], sizes: list[int]) -> list[int]:
         try:
@@ -146,7 +151,12 @@ class Registry:
                 raise UnknownNameError(f"this session has no allocation {number} on this GPU that lacks chunks")
             if entry.allocation.charged_bytes != message.total_bytes:
                 raise ExtentError(f"allocation {number} was announced with {entry.allocation.charged_bytes} bytes")
-            await device.add_chunks(entry.allocation, fds, sizes)
+            try:
+                await device.add_chunks(entry.allocation, fds, sizes)
+            except BaseException:
+                if not message.extends:  # nobody will ever know its number
+                    await self._unmap(number)
+                raise
             self._check_open()
             return [number]
         finally:
@@ -209,11 +219,20 @@ class Registry:
             raise UnknownNameError(f"this session has no registration {number}")
         return found
 
-    async def unregister(self, made: Registration) -> None:
-        """From now on no job can name it; wait for those that do, then unmap what no other registration names."""
-        if self.registrations.pop(made.id, None) is None:
-            raise UnknownNameError(f"registration {made.id} is being unregistered already")
-        self.account.refund("descriptors", made.descriptors)
+    def unregister(self, number: int) -> asyncio.Task[None]:
+        """From now on no job can name it. The task waits for those that do, then unmaps what no other registration
+        names; who asks while it does so, after a deadline, waits for the same. Raises UnknownNameError.
+        """
+        ending = self._ending.get(number)
+        if ending is None:
+            made = self.registration(number)
+            del self.registrations[number]
+            self.account.refund("descriptors", made.descriptors)
+            ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_told=True)
+            ending.add_done_callback(lambda _: self._ending.pop(number))
+        return ending
+
+    async def _let_go(self, made: Registration) -> None:
         copy = self.context.config.copy
         if not await self.context.transfers.settle(made.running, copy.deadline_max_s + copy.worker_drain_s):
             self.context.fatal(f"copies of registration {made.id} do not end")
@@ -232,7 +251,10 @@ class Registry:
             self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()
         for number in list(self.attached):
-            await self._unmap(number)
+            try:
+                await self._unmap(number)
+            except (KvOffloadError, OSError) as error:  # the others are to be unmapped all the same
+                log.error("an allocation of a session that ended can't be unmapped: %s", error)
 
     async def _unmap(self, number: int) -> None:
         entry = self.attached.pop(number, None)
@@ -241,3 +263,15 @@ class Registry:
                 await entry.device.unmap(entry.allocation)
             finally:  # who waits may be cancelled; the unmapping goes on
                 self._refund(entry.allocation)
+
+
+def _duplicates(fds: list[int]) -> list[int]:
+    """All of them, or an OSError and none."""
+    made: list[int] = []
+    try:
+        made.extend(os.dup(fd) for fd in fds)
+    except OSError:
+        for fd in made:
+            os.close(fd)
+        raise
+    return made

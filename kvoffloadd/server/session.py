@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.peer import Peer
-    from kvoffloadd.server.registration import Registration
 
 Answer = m.Reply | Coroutine[Any, Any, m.Reply]
 
@@ -159,10 +158,10 @@ class Session:
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
-        return self._finish_unregister(message.seq, self._registry.registration(message.registration))
+        return self._finish_unregister(message.seq, message.registration)
 
-    async def _finish_unregister(self, seq: int, made: Registration) -> m.Reply:
-        await self._registry.unregister(made)
+    async def _finish_unregister(self, seq: int, number: int) -> m.Reply:
+        await asyncio.shield(self._registry.unregister(number))
         return m.Done(seq=seq)
 
     # --- keys ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from kvoffloadd.tiers.hashing import hash_payloads
 if TYPE_CHECKING:
     from kvoffloadd.model import I64Array
     from kvoffloadd.server.context import Context
+
+log = logging.getLogger(__name__)
 
 CHUNK_PARTS = 256
 FINDINGS_MAX = 1000
@@ -34,9 +37,13 @@ class Audit:
 async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> Audit:
     """Changes nothing, but that `repair` drops the records on disk that are bad. The daemon serves on meanwhile."""
     audit = Audit()
-    for found in context.audit():
-        audit.findings += found
-        await asyncio.sleep(0)
+    try:
+        for found in context.audit():
+            audit.findings += found
+            await asyncio.sleep(0)
+    except (LookupError, ValueError) as error:  # a number in the books names what is not there
+        log.exception("the self-audit could not go on")
+        audit.findings.append(f"the books are damaged, so that not all could be checked: {error!r}")
     columns = context.cache.entries.parts
     audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))
     sealed = (

@@ -5,6 +5,7 @@ watchdog hears of it. A loop that is blocked asks nothing, so that it tells noth
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -109,7 +110,15 @@ class Watchdog:
         Raises:
             OSError: the daemon hangs up.
         """
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # As below: whoever is connected is served.
+            log.warning("no descriptors are left, nobody can connect: %s", error.strerror)
+            return
+        with sock:
             try:
                 await self._connect(sock)
             except (FileNotFoundError, ConnectionRefusedError) as error:

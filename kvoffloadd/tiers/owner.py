@@ -9,15 +9,24 @@ from __future__ import annotations
 import os
 import select
 import struct
+from pathlib import Path
 
-_OWNER = struct.Struct("<QQ")  # pid, start in clock ticks since the boot; 0, 0: nobody
+_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: nobody
 OWNER_BYTES = _OWNER.size
+_NOBODY = bytes(16)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_process() -> bytes:
     """`OWNER_BYTES` that name it."""
     pid = os.getpid()
-    return _OWNER.pack(pid, _start_ticks(pid))
+    return _OWNER.pack(pid, _start_ticks(pid), _boot())
+
+
+def is_of_another_boot(owner: bytes) -> bool:
+    """Whether the kernel that it ran under is gone, and with it perhaps what it wrote last to a file on a disk."""
+    boot = _OWNER.unpack(owner)[2] if len(owner) == OWNER_BYTES else _NOBODY
+    return boot not in (_NOBODY, _boot())
 
 
 def await_end(owner: bytes, patience_s: float) -> int:
@@ -25,8 +34,8 @@ def await_end(owner: bytes, patience_s: float) -> int:
 
     One of another pid namespace can't be seen, and counts as dead.
     """
-    pid, start_ticks = _OWNER.unpack(owner)
-    if not 0 < pid < 1 << 31 or pid == os.getpid():
+    pid, start_ticks, boot = _OWNER.unpack(owner)
+    if boot != _boot() or not 0 < pid < 1 << 31 or pid == os.getpid():
         return 0
     try:
         pidfd = os.pidfd_open(pid)
@@ -40,6 +49,11 @@ def await_end(owner: bytes, patience_s: float) -> int:
         return 0 if poll.poll(1000 * patience_s) else int(pid)
     finally:
         os.close(pidfd)
+
+
+def _boot() -> bytes:
+    """Of the kernel, new at each boot."""
+    return bytes.fromhex(BOOT_ID.read_text().strip().replace("-", ""))
 
 
 def _start_ticks(pid: int) -> int:

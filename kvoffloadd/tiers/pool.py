@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import secrets
 import stat
@@ -28,7 +29,7 @@ import xxhash
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import Mapping, create_memfd
-from kvoffloadd.tiers.owner import OWNER_BYTES, await_end, this_process
+from kvoffloadd.tiers.owner import OWNER_BYTES, await_end, is_of_another_boot, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,8 +149,21 @@ def inherit(fd: int | None, capacity_bytes: int, slab_bytes: int) -> Pool | None
     if not reason:
         return Pool(fd, capacity_bytes, slab_bytes, is_old=True)
     log.warning("memory: a cold start, the old pool can't be used: %s", reason)
-    os.close(fd)
+    if pid:
+        os.close(fd)
+    else:
+        discard(fd)
     return None
+
+
+def discard(fd: int) -> None:
+    """Close a pool that nobody uses, and free its memory now: whoever else has the descriptor may keep it for long."""
+    try:
+        with mmap.mmap(fd, 0) as whole:
+            whole.madvise(mmap.MADV_REMOVE)
+    except (OSError, ValueError) as error:
+        log.warning("memory: the old pool is not freed yet: %s", error)
+    os.close(fd)
 
 
 def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]) -> Pool:
@@ -230,6 +244,8 @@ def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
         return f"it has format {version}, this is {VERSION}"
     if (page_bytes, capacity, slab) != (PAGE_BYTES, capacity_bytes, slab_bytes):
         return f"it was made for {capacity} bytes in slabs of {slab}, not for {capacity_bytes} in slabs of {slab_bytes}"
+    if is_of_another_boot(os.pread(fd, OWNER_BYTES, _OWNER_AT)):
+        return "the machine has been started anew since: what was written last may be lost"
     if int.from_bytes(os.pread(fd, 4, _ATTEMPTS_AT), "little") >= ATTEMPTS_MAX:
         return f"{ATTEMPTS_MAX} starts have ended while they took it over"
     if found.st_size != file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)):

@@ -254,6 +254,35 @@ async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old
     assert await tier.fetch(other, 4) == [4]
 
 
+async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
+    """Its number, its rows and their records may be another namespace's by then: that must not be written under the
+    old name, where it would be served with a checksum that is right.
+    """
+    tier = await open_tier()
+    slow = tier.space(b"z" * 16)
+    await tier.until(lambda: tier.root._open and tier.root._spare)
+    tier.files.writing.close()
+    for number in (100, 101, 102):
+        tier.store(slow, number)
+        await asyncio.sleep(0.05)
+    old = tier.space(b"a" * 16)
+    # So that row and first record of what comes later are those of an offer that waits, and generations agree.
+    tier.store(old, 1)
+    tier.store(old, 2)
+    tier.evict(old, 2)
+    tier.store(old, 3)
+    tier.evict(old, 1, 3)
+    tier.cache.close_namespace(old.namespace)
+    tier.cache._next_space = old.id  # as after all numbers have been given
+    new = tier.space(b"y" * 16)
+    assert new.id == old.id
+    tier.store(new, 77)
+    tier.files.writing.open()
+    await tier.quiet()
+    assert tier.on_disk(tier.space(b"a" * 16), 1, 2, 3, 77) == []
+    assert tier.on_disk(new, 77) == [77]
+
+
 async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
     tier = await open_tier(Shape(segment_pages=16, slab_pages=16))
     fits, large = tier.space(sizes=(12 * PAGE_BYTES,)), tier.space(b"l" * 16, sizes=(12 * PAGE_BYTES + 1,))

@@ -53,9 +53,14 @@ def test_nothing_new_begins_in_what_is_being_unregistered(slow: Daemon, seed: in
     gone = scene.peer.begin("unregister", registration=scene.registration)
     scene.peer.ok("ping")
     scene.peer.refused("unknown_name", "load", **scene.job())
-    scene.peer.refused("unknown_name", "unregister", registration=scene.registration)
+    # Asked again, as after a deadline: it is answered when it is true.
+    again = scene.peer.begin("unregister", registration=scene.registration)
+    scene.peer.ok("ping")
+    assert slow.mapped("bad_input") == 1
     assert scene.peer.completed(load["job"])["outcome"] == "done"
-    assert scene.peer.answer(gone)["type"] == "done"
+    assert [scene.peer.answer(seq)["type"] for seq in (gone, again)] == ["done", "done"]
+    assert slow.mapped("bad_input") == 0
+    scene.peer.refused("unknown_name", "unregister", registration=scene.registration)
     # The allocation went with its last registration.
     scene.peer.refused("unknown_name", "register", tensors=[scene.tensor], groups=[])
 

@@ -45,6 +45,7 @@ class Home:
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""
         self._writing = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
 
     def enter(self) -> None:
         """Take the directory, made if it is new; blocks.
@@ -100,7 +101,21 @@ class Home:
         self._uuid = self.manifest.root_uuid
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        """Make clears durable. Raises OSError or DiskError if that can't be done now."""
+        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written.
+
+        Raises OSError or DiskError if that can't be done now.
+        """
+        task = asyncio.get_running_loop().create_task(self._write_epochs(base, last, epochs))
+        self._writes.add(task)
+        task.add_done_callback(self._wrote)
+        await asyncio.shield(task)
+
+    def _wrote(self, task: asyncio.Task[None]) -> None:
+        self._writes.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits has been told
+
+    async def _write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
         if self.manifest is None or not self._uuid:
             raise DiskError(f"{self.path} is off")
         manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))

@@ -210,13 +210,14 @@ class Root:
 
     async def _discard(self) -> bool:
         """Remove the last file without contents: what counts is its space."""
-        unlink = partial(self._files.unlink, self.home.segments_fd, self._void[-1][0])
+        void = self._void.pop()  # what others add meanwhile stays
         try:
-            await self.write_lane.perform(unlink, urgent=FIRST)
+            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, void[0]), urgent=FIRST)
         except OSError as error:
+            if self.state != State.OFF:
+                self._void.append(void)
             self._write_failed(error)
             return False
-        self._void.pop()
         return True
 
     async def recycle(self, segment: Segment) -> bool:

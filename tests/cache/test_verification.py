@@ -1,0 +1,55 @@
+"""Payloads that are checked before they are loaded: who gives up a load need not wait for its turn in the lane."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.transfer import LoadPlan, Terms, TransferResult, Transfers
+from kvoffloadd.lanes import Lane
+from kvoffloadd.model import Outcome
+
+from .fakes import keys_of, make_cache, make_space, store
+
+
+@pytest.fixture
+async def lane() -> AsyncIterator[tuple[Lane, threading.Event]]:
+    """Its only thread is at something else until the event is set."""
+    made, gate = Lane("hash", 1, asyncio.get_running_loop()), threading.Event()
+    made.submit(gate.wait, lambda _: None)
+    yield made, gate
+    gate.set()
+    await made.close(5.0)
+
+
+def adopted(cache: Cache) -> LoadPlan:
+    """Ten keys of which nobody knows whether they are still right."""
+    space = make_space(cache)[1]
+    parts = store(cache, space, keys_of(*range(10)))
+    cache.entries.parts.unverified[parts] = 1
+    return LoadPlan(cache.entries.parts.row[parts], parts, lambda good: None)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("ends", [Outcome.CANCELLED, Outcome.EXPIRED])
+async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, threading.Event], ends: Outcome) -> None:
+    cache = make_cache()
+    plan = adopted(cache)
+    transfers = Transfers(cache, lane[0], None, False)  # type: ignore[arg-type]
+    results: list[TransferResult] = []
+    deadline_s = asyncio.get_running_loop().time() + (0.05 if ends is Outcome.EXPIRED else 60.0)
+    terms: Any = Terms(None, deadline_s)  # type: ignore[arg-type]
+    running = [transfers.load(lambda: plan, [], terms, results.append) for _ in range(20)]
+    assert {transfer.waits_for for transfer in running} == {"verification"}
+    if ends is Outcome.CANCELLED:
+        for transfer in running:
+            transfer.cancel()
+    assert await transfers.settle(set(running), 5.0)
+    assert [result.outcome for result in results] == [ends] * 20
+    assert not cache.entries.leases.any()
+    assert np.count_nonzero(cache.entries.parts.unverified) == 10
