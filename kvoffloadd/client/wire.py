@@ -62,9 +62,11 @@ class Wire:
             request.sent = True  # before the call: a signal's handler may raise at its end
             try:
                 sent = self._send_with_fds(request) if request.fds else self._socket.send(request.data)
-            except BlockingIOError:
+            except OSError as error:
                 request.sent = was_sent
-                return False
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
             request.fds = ()
             if sent == len(request.data):
                 outbox.popleft()

@@ -14,11 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, JobConnectionLostError, JobDeadlineError, KvCache, Outcome, SharedTensor
+from kvoffloadd.client import (
+    Client,
+    Group,
+    GroupKind,
+    JobConnectionLostError,
+    JobDeadlineError,
+    KvCache,
+    Outcome,
+    SharedTensor,
+)
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
 from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.flavours import NAMESPACE
 
 
 @pytest.fixture
@@ -309,6 +319,62 @@ def test_a_daemon_that_breaks_the_protocol(
     # The fake closes when it sees that nothing more comes; its greeting after that proves the job's end.
     assert client.lookup({0: keys}).states[0].tolist() == [1, 1, 1, 1]
     assert client.wait(job, 5.0).outcome is Outcome.LOST
+
+
+class Interrupted:
+    """A socket whose next `send` has done its work when a signal's handler raises."""
+
+    def __init__(self, sock: Any) -> None:
+        self._socket = sock
+        self._armed = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, data: Any) -> int:
+        sent: int = self._socket.send(data)
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt
+        return sent
+
+
+def test_an_interrupt_in_the_middle_of_a_request(fake: FakeDaemon, path: str, caches: KvCache, keys: U8Array) -> None:
+    """The daemon may have it: its blocks are not free before that is disproved, and nothing is sent twice."""
+    fake.manual_completion = True
+    with Client(path, namespace=NAMESPACE, role="worker", deadline_s=2.0) as client:
+        registration = client.register(caches)
+        lines = client._exchange._lines
+        wire = next(iter(lines._wires.values()))
+        wire._socket = Interrupted(wire._socket)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            client.store(registration, {0: (keys, np.arange(4))})
+        (job,) = client.open_jobs()
+        assert not job.blocks_free
+        client.ping()  # on another connection, after the daemon has closed the broken one
+        assert fake.tags().count("store") == 1
+        assert client.wait(job, 5.0).outcome is Outcome.LOST
+
+
+def test_a_late_answer_does_not_disturb_the_end(fake: FakeDaemon, path: str, make_client: Any, keys: U8Array) -> None:
+    """It is for a call that was given up; what it granted ends with the session."""
+    late: list[int] = []
+
+    def pin(_peer: Peer, message: Any) -> bool:
+        late.append(message.seq)
+        return True
+
+    def bye(peer: Peer, _message: Any) -> bool:
+        peer.say(m.Found(seq=late[0], states=[b"\1\1\1\1"], boundaries=b"", lease=5))
+        return False
+
+    fake.on["pin"] = pin
+    client = make_client(path, deadline_s=0.2)
+    with pytest.raises(DeadlineError):
+        client.pin({0: keys})
+    fake.on["bye"] = bye
+    client.close(5.0)
+    assert "release" not in fake.tags()
 
 
 def test_a_broken_off_connection_is_waited_for(
