@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
 from tests.vllm.models import VOCABULARY
 
@@ -224,6 +225,12 @@ class Engine:
 
 def _requests(answer: dict[str, Any]) -> list[Request]:
     return [Request(**request) for request in answer["requests"]]
+
+
+def settle(daemon: Daemon, engine: Engine) -> None:
+    """What was stored last is sent with the next step; wait until it has arrived."""
+    engine.generate(prompts(0, 1, 33))
+    until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored", 60.0)
 
 
 def prompts(seed: int, count: int = 12, length: int = 501) -> Prompts:

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, prompts, tokens
+from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, settle, tokens
 
 pytestmark = [
     pytest.mark.vllm,
@@ -28,12 +28,6 @@ SLOW = "delay_s=0.3"
 def busy(daemon: Daemon) -> bool:
     """Is a job under way?"""
     return int(daemon.status()["running"]["jobs"]) > 0
-
-
-def settle(daemon: Daemon, engine: Engine) -> None:
-    """What was stored last is sent with the next step; wait until it has arrived."""
-    engine.generate(prompts(0, 1, 33))
-    until(lambda: not busy(daemon), "all is stored", 60.0)
 
 
 def come_back(daemon: Daemon) -> None:

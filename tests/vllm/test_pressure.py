@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.process import UID, Daemon
 from tests.e2e.waiting import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, prompts, tokens
+from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -131,8 +131,7 @@ def test_prefill_and_decode(
     connector = by_connector(daemon.socket)
     prefill, decode = (start_engine(kind, connector=connector) for _ in range(2))
     prefill.generate(asked, max_tokens=1)
-    prefill.generate(prompts(0, 1, 33))
-    until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored")
+    settle(daemon, prefill)
     answer = decode.generate(asked)
     assert cached(answer) == ALL
     assert tokens(answer) == reference(kind, asked)

@@ -10,7 +10,7 @@ from tests.e2e import disk
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import ALL, ROUTES, Prompts, by_connector, cached, prompts, tokens
+from tests.vllm.engine import ALL, ROUTES, Prompts, by_connector, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -36,9 +36,7 @@ def test_engine_restarted(
     connector = ROUTES[route](daemon.socket)
     first = start_engine(kind, connector=connector)
     assert tokens(first.generate(asked)) == reference(kind, asked)
-    # What the last step has stored is sent with the next one.
-    first.generate(prompts(0, 1, 33))
-    until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored")
+    settle(daemon, first)
     first.kill()
     answer = start_engine(kind, connector=connector).generate(asked)
     assert cached(answer) == ALL

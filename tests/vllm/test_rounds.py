@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.corruption import ZeroingDaemon
-from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, tokens
+from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -91,6 +91,7 @@ def test_other_processes(
     assert cached(computed) == [0] * COUNT
     if not options:
         assert tokens(computed) == reference("dense", asked)
+    settle(daemon, engine)  # a key that one rank has stored, and another is about to, is a miss
     for _ in range(2):
         answer = engine.generate_anew(asked)
         assert cached(answer) == ALL
