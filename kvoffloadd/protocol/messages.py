@@ -210,7 +210,7 @@ class Register(Request, frozen=True, tag="register"):
 
 
 class Unregister(Request, frozen=True, tag="unregister"):
-    """Answered when no copy uses the registration any more and its memory is unmapped; so is one that repeats it meanwhile."""
+    """Answered, and so is a second one meanwhile, when no copy uses the registration and its memory is unmapped."""
 
     registration: Id
 
