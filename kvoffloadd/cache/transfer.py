@@ -258,8 +258,10 @@ class Transfers:
             sealed = np.flatnonzero(columns.state[plan.parts] == PartState.SEALED)
         else:
             sealed = np.flatnonzero(columns.unverified[plan.parts])
-        if len(sealed):
-            transfer.timer = self.hash_lane.loop.call_at(terms.deadline_s, transfer.expire)
+        if not len(sealed):
+            begin()
+            return
+        transfer.timer = self.hash_lane.loop.call_at(terms.deadline_s, transfer.expire)
         self._verify(transfer, iter(_turns(sealed, self.cache.payload_bytes(plan.parts[sealed]))), begin)
 
     def _verify(self, transfer: Transfer, turns: Iterator[I64Array], begin: Callable[[], None]) -> None:
