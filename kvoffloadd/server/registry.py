@@ -247,6 +247,9 @@ class Registry:
     async def close(self) -> None:
         """Unmap everything; the session's copies have ended."""
         self._closed = True
+        for error in await asyncio.gather(*self._ending.values(), return_exceptions=True):
+            if error is not None:
+                log.error("a registration of a session that ended can't be let go: %s", error)
         for made in self.registrations.values():
             self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()

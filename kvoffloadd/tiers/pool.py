@@ -196,6 +196,8 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
 
 def _await_owner(fd: int) -> int:
     """The pid of the process that had the pool, if it does not end."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return 0  # `unfit` says so
     owner = os.pread(fd, OWNER_BYTES, _OWNER_AT)
     return await_end(owner, END_S) if len(owner) == OWNER_BYTES else 0
 

@@ -78,8 +78,8 @@ def test_what_is_unfit_says_why(pool: Pool, tmp_path: Path) -> None:
     os.close(short)
     ends = os.pipe()
     assert unfit(ends[0], CAPACITY, SLAB) == "it is no file"
-    for fd in ends:
-        os.close(fd)
+    assert inherit(ends[0], CAPACITY, SLAB) is None, "and is closed"
+    os.close(ends[1])
 
 
 def test_starts_that_fail_make_it_unfit(pool: Pool) -> None:

@@ -237,16 +237,15 @@ class Asker:
         if due:
             with suppress(KvOffloadError):
                 self._client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
-        waiting, self._promoting = self._promoting, []
-        for question in waiting:
+        for question in list(self._promoting):
             if not all(found.ready for _, found in question.pins):
-                self._promoting.append(question)
                 continue
             try:
                 question.pins = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in question.pins]
             except KvOffloadError as error:
                 self._failed(error)
                 question.pins.clear()
+            self._promoting.remove(question)
             question.promoting = False
             self._answer(question)
 

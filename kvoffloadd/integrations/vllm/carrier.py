@@ -163,6 +163,7 @@ class Carrier:
             if not self._changed.wait_for(lambda: self._rests or self._broken, deadline_s):
                 self.wake()  # vLLM does not wake what never slept
                 raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
+            self._check()
 
     def wake(self) -> None:
         """The same tensors are there again, in whatever memory: transfers may come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -191,7 +192,8 @@ def test_a_bug_is_no_hang(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: 
     carrier, _rank = lines(daemon).carrier()
     monkeypatch.setattr(carrier, "_begin", bug)
     carrier.submit(Transfer(1, STORE, chunks(keys, 0)))
-    for attempt in (lambda: carrier.wait([1]), carrier.ended, lambda: carrier.submit(Transfer(2, STORE, {}))):
+    submit = partial(carrier.submit, Transfer(2, STORE, {}))
+    for attempt in (partial(carrier.wait, [1]), carrier.ended, submit, partial(carrier.sleep, 5.0)):
         with pytest.raises(RuntimeError, match="has failed"):
             attempt()
 
