@@ -21,6 +21,8 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
         "head_dim": 256,
         "sliding_window_pattern": 6,
     },
+    "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+    "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
 }
 """By `model_type`: what its published files leave out, because the model's class in transformers has it."""
 

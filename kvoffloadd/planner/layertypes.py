@@ -22,15 +22,41 @@ LAYERS_MAX = 10_000
 ALTERNATING = {"gemma2"}
 """Model types whose layers are sliding and full in turn, without saying so in the file."""
 
-ALL_SLIDING = {"mistral", "mixtral", "phi3", "starcoder2"}
+ALL_SLIDING = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 """Model types whose `sliding_window` is that of every layer."""
 
 
 def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
-    """One for each layer, the first layer's first. Raises ConfigError where the file leaves a doubt."""
+    """One for each layer that keeps something of the tokens, the first layer's first.
+
+    Raises ConfigError where the file leaves a doubt.
+    """
     count = fields.integer("num_hidden_layers")
     if count > LAYERS_MAX:
         raise fields.error("num_hidden_layers", f"= {count} must be at most {LAYERS_MAX}")
+    _check_softmax(fields, count)
+    kinds = _all_kinds(fields, count)
+    crossing = fields.items("cross_attention_layers") or []
+    if not all(isinstance(at, int) and 0 <= at < count for at in crossing):
+        raise fields.error("cross_attention_layers", f"must be a list of layers, each from 0 to {count - 1}")
+    if crossing:
+        fields.assumed.append(
+            f"cross_attention_layers: {len(set(crossing))} layers that attend to an image are left out; what they keep "
+            "is the image's, whatever the number of tokens"
+        )
+    return tuple(kind for at, kind in enumerate(kinds) if at not in crossing)
+
+
+def _check_softmax(fields: Fields, count: int) -> None:
+    """A list of 1 for each layer says nothing new; a 0 is a layer with linear attention of another kind."""
+    listed = fields.items("attn_type_list")
+    if listed is not None and listed != [1] * count:
+        raise fields.error(
+            "attn_type_list", f"is not understood, unless it is a list of {count} ones: other layers keep states"
+        )
+
+
+def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     listed = fields.items("layer_types")
     if listed is not None:
         return _listed(fields, listed, count)

@@ -17,7 +17,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 REFUSED = {
     "attention_types": "its layers are of kinds that are not known here",
-    "attn_type_list": "its layers are of kinds that are not known here",
     "block_configs": "its layers have different numbers of heads",
     "block_types": "its layers are of kinds that are not known here",
     "compress_ratios": "its layers keep compressed tokens",
@@ -39,6 +38,15 @@ REFUSED = {
 REFUSED_PREFIXES = ("mamba_d_", "mamba_n_", "mamba_num_", "mamba_expand", "ssm_", "rwkv")
 """The same, of state space models other than Gated DeltaNet."""
 
+STATE_MODELS = (
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "nemotron_h", "plamo2", "recurrent_gemma", "rwkv", "xlstm",
+    "zamba",
+)  # fmt: skip
+"""Beginnings of a `model_type` whose layers keep states, be it said in its file or left to the class."""
+
+DEFAULT_DTYPE = "bfloat16"
+"""Of models that do not say theirs: what engines run them in."""
+
 OTHER_KV_HEADS = (
     "attn_config",
     "multi_query",
@@ -49,7 +57,7 @@ OTHER_KV_HEADS = (
 )
 """Keys that some models have in place of `num_key_value_heads`, with meanings of their own."""
 
-DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+DRAFTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Layers that only guess tokens ahead; engines may or may not run them."""
 
 INSTEAD = (
@@ -78,7 +86,7 @@ class LinearHeads:
 class ModelConfig:
     """The whole model. `kinds`: of each layer. `kv_heads`, `head_size`: of attention; with MLA one head, the latent.
 
-    `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's, "" where the file does not say.
+    `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
     `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
     """
 
@@ -115,12 +123,19 @@ def read_model(path: Path) -> ModelConfig:
     for key, why in REFUSED.items():
         if fields.get(key):
             raise fields.error(key, f"is not understood: {why}, {INSTEAD}")
+    if fields.model_type.startswith(STATE_MODELS):
+        raise fields.error(
+            "model_type", f"= {fields.model_type!r} is not understood: its layers keep states, {INSTEAD}"
+        )
     for key in fields.keys_beginning(REFUSED_PREFIXES):
         raise fields.error(key, f"is not understood: it is of a state space model that is not known here, {INSTEAD}")
     kinds = layer_kinds(fields)
     if all(kind is LayerKind.MAMBA for kind in kinds):
         raise fields.error("layer_types", f"has no attention layer, {INSTEAD}")
     dtype = _dtype(fields, "dtype") or _dtype(fields, "torch_dtype")
+    if not dtype:
+        dtype = DEFAULT_DTYPE
+        fields.assumed.append(f"dtype is not in the file: taken to be {DEFAULT_DTYPE}, which engines choose then")
     linear = _linear(fields, dtype) if LayerKind.MAMBA in kinds else None
     query_heads = fields.integer("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:
@@ -154,6 +169,10 @@ def _dtype(fields: Fields, key: str) -> str:
 
 def _kv_heads(fields: Fields, query_heads: int) -> int:
     """As many as heads, unless the file says otherwise."""
+    if fields.model_type == "falcon":  # the older ones have one head of K and V, whatever `num_kv_heads` says
+        if fields.get("new_decoder_architecture"):
+            return fields.integer("num_kv_heads", query_heads)
+        return 1 if fields.get("multi_query") in (None, True) else query_heads
     for key in OTHER_KV_HEADS if fields.get("num_key_value_heads") is None else ():
         if fields.get(key):
             raise fields.error(key, "is not understood; add num_key_value_heads, the number of heads of K and V")
@@ -185,14 +204,10 @@ def _latent(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKi
 def _linear(fields: Fields, dtype: str) -> LinearHeads:
     state = _dtype(fields, "mamba_ssm_dtype")
     if not state:
-        if not dtype:
-            raise fields.error("dtype", f"is missing: states are kept in it; write one of {', '.join(DTYPES)}")
         state = dtype
         fields.assumed.append(
             f"mamba_ssm_dtype is not in the file: recurrent states are taken to be {dtype}, as the model is"
         )
-    if not dtype:
-        raise fields.error("dtype", f"is missing: convolutions are kept in it; write one of {', '.join(DTYPES)}")
     return LinearHeads(
         key_heads=fields.integer("linear_num_key_heads"),
         value_heads=fields.integer("linear_num_value_heads"),

@@ -39,7 +39,7 @@ class Rank:
     """`block_size`: tokens, as asked for. `kv_dtype`: a name of KV_DTYPES. `hybrid` False: windows and chunks count as
     full attention, as engines do whose hybrid cache manager is off.
 
-    Raises ConfigError for what does not divide, and for a dtype that is not said.
+    Raises ConfigError for what does not divide, and for a dtype that is not known.
     """
 
     model: ModelConfig
@@ -64,8 +64,6 @@ class Rank:
                 "quantization_config asks for a quantised KV cache: say which dtype the engine gives it, "
                 "like --kv-dtype fp8"
             )
-        if self.kv_dtype == "auto" and not model.dtype:
-            raise ConfigError("dtype (or torch_dtype) is missing: write it, or say --kv-dtype bfloat16 or another")
 
     @property
     def dtype(self) -> str:

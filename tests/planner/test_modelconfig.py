@@ -103,6 +103,60 @@ def test_chunks(tmp_path: Path) -> None:
     assert read_model(changed(tmp_path, LLAMA_4, layer_types=listed)).count(FULL) == 1
 
 
+def test_an_empty_list_of_rotary_layers_is_what_the_class_has(tmp_path: Path) -> None:
+    """As the published file of Scout has it: three chunked layers, then a full one."""
+    path = changed(tmp_path, LLAMA_4, no_rope_layers=[], no_rope_layer_interval=...)
+    assert read_model(path).kinds == model(LLAMA_4).kinds
+    assert "no_rope_layer_interval = 4 is not in the file" in " ".join(read_model(path).assumed)
+
+
+@pytest.mark.parametrize("name", [GPT_OSS, QWEN])
+def test_a_model_that_does_not_say_its_dtype(tmp_path: Path, name: str) -> None:
+    """gpt-oss-120b and others: engines run them in bfloat16, and the plan says that it took that."""
+    found = read_model(changed(tmp_path, name, dtype=..., torch_dtype=...))
+    assert found.dtype == "bfloat16"
+    assert "dtype is not in the file: taken to be bfloat16" in " ".join(found.assumed)
+
+
+def test_layers_that_attend_to_an_image_keep_nothing_of_the_tokens(tmp_path: Path) -> None:
+    """Llama 3.2 11B Vision: 40 layers, of which 8 cross; said in the file, or left to the class."""
+    crossing = [3, 8, 13, 18, 23, 28, 33, 38]
+    for keys in ({"cross_attention_layers": crossing}, {"model_type": "mllama_text_model"}):
+        found = read_model(changed(tmp_path, LLAMA, num_hidden_layers=40, **keys))
+        assert found.kinds == (FULL,) * 32
+        assert "8 layers that attend to an image are left out" in " ".join(found.assumed)
+
+
+def test_a_list_of_nothing_but_softmax(tmp_path: Path) -> None:
+    """MiniMax M2 lists its 62 layers, all of one kind."""
+    keys = {"model_type": "minimax_m2", "num_hidden_layers": 62, "attn_type_list": [1] * 62, "num_mtp_modules": 3}
+    found = read_model(changed(tmp_path, LLAMA, **keys))
+    assert found.kinds == (FULL,) * 62
+    assert "num_mtp_modules: layers that only guess tokens ahead are left out" in found.assumed
+
+
+def test_a_window_as_long_as_the_context(tmp_path: Path) -> None:
+    """Phi-3.5-MoE: every layer has it."""
+    found = read_model(changed(tmp_path, LLAMA, model_type="phimoe", sliding_window=131_072))
+    assert (found.kinds, found.window) == ((SLIDING,) * 32, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kv_heads"),
+    [
+        ({"multi_query": True, "new_decoder_architecture": False}, 1),  # 7B
+        ({}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8}, 8),  # 40B
+        ({"multi_query": False}, 71),
+    ],
+)
+def test_falcon(tmp_path: Path, keys: dict[str, object], kv_heads: int) -> None:
+    """71 heads of 64; the older ones share one head of K and V."""
+    shape = {"model_type": "falcon", "num_attention_heads": 71, "hidden_size": 4544, "num_key_value_heads": ...}
+    found = read_model(changed(tmp_path, LLAMA, head_dim=..., **shape, **keys))
+    assert (found.kv_heads, found.head_size) == (kv_heads, 64)
+
+
 def test_linear_layers(tmp_path: Path) -> None:
     """As a list instead of an interval; states in the model's dtype where the file has no other, which is said."""
     listed = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 15
@@ -156,12 +210,24 @@ def test_a_quantised_cache_is_noticed(tmp_path: Path, form: dict[str, object]) -
         (GEMMA_3, {"num_hidden_layers": 0}, r"text_config.num_hidden_layers = 0 must be a whole number"),
         (QWEN, {"full_attention_interval": ...}, r"layer_types is missing: which layers are linear\?"),
         (QWEN, {"linear_conv_kernel_dim": ...}, r"linear_conv_kernel_dim is missing"),
-        (QWEN, {"dtype": ..., "mamba_ssm_dtype": ...}, r"dtype is missing: states are kept in it"),
-        (QWEN, {"dtype": ...}, r"dtype is missing: convolutions are kept in it"),
+        (LLAMA, {"model_type": "rwkv"}, r"model_type = 'rwkv' is not understood: its layers keep states"),
+        (LLAMA, {"model_type": "jamba"}, r"model_type = 'jamba' is not understood: its layers keep states"),
+        (LLAMA, {"model_type": "mamba2"}, r"model_type = 'mamba2' is not understood: its layers keep states"),
+        (LLAMA, {"attn_type_list": [1, 0] * 16}, r"attn_type_list is not understood, unless it is a list of 32 ones"),
+        (LLAMA, {"attn_type_list": [1]}, r"attn_type_list is not understood, unless it is a list of 32 ones"),
+        (
+            LLAMA,
+            {"cross_attention_layers": [32]},
+            r"cross_attention_layers must be a list of layers, each from 0 to 31",
+        ),
         (DEEPSEEK, {"qk_rope_head_dim": ...}, r"qk_rope_head_dim is missing"),
         (DEEPSEEK, {"index_head_dim": 128}, r"index_head_dim is not understood: its layers keep an index"),
         (DEEPSEEK, {"sliding_window": 5, "model_type": "mistral"}, r"kv_lora_rank with layers of kind sliding is not"),
-        (LLAMA_4, {"no_rope_layer_interval": ...}, r"attention_chunk_size does not say which layers are chunked"),
+        (
+            LLAMA_4,
+            {"no_rope_layer_interval": ..., "model_type": "other"},
+            r"attention_chunk_size does not say which layers are chunked",
+        ),
         (LLAMA_4, {"no_rope_layers": [1, 2]}, r"no_rope_layers must be a list of 48 zeros and ones"),
         (GEMMA_2, {"use_sliding_window": True, "max_window_layers": -1, "model_type": "x"}, r"max_window_layers = -1"),
     ],

@@ -102,9 +102,8 @@ def test_what_does_not_divide(name: str, tp: int, complaint: str) -> None:
 
 def test_a_dtype_that_is_not_said(tmp_path: Path) -> None:
     bare = read_model(changed(tmp_path, LLAMA, torch_dtype=...))
-    with pytest.raises(ConfigError, match=r"dtype \(or torch_dtype\) is missing: write it, or say --kv-dtype"):
-        Rank(bare, 1, 16)
-    assert Rank(bare, 1, 16, "bfloat16").token_bytes == 4096
+    assert Rank(bare, 1, 16).token_bytes == 4096  # 8 heads of 128, K and V, in bfloat16
+    assert Rank(bare, 1, 16, "fp8").token_bytes == 2048
     scheme = read_model(changed(tmp_path, LLAMA, quantization_config={"kv_cache_scheme": {"num_bits": 8}}))
     with pytest.raises(ConfigError, match="quantization_config asks for a quantised KV cache"):
         Rank(scheme, 1, 16)
