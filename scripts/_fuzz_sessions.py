@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from _output import Live
     from _raw_peer import Fields
 
-REPLY_S = 20.0
+REPLY_S = 60.0
+"""Patience with a hang: nothing legal takes as long, on the busiest machine."""
 IN_STEP = 0xF00DF00D
 """The `seq` of a ping that no fuzzed frame has."""
 FRAMES_PER_SESSION = 40

@@ -31,6 +31,8 @@ RSS_GROWTH_MAX = 64 << 20
 FDS_GROWTH_MAX = 64 * 8
 TRUNCATIONS_ABOUT = 4500
 WARM_UP_FRAMES = 300
+# A job may wait for a signal that never comes, and a `drain` for the job: both end well before the judge's patience.
+SETTINGS = {"memory.slab_bytes": "1MiB", "copy.deadline_max_s": "5.0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Report:
 def run(options: Options, folder: Path) -> Report:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
     faults = "corrupt_every=1" if options.plant_corruption else ""
-    daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, {"memory.slab_bytes": "1MiB"}, faults)
+    daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, SETTINGS, faults)
     daemon.start()
     tally = Tally()
     fuzzer = Fuzzer(daemon.socket, options.seed, tally)
