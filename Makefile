@@ -17,6 +17,8 @@ BENCHMARKS := $(filter-out scripts/bench_vllm.py,$(wildcard scripts/bench_*.py))
 GPU_PYTHON ?= 3.12
 GPU_CHECK ?=
 GPU_VENV := build/gpu-venv
+# Each in a folder of its own, for tests that put one before what the venv has.
+BINDINGS_READY := $(patsubst %,build/cuda-bindings-%/.ready,$(shell sed -n 's/^cuda-bindings==//p' requirements-bindings.lock))
 # Of `make install`. BINARY: the command that the units run; pip installs it, see docs/OPERATIONS.md.
 PREFIX ?= /usr/local
 SYSCONFDIR ?= /etc
@@ -52,8 +54,15 @@ $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 demo: $(READY) ## two workers, a chat workload larger than the memory tier, one killed: every byte verified
 	@$(BIN)/python scripts/demo.py
 
-test: $(READY) ## the tests
+test: $(READY) $(BINDINGS_READY) ## the tests
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
+
+# Without the C++ that the wheels carry along, which is three quarters of them.
+build/cuda-bindings-%/.ready: requirements-bindings.lock $(READY)
+	@rm -rf $(@D)
+	@$(PIP) install -qq --no-deps --no-compile --target $(@D) cuda-bindings==$*
+	@find $(@D) -name '*.cpp' -delete
+	@touch $@
 
 test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on the CPU, in a venv of its own
 	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm

@@ -1,13 +1,14 @@
 """The CUDA driver API without opinions: loaded when first asked for, called by name, errors raised.
 
-The daemon's side and the client's use it alike. cuda-bindings releases the GIL in every call. Importing this file loads
-nothing of CUDA.
+The daemon's side and the client's use it alike. cuda-bindings from 12.9.1 on releases the GIL in every call; older ones
+hold it, so the extras exclude them. Importing this file loads nothing of CUDA.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+from enum import IntEnum
 from typing import Any
 
 from kvoffloadd.errors import DeviceError
@@ -24,6 +25,17 @@ _STICKY = frozenset(
     )
 )  # fmt: skip
 """After one of these every further call fails: only a new process helps (CUDA driver API, CUresult)."""
+
+
+class PointerAttribute(IntEnum):
+    """Of the driver API's CUpointer_attribute those that are asked for, each of at most 8 bytes."""
+
+    MEMORY_TYPE = 2
+    DEVICE_ORDINAL = 9
+    IS_LEGACY_CUDA_IPC_CAPABLE = 10
+    ALLOWED_HANDLE_TYPES = 14
+    MAPPING_SIZE = 18
+    MAPPING_BASE_ADDR = 19
 
 
 class CudaError(DeviceError):
@@ -51,6 +63,7 @@ class CudaDriver:
             self.call("cuInit", 0)
         except RuntimeError as error:  # cuda-bindings: the library can't be loaded
             raise DeviceError(f"there is no CUDA driver: {error}") from None
+        self._attribute = self.entry("cuPointerGetAttribute", 4000, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """A driver function by name: nothing, its value, or a tuple of its values. Blocks for as long as it takes.
@@ -82,6 +95,19 @@ class CudaDriver:
         except CudaError:
             return None
         return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(address) else None
+
+    def attribute(self, which: PointerAttribute, address: int) -> int:
+        """What the driver says of an address. By pointer: each version of cuda-bindings knows other attributes.
+
+        Raises:
+            CudaError: the driver knows nothing of the address, or not this.
+            DeviceError: it has no such call.
+        """
+        if self._attribute is None:
+            raise DeviceError("this CUDA driver has no cuPointerGetAttribute: it is too old")
+        value = ctypes.c_uint64()
+        self.check("cuPointerGetAttribute", self._attribute(ctypes.byref(value), which, address))
+        return value.value
 
     def uuid(self, ordinal: int) -> bytes:
         """16 bytes that name a GPU of this process's numbering, the same in all processes."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 2 << 20
 _BUSY_BYTES, _BUSY_BYTES_PER_S = 64 << 20, 1e12
 _NON_BLOCKING = 1
-_DEVICE, _READ_WRITE, _PINNED, _POSIX_FD = 1, 3, 1, 1
+_DEVICE, _READ_WRITE, _PINNED = 1, 3, 1
+POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class Gpu:
@@ -77,16 +78,16 @@ class Gpu:
 class GpuBuffer:
     """`size_bytes` of a GPU's memory, not cleared. `chunk_bytes` 0: by cuMemAlloc, else virtual memory in such chunks.
 
-    `exportable` False: chunks that no other process can map. Has `__cuda_array_interface__`. Given back by `free`, or
-    with the object.
+    `handle_type`: of the chunks, a CUmemAllocationHandleType; 0: no other process can map them. Has
+    `__cuda_array_interface__`. Given back by `free`, or with the object.
     """
 
-    def __init__(self, gpu: Gpu, size_bytes: int, *, chunk_bytes: int = 0, exportable: bool = True) -> None:
+    def __init__(self, gpu: Gpu, size_bytes: int, *, chunk_bytes: int = 0, handle_type: int = POSIX_FD) -> None:
         self.gpu = gpu
         self.size_bytes = size_bytes
         self._chunks: list[int] = []
         if chunk_bytes:
-            self.address = self._map(size_bytes, chunk_bytes, exportable)
+            self.address = self._map(size_bytes, chunk_bytes, handle_type)
         else:
             gpu.use()
             self.address = int(driver().call("cuMemAlloc", size_bytes))
@@ -129,7 +130,7 @@ class GpuBuffer:
         """Give it back, when the stream's work is done. Nothing else may use it any more."""
         self._end()
 
-    def _map(self, size_bytes: int, chunk_bytes: int, exportable: bool) -> int:
+    def _map(self, size_bytes: int, chunk_bytes: int, handle_type: int) -> int:
         api = driver().api
         self.gpu.use()
         count = -(-size_bytes // chunk_bytes)
@@ -138,8 +139,7 @@ class GpuBuffer:
         wanted.type = api.CUmemAllocationType(_PINNED)
         wanted.location.type = api.CUmemLocationType(_DEVICE)
         wanted.location.id = self.gpu.ordinal
-        if exportable:
-            wanted.requestedHandleTypes = api.CUmemAllocationHandleType(_POSIX_FD)
+        wanted.requestedHandleTypes = api.CUmemAllocationHandleType(handle_type)
         access = api.CUmemAccessDesc()
         access.location = wanted.location
         access.flags = api.CUmemAccess_flags(_READ_WRITE)

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from _gpu import CHUNK_BYTES, GpuBuffer
+from _gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
 from _oracle import digest, mixed
 
 from kvoffloadd.client.gpu import driver
@@ -122,7 +122,8 @@ class CacheMemory:
             self._buffer, self.adoptable = _torch_memory(gpu, size_bytes, self.rows)
         else:
             chunks = 0 if kind == "ipc" else CHUNK_BYTES
-            self._buffer = GpuBuffer(gpu, size_bytes, chunk_bytes=chunks, exportable=kind != "vmm-private")
+            handle_type = 0 if kind == "vmm-private" else POSIX_FD
+            self._buffer = GpuBuffer(gpu, size_bytes, chunk_bytes=chunks, handle_type=handle_type)
             self.adoptable = [self._buffer.rows(*one) for one in self.rows]
         self.upload()
 

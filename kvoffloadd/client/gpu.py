@@ -12,9 +12,9 @@ import functools
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvoffloadd.cudadriver import CudaDriver, CudaError
+from kvoffloadd.cudadriver import CudaDriver, CudaError, PointerAttribute
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_HANDLE_TYPES = {_POSIX_FD: "POSIX_FILE_DESCRIPTOR", 2: "WIN32", 4: "WIN32_KMT", 8: "FABRIC"}
 _MEMORY_TYPE_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 _POOLED = (
@@ -29,9 +30,9 @@ _POOLED = (
     "allocator (PYTORCH_CUDA_ALLOC_CONF without backend:cudaMallocAsync)"
 )
 _NOT_EXPORTABLE = (
-    "it is virtual memory that was made without a shareable handle (as sleep-mode allocators do), so other processes "
-    "can't map it: allocate the KV cache with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False and without the "
-    "engine's sleep mode"
+    "it is virtual memory without file descriptors (its handle types: {types}), as sleep-mode allocators make it "
+    "(none), or PyTorch where it prefers fabric handles (FABRIC), so other processes can't map it: allocate the KV "
+    "cache with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False and without the engine's sleep mode"
 )
 
 
@@ -112,14 +113,14 @@ def gpu_allocation(address: int, size_bytes: int) -> GpuAllocation:
         DeviceError: there is no usable driver.
     """
     try:
-        if _attribute("MEMORY_TYPE", address) != _MEMORY_TYPE_DEVICE:
+        if driver().attribute(PointerAttribute.MEMORY_TYPE, address) != _MEMORY_TYPE_DEVICE:
             raise UsageError(f"address {address:#x} is not memory of a GPU")
-        ordinal = _attribute("DEVICE_ORDINAL", address)
+        ordinal = driver().attribute(PointerAttribute.DEVICE_ORDINAL, address)
     except CudaError as error:
         raise UsageError(f"address {address:#x} is not memory of a GPU: {error}") from error
     with _context_of(ordinal):
         uuid = driver().uuid(ordinal)
-        if _attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
+        if driver().attribute(PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE, address):
             return _ipc_memory(uuid, address, size_bytes)
         return _vmm_memory(uuid, address, size_bytes)
 
@@ -148,7 +149,8 @@ def _vmm_memory(uuid: bytes, address: int, size_bytes: int) -> VmmMemory:
 def _mapping(address: int) -> tuple[int, int]:
     """Where the chunk that is mapped there begins, and its bytes."""
     try:
-        return _attribute("MAPPING_BASE_ADDR", address), _attribute("MAPPING_SIZE", address)
+        begin = driver().attribute(PointerAttribute.MAPPING_BASE_ADDR, address)
+        return begin, driver().attribute(PointerAttribute.MAPPING_SIZE, address)
     except CudaError as error:
         raise UsageError(f"the memory at {address:#x} can't be shared: {_POOLED} ({error})") from error
 
@@ -164,15 +166,19 @@ def _exported(address: int) -> int:
         kind = cuda.api.CUmemAllocationHandleType(_POSIX_FD)
         return int(cuda.call("cuMemExportToShareableHandle", handle, kind, 0))
     except CudaError as error:
-        raise UsageError(f"the memory at {address:#x} can't be shared: {_NOT_EXPORTABLE} ({error})") from error
+        reason = _NOT_EXPORTABLE.format(types=_handle_types(address))
+        raise UsageError(f"the memory at {address:#x} can't be shared: {reason} ({error})") from error
     finally:
         cuda.call("cuMemRelease", handle)
 
 
-def _attribute(name: str, address: int) -> int:
-    attribute = getattr(driver().api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-    value: Any = driver().call("cuPointerGetAttribute", attribute, address)
-    return int(value)
+def _handle_types(address: int) -> str:
+    """The kinds of handles that the memory there was made for, in words."""
+    try:
+        allowed = driver().attribute(PointerAttribute.ALLOWED_HANDLE_TYPES, address)
+    except CudaError:
+        return "unknown"
+    return ", ".join(name for bit, name in _HANDLE_TYPES.items() if allowed & bit) or "none"
 
 
 @contextlib.contextmanager

@@ -120,9 +120,12 @@ def test_looking_leaves_nothing_behind(gpu: Gpu, extras: softcuda.SoftCuda) -> N
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
-def test_chunks_that_can_not_be_exported_name_the_setting(gpu: Gpu) -> None:
-    memory = buffer(gpu, 2 * MIB, chunk_bytes=2 * MIB, exportable=False)
-    with pytest.raises(UsageError, match=r"expandable_segments:False.*sleep mode"):
+@pytest.mark.parametrize(("handle_type", "words"), [(0, "none"), (8, "FABRIC")])
+def test_chunks_that_can_not_be_exported_name_their_handles_and_the_setting(
+    gpu: Gpu, handle_type: int, words: str
+) -> None:
+    memory = buffer(gpu, 2 * MIB, chunk_bytes=2 * MIB, handle_type=handle_type)
+    with pytest.raises(UsageError, match=rf"handle types: {words}\).*expandable_segments:False.*sleep mode"):
         GpuTensor.adopt(memory.rows(0, 4, 64, 64))
     memory.free()
 

@@ -184,7 +184,7 @@ def test_three_thousand_chunks(daemon: Daemon) -> None:
 
 
 def test_memory_that_can_not_be_exported_names_the_setting(daemon: Daemon) -> None:
-    memory = GpuBuffer(gpu_rank.gpu(), 2 * MIB, chunk_bytes=2 * MIB, exportable=False)
+    memory = GpuBuffer(gpu_rank.gpu(), 2 * MIB, chunk_bytes=2 * MIB, handle_type=0)
     with pytest.raises(UsageError, match=r"expandable_segments:False.*sleep mode"):
         GpuTensor.adopt(memory.rows(0, 4, 64, 64))
 

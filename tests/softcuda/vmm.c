@@ -65,8 +65,8 @@ static CUresult property_check(const CUmemAllocationProp *property)
         return CUDA_ERROR_NOT_SUPPORTED;
     if (property->location.id < 0 || property->location.id >= settings()->visible_count)
         return CUDA_ERROR_INVALID_DEVICE;
-    return property->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR ? CUDA_ERROR_NOT_SUPPORTED
-                                                                                     : CUDA_SUCCESS;
+    int known = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | CU_MEM_HANDLE_TYPE_FABRIC;
+    return property->requestedHandleTypes & ~known ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 
 API CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *property, int option)
@@ -98,7 +98,7 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const 
     Chunk *chunk;
     if ((code = chunk_new(home, size, property->requestedHandleTypes, fd, &chunk)))
         return code;
-    if (!chunk->handle_types)
+    if (!(chunk->handle_types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
         chunk_drop_fd(chunk);
     chunk->made = true;
     home->used_bytes += size;
