@@ -95,6 +95,14 @@ def _check_spaces(cache: Cache) -> list[str]:
             findings.append(f"space {space.id}: {found} rows and keys, counted {counted}")
         if int(held_bytes[space.id]) != space.bytes:
             findings.append(f"space {space.id}: {int(held_bytes[space.id])} bytes committed, counted {space.bytes}")
+        if space.retired and not space.rows:
+            findings.append(f"space {space.id}: retired, without rows, and still on the table")
+    current = [space for namespace in cache.namespaces.values() for space in namespace.spaces.values()]
+    findings += [
+        f"space {space.id}: of a namespace, but retired or not on the table"
+        for space in current
+        if space.retired or not entries.spaces.has(space)
+    ]
     if rows.sum() != rows[list(entries.spaces)].sum():
         findings.append("rows: some are of spaces that there are not")
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())

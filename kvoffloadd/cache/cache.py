@@ -19,9 +19,9 @@ from kvoffloadd.cache.epochs import Epochs
 from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct
-from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.errors import LimitError, SchemaError
+from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import (
     BoolArray,
     GroupSchema,
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvoffloadd.cache.disk import Disk
+    from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
 log = logging.getLogger(__name__)
 
-SPACES_MAX = 1 << 16
 _ON_DISK = 1 << 46  # a snapshot's cursor from here on names rows of the catalog
 
 
@@ -117,7 +117,6 @@ class Cache:
         self.epochs = Epochs()
         self.disk: Disk | None = None
         self.namespaces: dict[bytes, Namespace] = {}
-        self._next_space = 0
         self._told_of_names = False
         self._tick = 0
 
@@ -148,7 +147,10 @@ class Cache:
         for namespace in [n for n in self.namespaces.values() if n.sessions == 0]:
             if not any(space.rows for space in namespace.spaces.values()):
                 for space in namespace.spaces.values():
-                    del self.entries.spaces[space.id]
+                    self.entries.spaces.retire(space)
+                    if self.disk:
+                        self.disk.unshelve(space)
+                namespace.spaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
                 if self.disk is None:  # nothing of it is left anywhere
                     self.epochs.forget({namespace.fingerprint})
@@ -160,9 +162,8 @@ class Cache:
         namespace.check_schema(schema)
         space = namespace.spaces.get(schema.group)
         if space is None:
-            if number is not None:
-                self._next_space = number
-            space = namespace.spaces[schema.group] = self._new_space(namespace, schema)
+            part_bytes = [0] * schema.parts
+            space = namespace.spaces[schema.group] = self.entries.spaces.add(namespace, schema, part_bytes, number)
         return space
 
     def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
@@ -185,30 +186,22 @@ class Cache:
             self._told_of_names = True
             log.warning("memory: too many namespaces to be written down: a restart would be a cold one")
 
-    def _new_space(self, namespace: Namespace, schema: GroupSchema, old: Space | None = None) -> Space:
-        spaces = self.entries.spaces
-        if len(spaces) >= SPACES_MAX - 1:
-            raise LimitError(f"{len(spaces)} groups are held; clear namespaces that are out of use")
-        while self._next_space in spaces:
-            self._next_space = (self._next_space + 1) % SPACES_MAX
-        space = Space(self._next_space, namespace, schema, list(old.part_bytes) if old else [0] * schema.parts)
-        if old and old.queue:
-            self.eviction.admit(space)
-        if self.disk:
-            self.disk.shelve(space)
-        spaces[space.id] = space
-        self._next_space = (space.id + 1) % SPACES_MAX
-        return space
+    def _replace(self, old: Space) -> None:
+        """The group of a space begins anew, empty."""
+        namespace = old.namespace
+        space = self.entries.spaces.add(namespace, old.schema, old.part_bytes)
+        namespace.spaces[old.schema.group] = space
+        self.entries.spaces.retire(old)
+        if any(space.part_bytes):
+            self.admit(space)
 
     # --- reading ---
 
     def find(self, space: Space, keys: U64Array) -> Found:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a space that was
-        cleared and emptied since the caller got hold of it, all is a miss: its number may be another's by now.
+        retired since the caller got hold of it, all is a miss.
         """
-        if self.entries.spaces.get(space.id) is not space:
-            return Found(np.full(len(keys), -1, np.int64), np.zeros(len(keys), np.uint8), np.zeros(len(keys), bool))
-        rows = self.entries.index.find(space.id, keys)
+        rows = self.entries.find(space, keys)
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
@@ -270,13 +263,15 @@ class Cache:
 
         Raises:
             SchemaError: no rank has told the payload size of a wanted part yet.
+            InternalError: the space is retired.
         """
+        self.entries.check_current(space)
         unknown = [p for p in wanted.tolist() if not space.part_bytes[p]]
         if unknown:
             raise SchemaError(f"no rank has registered part {unknown[0]} of group {space.schema.group} yet")
         if positions is None:
             positions = np.arange(first, first + len(keys), dtype=np.uint32)
-        rows = self.entries.index.find(space.id, keys)
+        rows = self.entries.find(space, keys)
         states = np.full(len(keys), _RESERVED, np.uint8)
         empty = np.ones((len(keys), len(wanted)), bool)
         held = np.flatnonzero(rows >= 0)
@@ -405,7 +400,7 @@ class Cache:
         namespace.epoch = self.epochs.of(namespace.fingerprint)
         old = list(namespace.spaces.values())
         for space in old:
-            namespace.spaces[space.schema.group] = self._new_space(namespace, space.schema, space)
+            self._replace(space)
         self.remember()
         yield 0, 0
         for space in old:
@@ -414,11 +409,13 @@ class Cache:
                 self.entries.retire(self.entries.live(rows), Reason.CLEARED)
                 self.counters.keys_cleared += keys - space.keys
                 yield keys - space.keys, held_bytes - space.bytes
-            if space.rows == 0:
-                self.entries.spaces.pop(space.id, None)  # otherwise its last row takes it along
 
     def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
-        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last."""
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last.
+        A space that was retired has none.
+        """
+        if space.retired:
+            return b"", 0
         if cursor >= _ON_DISK and self.disk:
             packed, after = self.disk.snapshot(space, cursor - _ON_DISK, SCAN_ROWS)
             return packed, after + _ON_DISK if after else 0

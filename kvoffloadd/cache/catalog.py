@@ -33,13 +33,16 @@ STEP_RECORDS = 4096
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """`rows` counts its rows, complete or not; `keys` the complete ones. A closed shelf takes no more records."""
+    """`rows` counts its rows, complete or not; `keys` the complete ones. A closed shelf takes no more records.
+    `part_bytes`: payload size of each part; empty until somebody has told them since the start.
+    """
 
     id: int
     name: SpaceId
     rows: int = 0
     keys: int = 0
     open: bool = True
+    part_bytes: tuple[int, ...] = ()
 
 
 class Catalog:

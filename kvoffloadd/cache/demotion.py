@@ -231,7 +231,7 @@ class Demotion:
         """Write all that is in memory alone, until the deadline. Returns the bytes that still wait."""
         until = self._disk.loop.time() + deadline_s
         entries = self._cache.entries
-        for space in list(entries.spaces.values()):
+        for space in entries.spaces.values():
             for rows in entries.scan(space):
                 await self._until(self._settings.backlog_bytes // 2, until)
                 self.offer(self._known(entries.live(rows)))
@@ -258,7 +258,6 @@ class Demotion:
             entries = self._cache.entries
             same = entries.state[rows] == RowState.LIVE
             same &= entries.index.space[rows] == offer.space.id
-            same &= entries.spaces.get(offer.space.id) is offer.space  # its number may be another's by now
             at = np.flatnonzero(same)
             same[at] = entries.parts.generation[entries.first[rows[at]]] == generations[at]
             self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())

@@ -211,21 +211,25 @@ class Disk:
         name = SpaceId(namespace.fingerprint, shape, namespace.epoch, schema.group, schema.parts, namespace.key_bytes)
         space.shelf = self.catalog.shelf(name)
         if space.shelf is not None:
+            space.shelf.part_bytes = tuple(space.part_bytes)
             self._spaces[space.shelf.id] = space
+
+    def unshelve(self, space: Space) -> None:
+        """The namespace of a space is forgotten; what its shelf has stays."""
+        if space.shelf is not None and self._spaces.get(space.shelf.id) is space:
+            del self._spaces[space.shelf.id]
 
     def space_of(self, shelf: Shelf) -> Space | None:
         """The space in memory whose keys this shelf holds, if it is open."""
         space = self._spaces.get(shelf.id)
-        current = space is not None and space.shelf is shelf and self.cache.entries.spaces.get(space.id) is space
-        return space if current else None
+        return space if space is not None and space.shelf is shelf and not space.retired else None
 
     def payload_bytes(self, shelf: Shelf, records: I64Array) -> I64Array | None:
         """Size of each record's payload; None if nobody has told the sizes since the start."""
-        space = self._spaces.get(shelf.id)
-        if space is None or space.shelf is not shelf:
+        if not shelf.part_bytes:
             return None
         parts = records - self.catalog.first[self.catalog.row[records]]
-        sizes: I64Array = np.asarray(space.part_bytes, np.int64)[parts]
+        sizes: I64Array = np.asarray(shelf.part_bytes, np.int64)[parts]
         return sizes
 
     def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
@@ -252,7 +256,7 @@ class Disk:
 
     def holds_keys(self, space: Space, keys: U64Array) -> BoolArray:
         """Which keys are complete on disk; also on a shelf that is being emptied, which tells of their end itself."""
-        if space.shelf is None or space.shelf.id not in self._spaces:
+        if space.shelf is None or self._spaces.get(space.shelf.id) is not space:
             return np.zeros(len(keys), bool)
         return self.catalog.complete(space.shelf, keys)
 
@@ -334,7 +338,7 @@ class Disk:
 
     def _note_gone(self, space: Space, keys: U64Array) -> None:
         """These keys are not on disk any more: an event for those that are not in memory."""
-        held = self.cache.entries.index.find(space.id, keys)
+        held = self.cache.entries.find(space, keys)
         resident = held >= 0
         resident[resident] = self.cache.entries.complete(held[resident])
         self.cache.entries.note(space, keys[~resident], added=False)

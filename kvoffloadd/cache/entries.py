@@ -16,6 +16,8 @@ from kvoffloadd.cache.ghosts import Ghosts, Reason
 from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
+from kvoffloadd.cache.spaces import Spaces
+from kvoffloadd.errors import InternalError
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class Entries:
         self.reading: U32Array = reserve_array((max_rows,), np.uint32)  # which promotion fills it; 0: none
         self.demoting: U8Array = reserve_array((max_rows,), np.uint8)  # it waits to be written to disk
         self.disk: Disk | None = None
-        self.spaces: dict[int, Space] = {}
+        self.spaces = Spaces()
         self.events: deque[Event] = deque()
         self.events_lost = 0
 
@@ -74,8 +76,9 @@ class Entries:
 
     def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
         """New live rows with EMPTY parts, for keys that are not held; the space has a queue, index and parts have
-        room.
+        room. Raises InternalError if it is retired: nobody would find them, and nothing would end them.
         """
+        self.check_current(space)
         rows = self.index.insert(space.id, keys)
         self.first[rows] = self.parts.allocate(space.schema.parts, rows)
         self.missing[rows] = space.schema.parts
@@ -94,7 +97,16 @@ class Entries:
         found: I64Array = self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
         return found
 
+    def check_current(self, space: Space) -> None:
+        """Raises InternalError if the space is not one that keys may come to: whoever asks should have known."""
+        if space.retired or not self.spaces.has(space):
+            raise InternalError(f"space {space.id} of {space.namespace.label} is retired")
+
     # --- questions, one answer per row ---
+
+    def find(self, space: Space, keys: U64Array) -> I64Array:
+        """The row of each key, or -1; in a space that is retired there are none."""
+        return np.full(len(keys), -1, np.int64) if space.retired else self.index.find(space.id, keys)
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """All parts committed."""
@@ -161,8 +173,7 @@ class Entries:
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
             self.parts.free(space.schema.parts, self.first[rows[at]])
             space.rows -= len(at)
-            if space.rows == 0 and space.namespace.spaces.get(space.schema.group) is not space:
-                del self.spaces[space.id]  # the last row of an epoch that was cleared
+            self.spaces.let_go(space)
         self.state[rows] = RowState.FREE
         self.index.free(rows)
 
@@ -224,10 +235,10 @@ class Entries:
     # --- walks ---
 
     def scan(self, space: Space) -> Iterator[U32Array]:
-        """Rows of a space that are not free, a bounded number per step. Ends early when the space does."""
+        """Rows of a space that are not free, a bounded number per step. Ends early when there are none."""
         for start in range(0, self.index.rows_end, STEP_ROWS):
-            if self.spaces.get(space.id) is not space:
-                return  # its last row went between two steps; its number may be another's by now
+            if not space.rows:
+                return
             yield self.scan_step(space, start, STEP_ROWS)
 
     def scan_step(self, space: Space, start: int, count: int) -> U32Array:

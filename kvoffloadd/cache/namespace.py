@@ -23,10 +23,10 @@ class Queue:
     slots_per_key: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Space:
-    """The keys of one group in one epoch of a namespace. `id` is what the index knows; it is unique while rows
-    carry it.
+    """The keys of one group in one epoch of a namespace. `id` is what the index knows: no other space has the same
+    while this object lives, see `Spaces`. One that is `retired` was cleared, or its namespace is forgotten.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
     first size that is told, `shelf` (its place on disk, if there is a disk) once all are. `rows` counts rows in any
@@ -39,6 +39,7 @@ class Space:
     part_bytes: list[int]
     queue: Queue | None = None
     shelf: Shelf | None = None
+    retired: bool = False
     rows: int = 0
     keys: int = 0
     bytes: int = 0

@@ -156,7 +156,7 @@ class Promotion:
 
     def _start(self, fetch: Fetch, away: Away) -> None:
         cache, space = self._cache, away.space
-        if cache.entries.spaces.get(space.id) is not space:
+        if space.retired:
             return  # cleared meanwhile
         found = cache.find(space, away.keys)
         if len(found.hit_rows):  # somebody brought them meanwhile
@@ -194,7 +194,7 @@ class Promotion:
         cache.hold(rows)
         self._join(fetch, reading)
         # Which key each part belongs to: rows are distinct, since the keys are.
-        of_key = cache.entries.index.find(space.id, away.keys[mine])
+        of_key = cache.entries.find(space, away.keys[mine])
         order = np.argsort(of_key)
         key_of_part = order[np.searchsorted(of_key[order], cache.entries.parts.row[parts])]
         numbers = parts - cache.entries.first[cache.entries.parts.row[parts]]

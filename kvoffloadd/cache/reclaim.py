@@ -133,7 +133,7 @@ class Reclaim:
     def _resident(self, space: Space, records: I64Array) -> U32Array:
         """Memory rows of the keys of these records that are there, too."""
         entries = self._disk.cache.entries
-        rows = entries.index.find(space.id, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
+        rows = entries.find(space, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
         rows = rows[rows >= 0]
         found: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
         return found

@@ -3,7 +3,7 @@
 It is a memfd, which systemd can keep for the next start, or a file that has a path. In order:
 
     header      one page: what the rest is for
-    names       twice `NAMES_BYTES`: who the keys belong to; the older copy is the next to be overwritten
+    names       twice `NAMES_BYTES`: who the keys belong to; written where they are not, then wiped where they were
     slabs       u32 each: pages of a slot, 0: unassigned
     records     64 bytes for each page of the arena, see `ledger`
     arena       from a multiple of 2 MiB on
@@ -119,6 +119,8 @@ class Pool:
         head = struct.pack("<QQ", self._sequence, len(kept))
         _write(self._whole, at + _NAMES.size, kept)
         _write(self._whole, at, head + xxhash.xxh3_128_digest(head + kept))
+        # The ones before say of numbers whose they were: they must not take the place of these if these are damaged.
+        _write(self._whole, PAGE_BYTES + (1 - self._sequence % 2) * NAMES_BYTES, bytes(_NAMES.size))
         return fits
 
     def names(self) -> bytes:

@@ -221,3 +221,22 @@ async def test_an_inspection_finds_what_is_damaged_and_repairs_it(open_tier: Ope
     assert len((await tier.disk.inspection.run(repair=True))[1]) == 2
     assert tier.on_disk(space, *range(10)) == [0, 1, 2, 3, 5, 6, 7, 9]
     assert await tier.disk.inspection.run(repair=True) == (8, [])
+
+
+async def test_a_forgotten_namespace_keeps_its_disk_and_not_its_number(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space(b"a" * 16)
+    await tier.store_away(space, 1)
+    shelf, number = space.shelf, space.id
+    assert shelf is not None
+    tier.cache.close_namespace(space.namespace)
+    del space
+    tier.cache.entries.spaces._next = number
+    other = tier.space(b"b" * 16)
+    assert other.id == number
+    records = tier.disk.catalog.places(shelf, np.arange(1, dtype=np.uint32)).ravel()
+    sizes = tier.disk.payload_bytes(shelf, records)
+    assert sizes is not None
+    assert sizes.tolist() == [PAGE_BYTES]
+    assert tier.disk.space_of(shelf) is None
+    assert await tier.fetch(tier.space(b"a" * 16), 1) == [1]

@@ -129,7 +129,7 @@ def test_a_newer_format_is_a_cold_start(pool: Pool, monkeypatch: pytest.MonkeyPa
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=6), st.integers(0, 15), st.integers(0, 250))
 def test_names_survive_a_torn_write(saved: list[bytes], kind: int, at: int) -> None:
-    """What is being overwritten is the older copy: whatever happens to it, the newer one is there."""
+    """What is being overwritten is not where the names are: whatever happens to it, they are there."""
     pool = Pool.make(CAPACITY, SLAB)
     for names in saved:
         assert pool.save_names(names)
@@ -144,6 +144,22 @@ def test_names_survive_a_torn_write(saved: list[bytes], kind: int, at: int) -> N
     assert pool.names() == b"later"
     successor.close()
     pool.close()
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("at", [0, 8, 15, 16, 31, 32, 36])
+def test_damaged_names_are_none(pool: Pool, saved: int, at: int) -> None:
+    """And the ones before do not come back, which would take one user's keys for another's."""
+    for number in range(saved):
+        pool.save_names(f"name{number}".encode())
+    place = PAGE_BYTES + (saved % 2) * NAMES_BYTES + at
+    byte = os.pread(pool.fd, 1, place)
+    os.pwrite(pool.fd, bytes([byte[0] ^ 1]), place)
+    assert pool.names() == b""
+    successor = heir(pool)
+    assert successor is not None
+    assert successor.names() == b""
+    successor.close()
 
 
 def test_no_names_at_all(pool: Pool) -> None:

@@ -1,0 +1,83 @@
+"""Which space has which number: the table of all spaces that rows belong to, or can belong to. Event loop only.
+
+Rows, and the records that outlive them in a pool, name their space by its number alone. So a number is given out again
+only when nothing refers to the `Space` that had it any more: not the table, which keeps a space as long as it has rows,
+and nobody who got hold of it earlier, such as a pin that waits for the disk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.errors import LimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.model import GroupSchema
+
+NUMBERS = 1 << 16
+"""Numbers are below this: what a column of the index has room for."""
+
+
+class Spaces:
+    """Spaces by number. One is added current; it is retired when its namespace is cleared or forgotten, and off the
+    table when its last row has gone, too.
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[int, Space] = {}
+        self._referred: WeakValueDictionary[int, Space] = WeakValueDictionary()
+        self._next = 0
+
+    def __getitem__(self, number: int) -> Space:
+        return self._table[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def has(self, space: Space) -> bool:
+        """Whether it is on the table."""
+        return self._table.get(space.id) is space
+
+    def values(self) -> list[Space]:
+        """All on the table."""
+        return list(self._table.values())
+
+    def check_room(self, count: int) -> None:
+        """Raises LimitError if there are not so many numbers left."""
+        if len(self._referred) + count > NUMBERS:
+            raise LimitError(f"{len(self._referred)} groups are held; clear namespaces that are out of use")
+
+    def add(
+        self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None
+    ) -> Space:
+        """A space that is current from now on; `number`: the one that its rows in a pool have.
+
+        Raises LimitError if no number is left, ValueError if the one that is asked for is another's.
+        """
+        self.check_room(1)
+        if number is None:
+            while self._next in self._referred:
+                self._next = (self._next + 1) % NUMBERS
+            number, self._next = self._next, (self._next + 1) % NUMBERS
+        elif number in self._referred:
+            raise ValueError(f"number {number} is another space's")
+        space = self._table[number] = self._referred[number] = Space(number, namespace, schema, list(part_bytes))
+        return space
+
+    def retire(self, space: Space) -> None:
+        """No lookup finds its keys from now on, and none come to it."""
+        space.retired = True
+        self.let_go(space)
+
+    def let_go(self, space: Space) -> None:
+        """Take it off the table if it is retired and has no rows any more."""
+        if space.retired and not space.rows and self.has(space):
+            del self._table[space.id]
