@@ -330,7 +330,9 @@ class Transfers:
             if outcome is Outcome.DONE:
                 submit()
             else:
-                finish(CopyResult(outcome, 0, 0, 0, 0.0, "the worker's signal had not come"))
+                gone = outcome is Outcome.FAILED
+                reason = "the page of the worker's signal is gone" if gone else "the worker's signal had not come"
+                finish(CopyResult(outcome, 0, 0, 0, 0.0, reason))
 
         def give_up(outcome: Outcome) -> None:
             if self.signals.cancel(wait):

@@ -1,5 +1,9 @@
 /* Copies many runs of bytes inside this process. Called through ctypes, without the GIL; see copyruns.py.
  *
+ * Memory that peers share may be gone at any moment: a page was punched out, the file was cut off, or the kernel has
+ * none to give where nobody wrote yet. Touching it is a SIGBUS, which ends the copy here and not the process. All that
+ * reads or writes such memory is therefore in this file.
+ *
  * Long runs bypass the cache: a plain copy first reads each destination line that it then overwrites, and pushes the
  * engine's working set out of the cache on the way. Four pages at once keep several DRAM rows and hardware
  * prefetchers busy; one stream alone leaves the memory bus half idle. Short runs are better off with memcpy.
@@ -7,6 +11,9 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -55,26 +62,122 @@ static void copy_long_run(unsigned char *d, const unsigned char *s, uint64_t n)
 }
 #endif
 
-/* Copies size[i] bytes from src[i] to dst[i] for each i < count. A source may not overlap any destination. */
-void kvo_copy_runs(const uint64_t *src, const uint64_t *dst, const uint64_t *size, uint64_t count)
+/* Where this thread goes on after a bus error; NULL: nowhere, the error is not ours. A signal handler reads it, so it
+ * may not be memory that is allocated when a thread first asks for it; glibc has some for libraries that come late.
+ */
+#ifdef __GLIBC__
+#define EARLY __attribute__((tls_model("initial-exec")))
+#else
+#define EARLY
+#endif
+static __thread sigjmp_buf *volatile rescue EARLY;
+static __thread volatile sig_atomic_t passing_on EARLY;
+/* The compiler moves no access over it: what is rescued lies between, and a run counts once it is copied. */
+#define KEEP_ORDER() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+
+static struct sigaction before; /* who had the signal before us, faulthandler mostly */
+static pthread_mutex_t installing = PTHREAD_MUTEX_INITIALIZER;
+
+/* What happens to a bus error that is not ours: the same as without us. */
+static void pass_on(int number, siginfo_t *info, void *context)
 {
-#ifdef KVO_STREAMING
-    int streaming = __builtin_cpu_supports("avx2");
-#endif
-    for (uint64_t i = 0; i < count; i++) {
-        const unsigned char *s = (const unsigned char *)(uintptr_t)src[i];
-        unsigned char *d = (unsigned char *)(uintptr_t)dst[i];
-#ifdef KVO_STREAMING
-        if (streaming && size[i] >= STREAMED_BYTES_MIN) {
-            copy_long_run(d, s, size[i]);
-            continue;
-        }
-#endif
-        memcpy(d, s, size[i]);
+    int sent = info->si_code <= 0; /* by kill(2), not by an access that would only be repeated */
+    if (before.sa_handler == SIG_IGN && !(before.sa_flags & SA_SIGINFO) && sent)
+        return;
+    if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN || passing_on) {
+        /* `passing_on`: the one before us has us as the one before it, and raised the signal again. */
+        signal(number, SIG_DFL);
+        raise(number);
+        return;
     }
+    passing_on = 1;
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, info, context);
+    else
+        before.sa_handler(number);
+    passing_on = 0;
+}
+
+static void on_bus_error(int number, siginfo_t *info, void *context)
+{
+    if (rescue != NULL && info->si_code > 0)
+        siglongjmp(*rescue, 1);
+    pass_on(number, info, context);
+}
+
+/* Before each use, since others install handlers too: a system call, and nothing more if ours is there. */
+static void catch_bus_errors(void)
+{
+    struct sigaction now, ours;
+    sigaction(SIGBUS, NULL, &now);
+    if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus_error)
+        return;
+    pthread_mutex_lock(&installing);
+    sigaction(SIGBUS, NULL, &now);
+    if (!((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus_error)) {
+        before = now;
+        memset(&ours, 0, sizeof ours);
+        ours.sa_sigaction = on_bus_error;
+        /* SA_NODEFER: the handler is left by a jump, after which the signal must not stay blocked. */
+        ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+        sigaction(SIGBUS, &ours, NULL);
+    }
+    pthread_mutex_unlock(&installing);
+}
+
+/* Copies size[i] bytes from src[i] to dst[i] for each i < count, in order. A source may not overlap any destination.
+ * Returns how many runs were copied: less than count if a page of the next one is gone, some of whose bytes may be.
+ */
+uint64_t kvo_copy_runs(const uint64_t *src, const uint64_t *dst, const uint64_t *size, uint64_t count)
+{
+    volatile uint64_t at = 0; /* known behind the jump */
+    sigjmp_buf here;
+    catch_bus_errors();
+    if (sigsetjmp(here, 0) == 0) {
+        rescue = &here;
+#ifdef KVO_STREAMING
+        int streaming = __builtin_cpu_supports("avx2");
+#endif
+        KEEP_ORDER();
+        for (uint64_t i = 0; i < count; KEEP_ORDER(), at = ++i) {
+            const unsigned char *s = (const unsigned char *)(uintptr_t)src[i];
+            unsigned char *d = (unsigned char *)(uintptr_t)dst[i];
+#ifdef KVO_STREAMING
+            if (streaming && size[i] >= STREAMED_BYTES_MIN) {
+                copy_long_run(d, s, size[i]);
+                continue;
+            }
+#endif
+            memcpy(d, s, size[i]);
+        }
+    }
+    rescue = NULL;
 #ifdef KVO_STREAMING
     _mm_sfence(); /* whoever is told of the end in another thread must see the streamed bytes */
 #endif
+    return at;
+}
+
+/* Reads the aligned words at address[i] into value[i]; gone[i] is 1 where the page is gone, 0 elsewhere. Whoever sees a
+ * word sees all that its writer wrote before it, on every architecture.
+ */
+void kvo_read_words(const uint64_t *address, uint64_t *value, unsigned char *gone, uint64_t count)
+{
+    volatile uint64_t at = 0;
+    sigjmp_buf here;
+    catch_bus_errors();
+    if (sigsetjmp(here, 0) != 0) {
+        gone[at] = 1;
+        at = at + 1;
+    }
+    rescue = &here;
+    KEEP_ORDER();
+    for (; at < count; at = at + 1) {
+        value[at] = __atomic_load_n((const uint64_t *)(uintptr_t)address[at], __ATOMIC_ACQUIRE);
+        gone[at] = 0;
+    }
+    KEEP_ORDER();
+    rescue = NULL;
 }
 
 /* Importable, so that packaging tools and `import` find it where they look; it has no Python functions. */

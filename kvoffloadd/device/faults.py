@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
+import numpy as np
+
 from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.device.copyruns import copy_runs
+from kvoffloadd.errors import ConfigError, DeviceError
 from kvoffloadd.model import Direction, Outcome, U64Array
 
 if TYPE_CHECKING:
@@ -111,8 +114,18 @@ class FaultyDevice:
             self._loads += 1
             if _is_nth(self._loads, self._corrupt_every):
                 self.planted += 1
-                ctypes.c_uint8.from_address(int(copies.dst[0])).value ^= 1
+                _flip(copies.dst[:1])
         return result
+
+
+def _flip(at: U64Array) -> None:
+    """One bit of a worker's memory, which may be gone by now."""
+    byte, one = np.zeros(1, np.uint8), np.ones(1, np.uint64)
+    here = np.array([byte.ctypes.data], np.uint64)
+    with contextlib.suppress(DeviceError):
+        copy_runs(at, here, one)
+        byte ^= 1
+        copy_runs(here, at, one)
 
 
 def _is_nth(count: int, every: int) -> bool:

@@ -62,8 +62,8 @@ class HostDevice:
     def map(self, fd: int, peer_uid: int) -> HostAllocation:
         """See `HostMemory.map`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
 
-        A peer that could shorten its file could kill the daemon by SIGBUS. So the file must be sealed against
-        shrinking, unless the peer runs as the daemon's own user or root, who could kill it anyway.
+        A page that is gone fails the job that touches it, see `copyruns`. All the same the file must be sealed against
+        shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
         """
         size_bytes = _check_memory(fd, peer_uid)
         mapping = Mapping.map_fd(fd, size_bytes)

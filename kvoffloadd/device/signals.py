@@ -12,12 +12,14 @@ Ownership
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Outcome
 
@@ -46,9 +48,14 @@ class Wait:
     done: Callable[[Outcome], None]
     began_s: float = field(default_factory=time.monotonic)
 
-    def is_over(self) -> bool:
-        """Whether the value has come."""
-        return int(ctypes.c_uint64.from_address(self.ready.address).value) >= self.ready.value
+
+def _ends(waits: list[Wait]) -> list[Outcome | None]:
+    """How each of them ends now: DONE, or FAILED if its word is gone; None: not yet."""
+    values, gone = read_words(np.array([wait.ready.address for wait in waits], np.uint64))
+    return [
+        Outcome.FAILED if lost else Outcome.DONE if value >= wait.ready.value else None
+        for wait, value, lost in zip(waits, values.tolist(), gone.tolist(), strict=True)
+    ]
 
 
 class Signals:
@@ -68,7 +75,7 @@ class Signals:
 
     def wait(self, ready: Ready, deadline_s: float, done: Callable[[Outcome], None]) -> Wait:
         """Calls `done` on the loop, never within this call, once: with DONE when the worker is ready, with EXPIRED at
-        `deadline_s` of `loop.time()`, with CANCELLED at `close`.
+        `deadline_s` of `loop.time()`, with FAILED when the word's page is gone, with CANCELLED at `close`.
 
         The caller sees to it that the address stays mapped until then, or until `cancel`.
 
@@ -78,8 +85,9 @@ class Signals:
         wait = Wait(ready, deadline_s, done)
         if self._closing:
             raise UsageError("signals: closed")
-        if wait.is_over():  # mostly the case: no thread is woken for it
-            self._loop.call_soon(done, Outcome.DONE)
+        (outcome,) = _ends([wait])
+        if outcome is not None:  # mostly the case: no thread is woken for it
+            self._loop.call_soon(done, outcome)
             return wait
         with self._lock:
             self._waits[wait] = None
@@ -111,9 +119,10 @@ class Signals:
             now = time.monotonic()
             ended: list[tuple[Wait, Outcome]] = []
             with self._lock:
-                for wait in self._waits:
-                    if wait.is_over():
-                        ended.append((wait, Outcome.DONE))
+                waits = list(self._waits)
+                for wait, outcome in zip(waits, _ends(waits), strict=True):
+                    if outcome is not None:
+                        ended.append((wait, outcome))
                     elif now >= wait.deadline_s:
                         ended.append((wait, Outcome.EXPIRED))
                 for wait, _ in ended:
