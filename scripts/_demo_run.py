@@ -26,7 +26,7 @@ from kvoffloadd.client import Client
 WORKERS = 2
 START_S = 60.0
 TURN_S = 60.0
-UNMAP_LIMIT_S = 2.0
+UNMAP_LIMIT_S = 30.0
 VERIFY_S = 120.0
 LOOKAHEAD = 32
 PROBE_ROUNDS = 7

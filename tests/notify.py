@@ -50,7 +50,7 @@ class Manager:
         self.heard.append(notice)
         return notice
 
-    def until(self, name: str, value: str | None = None, deadline_s: float = 20.0) -> Notice:
+    def until(self, name: str, value: str | None = None, deadline_s: float = 60.0) -> Notice:
         """The next datagram with this assignment. Raises AssertionError at the deadline."""
         end = time.monotonic() + deadline_s
         while (left := end - time.monotonic()) > 0:

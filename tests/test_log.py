@@ -18,6 +18,7 @@ import pytest
 
 from kvoffloadd import log
 from kvoffloadd.config import LogConfig
+from tests.e2e.waiting import HANG_S
 
 logger = logging.getLogger("kvoffloadd.test")
 
@@ -240,7 +241,7 @@ def test_a_journal_that_does_not_keep_up_costs_records_and_no_time(journal: sock
     began = time.monotonic()
     for number in range(2000):
         handler.handle(record(f"message {number}"))
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < HANG_S
     journal.settimeout(0.0)
     taken = 0
     while True:

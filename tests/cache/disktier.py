@@ -324,7 +324,7 @@ class Tier:
 
     # --- waiting ---
 
-    async def until(self, condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
         async with asyncio.timeout(limit_s):
             while not condition():  # noqa: ASYNC110  threads change it, which set no event
                 await asyncio.sleep(0.001)

@@ -20,7 +20,7 @@ from tests import softcuda
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 MIB = 1 << 20
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

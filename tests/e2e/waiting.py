@@ -8,8 +8,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+HANG_S = 60.0
+"""Longer than anything that goes on takes, on the busiest machine: what takes longer hangs."""
 
-def until(fact: Callable[[], T], what: str, deadline_s: float = 10.0) -> T:
+
+def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S) -> T:
     """The first true value of `fact()`. Raises AssertionError at the deadline."""
     end = time.monotonic() + deadline_s
     while True:

@@ -57,7 +57,7 @@ def busy_worker(start_worker: StartWorker, daemon: Daemon, layout: Layout, kind:
         keys = blocks if what == "load" else [number * layout.num_blocks + block for block in blocks]
         worker.call(f"begin_{what}", keys=keys, blocks=blocks, signal=True)
     worker.call("open_gate")
-    until(lambda: gauges(daemon)[f"{what}_running"], "the daemon copies", 5.0)
+    until(lambda: gauges(daemon)[f"{what}_running"], "the daemon copies")
     return worker
 
 

@@ -42,7 +42,7 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
             command, cwd=folder, env={**os.environ, "PYTHONPATH": search}, stdin=subprocess.DEVNULL, stderr=log
         )
     try:
-        until(lambda: child.poll() is not None or answers(path), "the daemon answers", 20.0)
+        until(lambda: child.poll() is not None or answers(path), "the daemon answers")
         assert child.poll() is None, (folder / "daemon.log").read_text()
         yield path
     finally:

@@ -94,7 +94,7 @@ def put(device: int, memory: U8Array) -> None:
     ok(driver.cuMemcpyHtoD(device, address(memory), memory.nbytes))
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Waits for something that must come."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -118,7 +117,7 @@ def test_a_daemon_that_dies_at_work(start_daemon: Start, lines: Make, keys: Keys
     daemon.kill()
     assert ended(carrier, 2)[0].success is (direction is STORE)
     daemon.start()
-    until(lambda: mapped(daemon) > 0, "it is registered with again", 5.0)
+    until(lambda: mapped(daemon) > 0, "it is registered with again")
 
 
 def mapped(daemon: Daemon) -> int:
@@ -133,9 +132,7 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_carried(start_daemon
     for _ in range(2):
         daemon.kill()
         daemon.start()
-        began = time.monotonic()
-        until(lambda: mapped(daemon) > 0, "it is registered with again", 5.0)
-        assert time.monotonic() - began < 3.0
+        until(lambda: mapped(daemon) > 0, "it is registered with again")
 
 
 def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
