@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.disk import Disk, DiskSettings
+from kvoffloadd.cache.keyhash import SEED_BITS
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.config import check_memory_fits
@@ -264,7 +265,7 @@ class Daemon:
             target=tier.prefault, args=(config.memory.prefault_threads,), name="kvo-prefault", daemon=True
         ).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
-        cache = Cache(tier, policy, secrets.randbits(63))
+        cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
         device: HostMemory = host
@@ -312,7 +313,7 @@ class Daemon:
             rewrite_hot=chosen.rewrite_hot,
             retry_s=chosen.retry_s,
         )
-        Disk(cache, roots, numbers, settings, loop, secrets.randbits(63))
+        Disk(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
         self._signals += 1

@@ -21,7 +21,7 @@ from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.errors import SchemaError
+from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
     BoolArray,
     GroupSchema,
@@ -258,8 +258,8 @@ class Cache:
         """Slots for the `wanted` parts of each key, in key order, evicting exactly what is needed.
 
         States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
-        keys behind the last one that could be served. `keys` are distinct; `first` is the position of the first one in
-        its prompt, or `positions` has each one's.
+        keys behind the last one that could be served, and for all if the index can't hold those that are new. `keys`
+        are distinct; `first` is the position of the first one in its prompt, or `positions` has each one's.
 
         Raises:
             SchemaError: no rank has told the payload size of a wanted part yet.
@@ -316,7 +316,10 @@ class Cache:
             fits = int(np.searchsorted(need, room, side="right"))
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
-                rows[new] = self.entries.insert(space, keys[new], positions[new])
+                try:
+                    rows[new] = self.entries.insert(space, keys[new], positions[new])
+                except LimitError:
+                    return 0  # for the index has no room for them, though memory has
                 inserted = True
             else:
                 self._undo(self.entries.records(rows[at[fits:served]], wanted)[empty[at[fits:served]]])

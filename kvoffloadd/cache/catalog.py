@@ -7,6 +7,7 @@ is complete when every part has its place, and only then found.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 from kvoffloadd.cache.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.keys import has_duplicates, pack
 from kvoffloadd.cache.runs import Runs
+from kvoffloadd.errors import LimitError
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
@@ -129,7 +131,8 @@ class Catalog:
             rows[new[fits:]] = -1
             new = new[:fits]
         if len(new):
-            rows[new] = self._insert(shelf, names[new])
+            with contextlib.suppress(LimitError):
+                rows[new] = self._insert(shelf, names[new])
         mine = rows[row_of]
         held = np.flatnonzero(mine >= 0)
         mine, parts, pages = mine[held], parts[held], pages[held]

@@ -75,8 +75,12 @@ class Entries:
     # --- beginning ---
 
     def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
-        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, index and parts have
-        room. Raises InternalError if it is retired: nobody would find them, and nothing would end them.
+        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, and there is room for
+        rows and parts.
+
+        Raises:
+            InternalError: the space is retired: nobody would find them, and nothing would end them.
+            LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
         self.check_current(space)
         rows = self.index.insert(space.id, keys)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.keyhash import SEED_BITS, KeyHash
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _GONE_BITS, _STORED_BITS = 22, 21
 _REASON_BITS, _NAMESPACE_BITS = 3, 14
 _SALTS_MAX = 1 << 12
-_ALL = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,30 +49,19 @@ REASONS = (
 class Ghosts:
     """Keys that were complete once: how each went, by namespace; and which namespace had each first.
 
-    `seed` makes the hash unguessable. Keys are (n, WORDS) u64; a key of another group is another key.
+    `seed`, below 2**128, is the secret of the hash. Keys are (n, WORDS) u64; a key of another group is another key.
     """
 
     def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng([seed, 1])
-        self._factors: U64Array = rng.integers(0, 1 << 63, size=5, dtype=np.uint64) << np.uint64(1) | np.uint64(1)
-        self._secret = rng.bytes(16)
+        self._hash = KeyHash(seed, "ghosts")
+        self._secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + b"namespaces").digest(16)
         self._salts: dict[bytes, np.uint64] = {}
         self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16)
         self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32)
 
     def hash(self, group: int, keys: U64Array) -> U64Array:
         """u64 per key, the same in every namespace. All bits count."""
-        factors = self._factors
-        h: U64Array = keys[:, 0] * factors[0]
-        for word in range(1, keys.shape[1]):
-            h += keys[:, word] * factors[word]
-        h += np.uint64(group * int(factors[4]) & _ALL)
-        h ^= h >> np.uint64(32)
-        h *= _GOLDEN
-        h ^= h >> np.uint64(29)
-        h *= factors[0]
-        h ^= h >> np.uint64(32)
-        return h
+        return self._hash(group, keys)
 
     def came(self, fingerprint: bytes, group: int, keys: U64Array) -> None:
         """These keys are complete in this namespace. Where another one had them before, that is what stays known."""

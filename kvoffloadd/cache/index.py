@@ -6,6 +6,10 @@ costs a few segments at a time, however many keys are held. All columns are rese
 lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its space, which are
 compared before a row is ever answered: two keys are never taken for each other, whatever their hashes.
 
+Equal hashes can't be told apart by splitting. Nobody who does not know the seed can choose such keys (see `keyhash`);
+and if there were some, all work stays bounded: a segment splits only so often, and takes no more keys than it has room
+for.
+
 Event loop only.
 """
 
@@ -17,6 +21,8 @@ import numpy as np
 import numpy.ma  # or the first np.unique would, in the midst of serving: it takes 12 ms
 import numpy.typing as npt
 
+from kvoffloadd.cache.keyhash import KeyHash
+from kvoffloadd.errors import LimitError
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
@@ -35,21 +41,20 @@ for all, they would fill at the same time, and a single insertion might have to 
 """
 _EXPECTED_FILL = 0.65
 _EMPTY, _DEAD, _FIRST_TAG = 0, 1, 2
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_DEEPER_MAX = 3
+"""How many splits deeper than all segments together would be a segment may be. Keys of different hashes need fewer."""
 
 
 class Index:
     """(space, key) -> row.
 
     Rows are dense small numbers, reused after `free`; their columns live here and with the owner.
-    `max_keys` bounds the rows; `seed` makes the hash unguessable, so that nobody can choose keys that collide.
+    `max_keys` bounds the rows; `seed`, below 2**128, is the hash's secret: nobody who does not know it can choose keys
+    that collide.
     """
 
     def __init__(self, max_keys: int, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self._factors: U64Array = rng.integers(0, 1 << 63, size=WORDS + 1, dtype=np.uint64) << np.uint64(1) | np.uint64(
-            1
-        )
+        self._hash = KeyHash(seed, "index")
         self.max_keys = max_keys
         self.keys: U64Array = reserve_array((max_keys, WORDS), np.uint64)
         self.space: U16Array = reserve_array((max_keys,), np.uint16)
@@ -58,6 +63,7 @@ class Index:
         self._num_free = 0
         # Splits leave segments at least a third full on average; eight times the need is virtual memory only.
         segments = max(16, 8 * (max_keys // _SEGMENT + 1))
+        self._depth_max = segments.bit_length() + _DEEPER_MAX
         self._tags: U16Array = reserve_array((segments * _BUCKETS, _SLOTS), np.uint16)
         self._rows: U32Array = reserve_array((segments * _BUCKETS, _SLOTS), np.uint32)
         self._used: U32Array = reserve_array((segments,), np.uint32)  # slots that are not empty, dead ones included
@@ -76,18 +82,8 @@ class Index:
         return self._rows_used
 
     def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
-        """u64 per key. `keys`: (n, WORDS). Multilinear with secret odd factors, then mixed so that all bits count."""
-        # Word by word: a reduction over an axis of four costs three times as much.
-        h: U64Array = keys[:, 0] * self._factors[0]
-        for word in range(1, WORDS):
-            h += keys[:, word] * self._factors[word]
-        h += np.asarray(space, np.uint64) * self._factors[WORDS]
-        h ^= h >> np.uint64(32)
-        h *= _GOLDEN
-        h ^= h >> np.uint64(29)
-        h *= self._factors[0]
-        h ^= h >> np.uint64(32)
-        return h
+        """u64 per key, of which every bit counts. `keys`: (n, WORDS)."""
+        return self._hash(space, keys)
 
     def find(self, space: int, keys: U64Array) -> I64Array:
         """The row of each key, or -1. `keys`: (n, WORDS). Changes nothing."""
@@ -122,30 +118,41 @@ class Index:
         self._depth[: self._num_segments] = self._directory_depth
 
     def insert(self, space: int, keys: U64Array) -> U32Array:
-        """New rows for keys that are distinct and not in the table; the caller guarantees both and that they fit."""
+        """New rows for keys that are distinct and not in the table; the caller guarantees both and enough free rows.
+
+        Raises:
+            LimitError: too many keys have almost equal hashes. Nothing was inserted.
+        """
+        h = self.hash(space, keys)
+        self._make_room(h)
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
         self.space[rows] = space
-        h = self.hash(space, keys)
-        self._make_room(h)
         self._place(h, rows)
         return rows
 
     def remove(self, rows: U32Array) -> None:
-        """Forget keys by row. Their columns stay readable until `free`."""
+        """Forget keys by row. Their columns stay readable until `free`.
+
+        Raises:
+            LookupError: a row is not in the table, which is a bug of ours. Others may be forgotten by then.
+        """
         h = self.hash(self.space[rows], self.keys.take(rows, axis=0))
         bucket = self._home(h)
         left = rows
-        while len(left):
+        for _ in range(_BUCKETS):
             mine = self._rows.take(bucket, axis=0) == left[:, None]
             mine &= self._tags.take(bucket, axis=0) >= _FIRST_TAG
             at = np.flatnonzero(mine)
             here, slot = at // _SLOTS, at % _SLOTS
             self._tags[bucket[here], slot] = _DEAD
             count_down(self._live, bucket[here] // _BUCKETS)
+            if len(at) == len(left):
+                return
             on = np.ones(len(left), bool)
             on[here] = False
             left, bucket = left[on], _next(bucket[on])
+        raise LookupError(f"{len(left)} rows are not in the table, {left[:4].tolist()} among them")
 
     def free(self, rows: U32Array) -> None:
         """Give removed rows back for reuse."""
@@ -232,7 +239,7 @@ class Index:
             bucket, tag, rows = _next(bucket[~fits]), tag[~fits], rows[~fits]
 
     def _make_room(self, h: U64Array) -> None:
-        """Split or clean segments until the keys with these hashes fit."""
+        """Split or clean segments until the keys with these hashes fit. Raises LimitError if that does not help."""
         while len(h):
             ordered = np.sort(self._home(h) // _BUCKETS)
             begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
@@ -242,7 +249,11 @@ class Index:
             if not crowded.any():
                 return
             segment, full = segment[crowded], full[crowded]
-            self._rebuild(segment, segment[self._live[segment] + count[crowded] > full * 2 // 3])
+            split = segment[self._live[segment] + count[crowded] > full * 2 // 3]
+            room = len(self._depth) - self._num_segments
+            if len(split) > room or (self._depth[split] >= self._depth_max).any():
+                raise LimitError(f"{len(h)} keys can't be held: the hashes of too many are almost equal")
+            self._rebuild(segment, split)
 
     def _rebuild(self, segments: I64Array, crowded: I64Array) -> None:
         """Rewrite segments without dead slots; half of the keys of those that are `crowded` move to new ones."""

@@ -54,6 +54,19 @@ def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
     assert check(cache, 0, 0) == []
 
 
+def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
+    cache = make_cache(pages=2048)
+    cache.entries.index.hash = lambda space, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
+    _, space = make_space(cache)
+    store(cache, space, *range(300))
+    reservation = cache.reserve(space, keys_of(*range(299, 1400)), ONE, 0)
+    assert reservation.states.tolist() == [H] + [N] * 1100
+    assert not len(reservation.parts)
+    assert states(cache, space, *range(302)) == [H] * 300 + [M] * 2
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
 def test_the_first_reservation_wins(cache: Cache) -> None:
     _, space = make_space(cache)
     store(cache, space, 1)

@@ -314,3 +314,14 @@ def test_emptying_a_shelf_leaves_alone_what_took_its_place_meanwhile(
     assert catalog.find(other, keys_of(77))[0] >= 0
     assert catalog.records == 1
     assert catalog.check({3}) == []
+
+
+def test_keys_that_the_index_can_not_hold_are_left_out() -> None:
+    catalog = Catalog(4000, 1)
+    shelf = shelf_of(catalog, 1)
+    catalog.index.hash = lambda space, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
+    put(catalog, shelf, 1, *((key, 0, 1 + key) for key in range(300)))
+    put(catalog, shelf, 2, *((key, 0, 1 + key) for key in range(200, 2000)))
+    assert (shelf.keys, catalog.records) == (300, 300)
+    assert len(catalog.in_segment(2)) == 100, "those that are there still move"
+    assert catalog.check({1, 2}) == []

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffloadd.cache.index import WORDS, Index
+from kvoffloadd.errors import LimitError
+from kvoffloadd.model import U16Array, U64Array
+
+ALL = (1 << 64) - 1
+BITS = (0, 0x3F, 0xFF00, 0b11 << 62, ALL >> 8, ALL << 8 & ALL, ALL)
+"""Of a bad hash: none; those that name the bucket, or the tag; two that name a segment; all but those for either."""
 
 
 def random_keys(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -64,10 +72,22 @@ def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
     assert index.find(0, key)[0] == row
 
 
-def test_equal_hashes_do_not_make_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+class Colliding(Index):
+    """With hashes of which only some bits differ."""
+
+    def __init__(self, max_keys: int, seed: int, bits: int) -> None:
+        super().__init__(max_keys, seed)
+        self._bits = np.uint64(bits)
+        self.base = np.uint64(0x3900)
+
+    def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
+        """See `Index`."""
+        return super().hash(space, keys) & self._bits | self.base
+
+
+def test_equal_hashes_do_not_make_equal_keys() -> None:
     """The whole key is compared: with a hash that maps everything to one value, answers stay right."""
-    monkeypatch.setattr(Index, "hash", lambda self, space, keys: np.full(len(keys), 12345, np.uint64))
-    index = Index(1000, 1)
+    index = Colliding(1000, 1, 0)
     keys = random_keys(np.random.default_rng(0), 300)
     rows = index.insert(0, keys)
     assert index.find(0, keys).tolist() == rows.tolist()
@@ -76,15 +96,145 @@ def test_equal_hashes_do_not_make_equal_keys(monkeypatch: pytest.MonkeyPatch) ->
     assert index.find(0, keys[1::2]).tolist() == rows[1::2].tolist()
 
 
+@pytest.mark.parametrize("step", [1, 100, 870, 16_384])
+@pytest.mark.parametrize("max_keys", [1000, 40_000, 10_000_000])
+def test_keys_of_one_hash_are_refused_once_they_do_not_fit(max_keys: int, step: int) -> None:
+    index = Colliding(max_keys, 1, 0)
+    rng = np.random.default_rng(0)
+    held: list[np.ndarray] = []
+    with pytest.raises(LimitError, match="almost equal"):
+        while sum(map(len, held)) < 1024:
+            keys = random_keys(rng, step)
+            index.insert(0, keys)
+            held.append(keys)
+    count, size = sum(map(len, held)), index.memory_bytes()
+    assert size < 64 << 20
+    assert len(index) == count == index.rows_end, "a refused insertion takes no rows"
+    assert count > 300 or step > 300
+    for _ in range(3):
+        with pytest.raises(LimitError):
+            index.insert(0, random_keys(rng, 1024))
+    assert index.memory_bytes() == size, "what is refused again costs nothing again"
+    assert index.check() == []
+    if held:
+        asked = np.concatenate(held)
+        rows = index.find(0, asked)
+        assert rows.tolist() == list(range(count))
+        index.remove(rows.astype(np.uint32))
+        index.free(rows.astype(np.uint32))
+        assert (index.find(0, asked) == -1).all()
+        again = index.insert(0, asked[:50])
+        assert (index.find(0, asked[:50]) == again).all()
+    assert index.check() == []
+
+
+def test_segments_that_can_not_be_split_do_not_outgrow_the_table() -> None:
+    """One hash after the other until its segment is as deep as may be; segments are not given back."""
+    index = Colliding(1000, 3, 0)
+    rng = np.random.default_rng(3)
+    for prefix in range(32):
+        index.base = np.uint64(prefix << 59)
+        with contextlib.suppress(LimitError):
+            rows = index.insert(0, random_keys(rng, 400))
+            index.remove(rows)
+            index.free(rows)
+        with pytest.raises(LimitError, match="almost equal"):
+            index.insert(0, random_keys(rng, 1000))
+        assert index.check() == []
+    assert index.memory_bytes() < 1 << 20
+
+
+def test_others_are_held_while_keys_of_one_hash_are_refused() -> None:
+    class OneSpaceCollides(Index):
+        def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
+            mine = np.broadcast_to(np.asarray(space, np.uint64), len(keys)) == 9
+            return np.where(mine, np.uint64(0xABCD << 40), super().hash(space, keys))
+
+    index = OneSpaceCollides(100_000, 4)
+    rng = np.random.default_rng(4)
+    mine: dict[int, int] = {}
+    keys = random_keys(rng, 60_000)
+    for at in range(0, len(keys), 2000):
+        for row in index.insert(1, keys[at : at + 2000]).tolist():
+            mine[row] = len(mine)
+        with contextlib.suppress(LimitError):
+            index.insert(9, random_keys(rng, 700))
+    assert (index.find(1, keys) == list(mine)).all()
+    assert index.memory_bytes() < 20 << 20
+    assert index.check() == []
+
+
+@pytest.mark.parametrize("bits", [0, ALL])
+def test_a_row_that_is_not_in_the_table_is_a_bug_that_is_told(bits: int) -> None:
+    index = Colliding(5000, 2, bits)
+    rows = index.insert(0, random_keys(np.random.default_rng(2), 200))
+    index.remove(rows[:1])
+    with pytest.raises(LookupError, match=rf"1 rows are not in the table, \[{rows[0]}\]"):
+        index.remove(rows[:1])
+
+
+class AgainstADict(RuleBasedStateMachine):
+    """Any hash is right, be it as bad as it may, and what is refused changes nothing."""
+
+    @initialize(seed=st.integers(0, 1 << 32), bits=st.sampled_from(BITS), max_keys=st.sampled_from([900, 6000]))
+    def begin(self, seed: int, bits: int, max_keys: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.index = Colliding(max_keys, seed, bits)
+        self.rows: dict[tuple[int, bytes], int] = {}
+        self.gone: list[tuple[int, bytes]] = []
+
+    @rule(space=st.integers(0, 2), count=st.sampled_from([1, 16, 17, 300, 900]))
+    def insert(self, space: int, count: int) -> None:
+        count = min(count, self.index.max_keys - len(self.rows))
+        keys = random_keys(self.rng, count)
+        end = self.index.rows_end
+        try:
+            rows = self.index.insert(space, keys)
+        except LimitError:
+            assert self.index.rows_end == end
+            self.gone += [(space, key.tobytes()) for key in keys[:20]]
+            return
+        assert not set(rows.tolist()) & set(self.rows.values())
+        self.rows.update(zip([(space, key.tobytes()) for key in keys], rows.tolist(), strict=True))
+
+    @rule(count=st.sampled_from([1, 50, 2000]))
+    def remove(self, count: int) -> None:
+        names = [list(self.rows)[at] for at in self.rng.permutation(len(self.rows))[:count]]
+        rows = np.array([self.rows.pop(name) for name in names], np.uint32)
+        self.index.remove(rows)
+        self.index.free(rows)
+        self.gone += names[:20]
+
+    @rule(count=st.sampled_from([1, 3000]))
+    def expect(self, count: int) -> None:
+        self.index.expect(count)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "rows"):
+            return
+        assert len(self.index) == self.index.num_found == len(self.rows)
+        for names in (list(self.rows), [name for name in self.gone if name not in self.rows]):
+            for space in range(4):
+                mine = [name for name in names if name[0] == space or space == 3]
+                asked = np.frombuffer(b"".join(key for _, key in mine), np.uint64).reshape(-1, WORDS)
+                assert self.index.find(space, asked).tolist() == [self.rows.get((space, name[1]), -1) for name in mine]
+        assert self.index.check_table() == []
+
+
+TestAgainstADict = AgainstADict.TestCase
+TestAgainstADict.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+
+
 def test_growth_is_incremental_and_memory_stays_within_the_budget() -> None:
     rng = np.random.default_rng(3)
     index = Index(400_000, 3)
     longest = 0.0
     for _ in range(800):
         keys = random_keys(rng, 500)
-        begun = time.perf_counter()
+        begun = time.thread_time()
         index.insert(1, keys)
-        longest = max(longest, time.perf_counter() - begun)
+        longest = max(longest, time.thread_time() - begun)
     assert index.memory_bytes() / len(index) < 60
     assert longest < 0.5, f"one insert held the loop for {longest:.3f} s"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.client import KeyState, NamespaceSpec, Outcome
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
@@ -139,3 +139,19 @@ def test_the_end_of_an_instance_ends_its_leases(small: Daemon, rank: Rank, rng: 
     assert rank.store_keys(new_keys(rng, 8)).states[0].tolist() == [RESERVED] * 6 + [NO_SPACE] * 2
     worker.close()
     assert rank.store_keys(new_keys(rng, SLOTS)).states[0].tolist() == [RESERVED] * SLOTS
+
+
+def test_keys_that_are_alike_harm_nobody(start_daemon: Callable[..., Daemon], rng: np.random.Generator) -> None:
+    """Whole words that differ in their top bits alone: by a sum of words, thousands of them would have one hash."""
+    daemon = start_daemon(memory="32MiB")
+    other = daemon.welcome(Rank(daemon.socket, namespace=NamespaceSpec(model="other")))
+    theirs = new_keys(rng, 50)
+    other.store_keys(theirs)
+    rank = daemon.welcome(Rank(daemon.socket))
+    top = np.arange(16, dtype=np.uint64) << np.uint64(60)
+    alike = np.stack([column.ravel() for column in np.meshgrid(top, top, top, top)], axis=1)[:8000]
+    reserved = rank.client.reserve({0: alike.tobytes()})
+    assert (reserved.states[0] == RESERVED).all()
+    assert other.states(theirs) == [HIT] * len(theirs)
+    assert rank.client.lookup({0: alike.tobytes()}).states[0].tolist() == [KeyState.PENDING] * len(alike)
+    rank.client.release(reserved.lease)
