@@ -24,7 +24,9 @@ _STICKY = frozenset(
         "DEINITIALIZED", "UNKNOWN",
     )
 )  # fmt: skip
-"""After one of these every further call fails: only a new process helps (CUDA driver API, CUresult)."""
+"""After one of these every further call fails: only a new process helps (CUDA driver API, CUresult). A call that is
+given something of another process's may return some of them for that alone: `context_works` tells.
+"""
 
 
 class PointerAttribute(IntEnum):
@@ -39,7 +41,7 @@ class PointerAttribute(IntEnum):
 
 
 class CudaError(DeviceError):
-    """A driver call failed. `name`: of the CUresult. `sticky`: the process can use this GPU no more."""
+    """A driver call failed. `name`: of the CUresult. `sticky`: it may last for as long as the process does."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -108,6 +110,14 @@ class CudaDriver:
         value = ctypes.c_uint64()
         self.check("cuPointerGetAttribute", self._attribute(ctypes.byref(value), which, address))
         return value.value
+
+    def context_works(self) -> bool:
+        """Whether the current context can still be used. Blocks until what has been submitted in it has ended."""
+        try:
+            self.call("cuCtxSynchronize")
+        except CudaError:
+            return False
+        return True
 
     def uuid(self, ordinal: int) -> bytes:
         """16 bytes that name a GPU of this process's numbering, the same in all processes."""

@@ -60,8 +60,8 @@ def test_the_service_is_closed_as_far_as_it_can_be(analyze: Path) -> None:
 
 def test_every_setting_that_stays_open_has_its_reason() -> None:
     _, reasons = text(SERVICE).split("# What must stay open:")
-    for name in ("PrivateDevices", "DevicePolicy", "MemoryDenyWriteExecute", "PrivateUsers", "PrivateIPC",
-                 "PrivateNetwork", "ProtectProc", "ProcSubset", "RemoveIPC"):  # fmt: skip
+    for name in ("PrivateDevices", "DevicePolicy", "ProtectClock", "MemoryDenyWriteExecute", "PrivateUsers",
+                 "PrivateIPC", "PrivateNetwork", "ProtectProc", "ProcSubset", "RemoveIPC"):  # fmt: skip
         assert f"{name}=" in reasons
         assert not re.search(rf"^{name}=", text(SERVICE), re.MULTILINE)
 

@@ -127,14 +127,67 @@ def test_one_call_for_each_copy(start_daemon: Start, seed: int, how: str) -> Non
     assert daemon.gpus()[0]["batch_failures"] == 0
 
 
-@pytest.mark.parametrize("fault", ["open_fails", "dead_exporter"])
+@pytest.mark.parametrize("fault", [*(f"open_error={code}" for code in (1, 201, 400, 801, 999)), "dead_exporter"])
 def test_a_handle_that_the_driver_does_not_open(start_daemon: Start, seed: int, fault: str) -> None:
+    """Whatever it says, also with numbers that elsewhere tell of a GPU which is lost: others go on."""
+    rng = np.random.default_rng(seed)
     daemon = start_daemon(driver={"faults": fault})
+    others = rank_of(daemon, where=Where(kind="chunks"))
     rank = rank_of(daemon, where=Where(kind="one"), register=False)
     with pytest.raises(RemoteError, match=r"run both as one user, with a common PID namespace") as caught:
         rank.client.register(rank.cache)
     assert caught.value.code == "bad_memory"
+    assert others.store_keys(new_keys(rng, 4)).outcome is Outcome.DONE
+    assert rank_of(daemon, where=HOST).store_keys(new_keys(rng, 4)).outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize("number", [1, 801, 999])
+def test_a_chunk_that_the_driver_does_not_import(start_daemon: Start, seed: int, number: int) -> None:
+    daemon = start_daemon(driver={"faults": f"import_error={number}"})
+    others = rank_of(daemon, where=Where(kind="one"))
+    rank = rank_of(daemon, where=Where(kind="chunks"), register=False)
+    with pytest.raises(RemoteError, match="doesn't map this chunk") as caught:
+        rank.client.register(rank.cache)
+    assert caught.value.code == "bad_memory"
+    assert others.store_keys(new_keys(np.random.default_rng(seed), 4)).outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [
+        ("init_error=100", "/dev/nvidia"),
+        ("init_error=304", "/dev/nvidia"),
+        ("init_error=999", "CUDA_ERROR_UNKNOWN"),
+        ("context_error=46", "compute mode"),
+        ("context_error=2", "CUDA_ERROR_OUT_OF_MEMORY"),
+    ],
+)
+def test_a_gpu_that_can_not_be_used(start_daemon: Start, seed: int, fault: str, hint: str) -> None:
+    """Its workers are told why, and what to look at; the daemon is there for the others."""
+    daemon = start_daemon(driver={"faults": fault})
+    rank = rank_of(daemon, register=False)
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=rf"can't use this GPU: .*{hint}") as caught:
+            rank.client.register(rank.cache)
+        assert caught.value.code == "bad_memory"
     assert rank_of(daemon, where=HOST).store_keys(new_keys(np.random.default_rng(seed), 4)).outcome is Outcome.DONE
+
+
+def test_submissions_that_take_long(start_daemon: Start, seed: int) -> None:
+    """A millisecond for each copy of a batch: the loop does not wait for them."""
+    daemon = start_daemon(driver={"faults": "submit_ns=1000000"})
+    rank = rank_of(daemon, num_blocks=512)
+    rng = np.random.default_rng(seed)
+    blocks = rng.permutation(512)[:256]
+    keys = new_keys(rng, 256)
+    job = rank.begin_store({0: (keys, blocks)})
+    until(lambda: daemon.gpus()[0]["store_running"] > 0, "it is being submitted")
+    daemon.ping_s()
+    assert not job.done
+    assert rank.wait(job).outcome is Outcome.DONE
+    rank.wipe()
+    assert rank.load({0: (keys, blocks[::-1].copy())}).outcome is Outcome.DONE
+    assert rank.wrong(0, keys, blocks[::-1].copy()) == 0
 
 
 # --- bytes that are wrong ------------------------------------------------------------------------------------------

@@ -210,6 +210,20 @@ def test_a_gpu_that_is_not_there(daemon: Daemon, memory: IpcMemory) -> None:
     assert "MIG" in said
 
 
+def test_memory_of_another_gpu(daemon: Daemon, memory: IpcMemory, seed: int) -> None:
+    """The driver opens it all the same, and copies over the link between the two."""
+    other = GpuBuffer(gpu_rank.gpu(1), MIB)
+    found = gpu_allocation(other.address, MIB)
+    assert isinstance(found, IpcMemory)
+    peer = daemon.peer()
+    peer.hello()
+    assert "memory of GPU 1" in peer.refused("bad_memory", "attach_ipc", device=memory.uuid, handles=found.handle)
+    assert daemon.gpu_mappings() == 0
+    peer.ok("attach_ipc", device=found.uuid, handles=found.handle)
+    assert daemon.gpu_mappings() == 1
+    other.free()
+
+
 @pytest.mark.parametrize(
     ("code", "handles"),
     [

@@ -91,6 +91,8 @@ API CUresult cuInit(unsigned int flags)
         return CUDA_ERROR_INVALID_VALUE;
     if (!settings()->visible_count)
         return CUDA_ERROR_NO_DEVICE;
+    if (settings()->init_error)
+        return (CUresult)settings()->init_error;
     pthread_mutex_lock(&driver.lock);
     if (!driver.initialised)
         initialise();
@@ -105,6 +107,18 @@ Context *context_of_device(int device)
     return NULL;
 }
 
+/* The lock is held meanwhile: a context that is made keeps all other calls of the process waiting. */
+static CUresult context_make(Context *context)
+{
+    if (settings()->context_error)
+        return (CUresult)settings()->context_error;
+    if (settings()->context_bytes > settings()->memory_bytes)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    sleep_ns(settings()->context_ns);
+    context->used_bytes += settings()->context_bytes;
+    return CUDA_SUCCESS;
+}
+
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
     CUresult code = enter_any();
@@ -112,6 +126,8 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
         return code;
     if (device < 0 || device >= settings()->visible_count)
         return leave(CUDA_ERROR_INVALID_DEVICE);
+    if (!driver.contexts[device].retained && (code = context_make(&driver.contexts[device])))
+        return leave(code);
     driver.contexts[device].retained++;
     *context = &driver.contexts[device];
     return leave(CUDA_SUCCESS);
@@ -146,6 +162,7 @@ static void delete_ranges(Table *table, const Context *context)
 /* All that was made in the context goes with it. */
 static void context_destroy(Context *context)
 {
+    context->used_bytes -= settings()->context_bytes;
     delete_ranges(&driver.device, context);
     delete_ranges(&driver.host, context);
     for (size_t i = driver.streams.count; i--;) {

@@ -100,6 +100,7 @@ static CUresult copy_async(Copy copy, CUstream handle, const char *call)
 {
     Context *context;
     Stream *stream;
+    sleep_ns(settings()->submit_ns);
     CUresult code = enter(&context);
     if (code)
         return code;
@@ -246,6 +247,7 @@ API CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *size
     if (!failed)
         failed = &none;
     *failed = SIZE_MAX;
+    sleep_ns(settings()->submit_ns * count);
     CUresult code = enter(&context);
     Batch batch = {to, from, sizes, count, attributes, first, attribute_count};
     return code ? code : leave(batch_queue(context, &batch, stream, failed));

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -161,7 +162,7 @@ def corruption() -> str:
 
 
 def open_code() -> int:
-    """open_fails, dead_exporter"""
+    """open_error=N, dead_exporter"""
     with peer(export_noise) as (_, from_peer, _to_peer):
         start()
         return code(open_raw(os.read(from_peer, 64)))
@@ -176,7 +177,61 @@ def slow_close() -> None:
 
 
 def nothing() -> int:
+    """init_error=N"""
     return code(driver.cuInit(0))
+
+
+def context_code() -> int:
+    """context_error=N"""
+    assert nothing() == 0
+    return code(driver.cuDevicePrimaryCtxRetain(0))
+
+
+def slow_submits() -> None:
+    """submit_ns=1 ms: for each copy of a batch, within the call."""
+    device, host, stream = _buffers()
+    rows = range(0, 100 * 4096, 4096)
+    to, of, sizes = [device + at for at in rows], [address(host) + at for at in rows], [4096] * 100
+    assert seconds_of(lambda: ok(batch(to, of, sizes, stream))) >= 0.1
+    assert seconds_of(lambda: _to_device(device, host, stream)) >= 0.001
+    ok(driver.cuStreamSynchronize(stream))
+
+
+def register_seconds() -> float:
+    """REGISTER_NS_PER_GIB, register_holds_lock: how long another thread's call waits for a registration of 0.2 s."""
+    start()
+    memory = np.zeros(SIZE, np.uint8)
+    waits: list[float] = []
+
+    def watch() -> None:
+        while thread.is_alive():
+            waits.append(seconds_of(lambda: driver.cuDriverGetVersion()))
+            waits.append(seconds_of(lambda: driver.cuCtxGetCurrent()))
+
+    def register() -> None:
+        start()
+        ok(driver.cuMemHostRegister(address(memory), SIZE, 0))
+
+    thread = threading.Thread(target=register)
+    begun_s = time.monotonic()
+    thread.start()
+    watch()
+    assert time.monotonic() - begun_s >= 0.2
+    return max(waits)
+
+
+def context_seconds() -> None:
+    """CONTEXT_NS=0.2 s, CONTEXT_BYTES=1 GiB: each context takes both."""
+    ok(driver.cuInit(0))
+    assert seconds_of(lambda: start()) >= 0.2
+    free, total = ok(driver.cuMemGetInfo())
+    assert total - free == 1 << 30
+    again = ok(driver.cuDevicePrimaryCtxRetain(0))
+    ok(driver.cuDevicePrimaryCtxRelease(0))
+    ok(driver.cuDevicePrimaryCtxRelease(0))
+    assert seconds_of(lambda: start()) >= 0.2
+    assert ok(driver.cuMemGetInfo())[0] == free
+    assert int(again) != 0
 
 
 def batch_is_missing() -> int:

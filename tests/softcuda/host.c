@@ -16,15 +16,26 @@ static CUresult host_register(Context *context, CUdeviceptr start, size_t size, 
     return CUDA_SUCCESS;
 }
 
+static void pin(size_t size)
+{
+    double gib = (double)size / (1 << 30);
+    sleep_ns((uint64_t)(gib * (double)settings()->register_ns_per_gib));
+}
+
 API CUresult cuMemHostRegister_v2(void *memory, size_t size, unsigned int flags)
 {
     Context *context;
     CUresult code = enter(&context);
-    if (code || leave(code = host_register(context, (uintptr_t)memory, size, flags)))
+    if (code)
         return code;
-    double gib = (double)size / (1 << 30);
-    sleep_ns((uint64_t)(gib * (double)settings()->register_ns_per_gib));
-    return CUDA_SUCCESS;
+    code = host_register(context, (uintptr_t)memory, size, flags);
+    bool locked = settings()->register_holds_lock;
+    if (locked && !code)
+        pin(size);
+    leave(code);
+    if (!locked && !code)
+        pin(size);
+    return code;
 }
 
 API CUresult cuMemHostRegister(void *memory, size_t size, unsigned int flags)

@@ -39,11 +39,12 @@ uint64_t handle_new(void); /* never given twice, so that a stale handle is alway
 /* settings.c: the environment, read once. */
 typedef struct {
     uint64_t devices, memory_bytes, driver_version, seed, register_max_bytes, register_ns_per_gib;
+    uint64_t context_bytes, context_ns;
     bool misuse_is_error;
     int visible_count, visible[DEVICES_MAX];
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
-    uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns;
-    uint64_t open_fails, no_batch, dead_exporter;
+    uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
+    uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
 } Settings;
 
 const Settings *settings(void);
@@ -86,6 +87,7 @@ typedef struct Range {
     size_t size;
     Kind kind;
     Context *context; /* NULL: VMM memory belongs to none */
+    Context *home;    /* OPENED: of the device that has the memory */
     uint64_t nonce;   /* names the memory in all processes */
     int fd;           /* ALLOCATED: the memory */
     unsigned opens;   /* OPENED: how many closes it takes */

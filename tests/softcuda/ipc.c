@@ -82,6 +82,7 @@ static CUresult open_first(Context *context, const Handle *handle, Range **opene
     madvise(memory, size, MADV_DONTFORK);
     *opened = range_new(&driver.device, OPENED, (uintptr_t)memory, handle->size);
     (*opened)->context = context;
+    (*opened)->home = context_of_device(handle->device);
     (*opened)->nonce = handle->nonce;
     driver.counters.live_opened++;
     return CUDA_SUCCESS;
@@ -89,14 +90,14 @@ static CUresult open_first(Context *context, const Handle *handle, Range **opene
 
 static CUresult import(Context *context, CUdeviceptr *address, const Handle *handle)
 {
-    if (memcmp(handle->magic, MAGIC, sizeof MAGIC) || settings()->open_fails)
+    if (memcmp(handle->magic, MAGIC, sizeof MAGIC) )
         return CUDA_ERROR_INVALID_HANDLE;
+    if (settings()->open_error)
+        return (CUresult)settings()->open_error;
     if (handle->pid == getpid())
         return misuse(CUDA_ERROR_INVALID_CONTEXT, "cuIpcOpenMemHandle: the process's own handle");
-    if (handle->device != context->device)
-        return misuse(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,
-                      "cuIpcOpenMemHandle: memory of device %d opened in a context of device %d", handle->device,
-                      context->device);
+    if (!context_of_device(handle->device))
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
     Range *range = opened_before(handle->nonce);
     CUresult code = range ? CUDA_SUCCESS : open_first(context, handle, &range);
     if (code)

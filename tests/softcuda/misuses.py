@@ -237,12 +237,6 @@ def open_of_own_handle() -> int:
     return code(open_raw(raw_handle(allocate(SIZE))))
 
 
-def open_in_another_device() -> int:
-    with peer(export_noise) as (_, from_peer, _to_peer):
-        start(1)
-        return code(open_raw(os.read(from_peer, 64)))
-
-
 def export_of_freed_memory() -> int:
     start()
     device = allocate(SIZE)

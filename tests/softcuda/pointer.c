@@ -25,7 +25,7 @@ API CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr a
 
 static CUresult attribute_of_mapped(void *data, int attribute, const Range *range)
 {
-    const Context *home = range->kind == MAPPED ? range->chunk->home : range->context;
+    const Context *home = range->kind == MAPPED ? range->chunk->home : range->home ? range->home : range->context;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
         *(CUcontext *)data = range->context;

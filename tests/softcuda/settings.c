@@ -32,6 +32,8 @@ static const Name VARIABLES[] = {
     {"SEED", &read_settings.seed, false},
     {"REGISTER_MAX_BYTES", &read_settings.register_max_bytes, false},
     {"REGISTER_NS_PER_GIB", &read_settings.register_ns_per_gib, false},
+    {"CONTEXT_BYTES", &read_settings.context_bytes, false},
+    {"CONTEXT_NS", &read_settings.context_ns, false},
     {NULL, NULL, false},
 };
 
@@ -46,7 +48,12 @@ static const Name FAULTS[] = {
     {"fail_submit_every", &read_settings.fail_submit_every, false},
     {"corrupt_every", &read_settings.corrupt_every, false},
     {"close_delay_ns", &read_settings.close_delay_ns, false},
-    {"open_fails", &read_settings.open_fails, true},
+    {"submit_ns", &read_settings.submit_ns, false},
+    {"init_error", &read_settings.init_error, false},
+    {"context_error", &read_settings.context_error, false},
+    {"open_error", &read_settings.open_error, false},
+    {"import_error", &read_settings.import_error, false},
+    {"register_holds_lock", &read_settings.register_holds_lock, true},
     {"no_batch", &read_settings.no_batch, true},
     {"dead_exporter", &read_settings.dead_exporter, true},
     {NULL, NULL, false},

@@ -24,7 +24,10 @@ from tests.softcuda.running import result, run
         (faulty.delay, "delay_copies_ns=500000000", "None"),
         (faulty.failed_submits, "fail_submit_every=3", "001001"),
         (faulty.corruption, "corrupt_every=2", "0101"),
-        (faulty.open_code, "open_fails", "400"),
+        *((faulty.open_code, f"open_error={code}", str(code)) for code in (1, 201, 400, 801, 999)),
+        *((faulty.nothing, f"init_error={code}", str(code)) for code in (100, 304, 999)),
+        (faulty.context_code, "context_error=46", "46"),
+        (faulty.slow_submits, "submit_ns=1000000", "None"),
         (faulty.open_code, "dead_exporter", "205"),
         (faulty.slow_close, "close_delay_ns=100000000", "None"),
         (faulty.batch_is_missing, "no_batch", "500"),
@@ -41,6 +44,16 @@ def test_jitter() -> None:
     seconds = [float(result(faulty.jitter, "jitter_ns=20000000", {"seed": seed})) for seed in (1, 2)]
     assert all(0.05 <= each <= 5 for each in seconds)
     assert float(result(faulty.jitter)) < min(seconds)
+
+
+def test_a_registration_may_hold_the_lock() -> None:
+    pace = {"register_ns_per_gib": 1024 * 200_000_000}
+    assert float(result(faulty.register_seconds, "register_holds_lock", pace)) >= 0.1
+    result(faulty.register_seconds, "", pace)
+
+
+def test_contexts_take_time_and_memory() -> None:
+    result(faulty.context_seconds, "", {"context_ns": 200_000_000, "context_bytes": 1 << 30})
 
 
 @pytest.mark.parametrize(

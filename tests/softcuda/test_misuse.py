@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.driver")
 from tests.softcuda import misuses
 from tests.softcuda.running import result, run
 
-INVALID_VALUE, INVALID_CONTEXT, ALREADY_MAPPED, PEER_ACCESS_UNSUPPORTED = 1, 201, 208, 217
+INVALID_VALUE, INVALID_CONTEXT, ALREADY_MAPPED = 1, 201, 208
 INVALID_HANDLE, ILLEGAL_STATE, ILLEGAL_ADDRESS, NOT_REGISTERED, NOT_SUPPORTED = 400, 401, 700, 713, 801
 
 MISUSES: list[tuple[Callable[[], int], int, str]] = [
@@ -44,7 +44,6 @@ MISUSES: list[tuple[Callable[[], int], int, str]] = [
     (misuses.close_twice, INVALID_VALUE, "closed twice"),
     (misuses.close_of_own_memory, INVALID_VALUE, "never opened"),
     (misuses.open_of_own_handle, INVALID_CONTEXT, "the process's own handle"),
-    (misuses.open_in_another_device, PEER_ACCESS_UNSUPPORTED, "opened in a context of device 1"),
     (misuses.export_of_freed_memory, INVALID_VALUE, "cuIpcGetMemHandle: no memory"),
     (misuses.register_nothing, INVALID_VALUE, "cuMemHostRegister: no memory"),
     (misuses.unregister_twice, NOT_REGISTERED, "undone twice"),

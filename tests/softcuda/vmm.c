@@ -187,6 +187,8 @@ static CUresult import(CUmemGenericAllocationHandle *handle, int fd)
     Chunk *chunk;
     struct stat status;
     int device = device_of_fd(fd);
+    if (settings()->import_error)
+        return (CUresult)settings()->import_error;
     if (device < 0 || fstat(fd, &status))
         return CUDA_ERROR_INVALID_VALUE;
     Context *home = context_of_device(device);

@@ -132,7 +132,7 @@ class CudaDevice:
         try:
             return await self._memory_lane.perform(work)
         except CudaError as error:
-            if error.sticky:
+            if error.sticky and not await self._memory_lane.perform(self._driver.context_works):
                 self._broken(str(error))
             raise
 

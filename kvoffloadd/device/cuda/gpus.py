@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NO_ACCESS = " (may the daemon open /dev/nvidia*? see DevicePolicy= of its unit, or the container's devices)"
+_HINTS = {
+    "CUDA_ERROR_NO_DEVICE": _NO_ACCESS,
+    "CUDA_ERROR_OPERATING_SYSTEM": _NO_ACCESS,
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        " (its compute mode may be EXCLUSIVE_PROCESS, which keeps all but one process out: nvidia-smi -c DEFAULT)"
+    ),
+}
+"""What to look at, by the error with which a GPU can't be made usable."""
+
 
 class CudaGpus:
     """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. Event loop only."""
@@ -72,8 +82,9 @@ class CudaGpus:
                 await device.close(self._config.stuck_s)
                 raise
         except DeviceError as error:
-            log.warning("no use of a GPU: %s", error)
-            raise MemoryKindError(f"the daemon can't use this GPU: {error}") from error
+            hint = _HINTS.get(error.name, "") if isinstance(error, CudaError) else ""
+            log.warning("no use of a GPU: %s%s", error, hint)
+            raise MemoryKindError(f"the daemon can't use this GPU: {error}{hint}") from error
         self._devices[uuid] = device
         log.info("using GPU %d, %s", ordinal, uuid.hex())
         return device

@@ -11,7 +11,7 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.cudadriver import CudaError, PointerAttribute
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import LimitError, MemoryKindError
 from kvoffloadd.units import format_bytes
@@ -85,19 +85,26 @@ class SharedMemory:
         try:
             address = int(self._driver.call("cuIpcOpenMemHandle", packed, _LAZY_PEER_ACCESS))
         except CudaError as error:
-            if error.sticky:
+            if self._lasts(error):
                 raise
             raise MemoryKindError(
                 f"the driver doesn't open this IPC handle ({error}): its memory may be freed, its process ended, or "
                 "of another user or container than the daemon (run both as one user, with a common PID namespace)"
             ) from error
         try:
-            base, size_bytes = map(int, self._driver.call("cuMemGetAddressRange", address))
-        except CudaError:
+            return _Opened(address, self._bytes_from(address))
+        except (CudaError, MemoryKindError):
             self._driver.call("cuIpcCloseMemHandle", address)
             raise
+
+    def _bytes_from(self, address: int) -> int:
+        """How many of an opened allocation's bytes lie there and behind."""
+        ordinal = self._driver.attribute(PointerAttribute.DEVICE_ORDINAL, address)
+        if ordinal != self._ordinal:  # it opens all the same, and every copy would go by way of two GPUs
+            raise MemoryKindError(f"memory of GPU {ordinal}, announced as GPU {self._ordinal}'s")
+        base, size_bytes = map(int, self._driver.call("cuMemGetAddressRange", address))
         # Small allocations share a block with others, which the driver maps whole: only what lies behind is named.
-        return _Opened(address, base + size_bytes - address)
+        return base + size_bytes - address
 
     def _close(self, allocation: IpcAllocation) -> None:
         known = self._opened[allocation.handle]
@@ -115,7 +122,7 @@ class SharedMemory:
         try:
             address = int(self._driver.call("cuMemAddressReserve", total_bytes, 0, 0, 0))
         except CudaError as error:
-            if error.sticky:
+            if self._lasts(error):
                 raise
             raise LimitError(f"no addresses for {format_bytes(total_bytes)} of GPU memory: {error}") from error
         return VmmAllocation("cuda_vmm", 0, address, total_bytes)
@@ -134,9 +141,9 @@ class SharedMemory:
                 mapped.append(size)
             self._driver.call("cuMemSetAccess", begin, sum(mapped), [self._access], 1)
         except CudaError as error:
-            self._unmap_chunks(begin, mapped)
-            if error.sticky:
+            if self._lasts(error):
                 raise
+            self._unmap_chunks(begin, mapped)
             raise MemoryKindError(
                 f"the driver doesn't map this chunk ({error}): send the descriptors that "
                 "cuMemExportToShareableHandle gave, with the sizes they were made with"
@@ -166,6 +173,12 @@ class SharedMemory:
             at += size
 
     # --- both ---
+
+    def _lasts(self, error: CudaError) -> bool:
+        """Whether the GPU can't be used any more. What a peer has given fails for the peer's reasons, too, and drivers
+        have no number of their own for some of these.
+        """
+        return error.sticky and not self._driver.context_works()
 
     def unmap(self, allocation: Allocation) -> None:
         """The caller guarantees that no copy uses it. Blocks as long as the driver likes."""
