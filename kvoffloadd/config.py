@@ -116,7 +116,7 @@ class CudaConfig:
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
     batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
-    pin_bytes: int = _key(64 * GIB, checks.size(PAGE_BYTES, 256 * GIB))
+    pin_bytes: int = _key(GIB, checks.size(PAGE_BYTES, 2 * GIB))
     stuck_s: float = _key(30.0, checks.seconds(0.1, 3600))
 
 

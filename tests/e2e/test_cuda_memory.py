@@ -329,6 +329,33 @@ def test_jobs_on_pinned_pieces_while_others_are_being_pinned(start_daemon: Start
     assert daemon.gpus()[0]["pinned_bytes"] > pinned
 
 
+def test_pieces_that_hold_the_drivers_lock_let_others_in_between(start_daemon: Start, seed: int) -> None:
+    """As page-locking does: all of it takes longer than a call may, but no call waits for more than a piece or two."""
+    pace = {"register_ns_per_gib": round(UNREGISTERED_PIECE_S * 256 * 1e9), "faults": "register_holds_lock"}
+    daemon = start_daemon("cuda.pin_bytes=4MiB", f"cuda.stuck_s={4 * UNREGISTERED_PIECE_S}", driver=pace)
+    rank, other = rank_of(daemon, where=ONE), rank_of(daemon, where=HOST)
+    while daemon.gpus()[0]["pinned_bytes"] < 32 * MIB:
+        roundtrip(rank, seed)
+        roundtrip(other, seed + 1)
+        rank.client.unregister(rank.registration)
+        rank.renew()
+        assert daemon.alive
+
+
+def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon(driver={"context_ns": 10**9, "context_bytes": 512 * MIB})
+    other = rank_of(daemon, where=HOST)
+    rank = rank_of(daemon, register=False)
+    call = threading.Thread(target=lambda: setattr(rank, "registration", rank.client.register(rank.cache)))
+    call.start()
+    trips = 0
+    while call.is_alive():
+        roundtrip(other, seed)
+        trips += 1
+    assert trips > 1
+    roundtrip(rank, seed)
+
+
 def test_a_job_that_waits_for_its_piece_ends_at_its_deadline(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon(driver={"register_ns_per_gib": 32 * 30 * 10**9})  # 30 s
     rank = rank_of(daemon)

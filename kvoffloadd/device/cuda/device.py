@@ -71,20 +71,28 @@ class CudaDevice:
         self._closed = False
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(self, pinning: Callable[[], Pinning]) -> None:
-        """Makes the context and the streams. `pinning`: the arena's, made once there is a context.
+    async def open(self, pinning: Pinning) -> None:
+        """Makes the context and the streams. `pinning`: the arena's, begun once there is a context.
 
         Raises:
             DeviceError: the GPU can't be used.
         """
+        self._pinning = pinning
+        deadline_s = self._patience_s
         try:
-            async with asyncio.timeout(self._config.stuck_s):
+            async with asyncio.timeout(deadline_s):
                 await self._memory_lane.perform(self._make)
         except TimeoutError:
-            raise DeviceError(f"its context is not there after {self._config.stuck_s} s") from None
-        self._pinning = pinning()
+            raise DeviceError(f"its context is not there after {deadline_s:g} s") from None
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._look)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a call to the driver may take: a new context is given all that is pinned, and may keep other calls
+        waiting meanwhile.
+        """
+        return self._config.stuck_s + self._pinning.mapping_s
 
     def _make(self) -> None:
         driver = self._driver
@@ -196,11 +204,11 @@ class CudaDevice:
         """A chunk and a call to the driver take milliseconds; what does not end then never will, and nobody can take
         its blocks, or its mapping, back.
         """
-        now, stuck_s = self._loop.time(), self._config.stuck_s
+        now, stuck_s, patience_s = self._loop.time(), self._config.stuck_s, self._patience_s
         if self.busy_s(now) > stuck_s:
             self._broken(f"a copy has not ended after {stuck_s} s")
-        if self._memory_lane.oldest_running_s(now) > stuck_s:
-            self._broken(f"a call to the driver has not ended after {stuck_s} s")
+        if self._memory_lane.oldest_running_s(now) > patience_s:
+            self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._look)
 
     def _tell_broken(self, reason: str) -> None:
@@ -227,11 +235,6 @@ class CudaDevice:
         for stream in self._streams.values():
             stream.destroy()
         self._memory.close()
-
-    def in_context(self, work: Callable[[], T]) -> T:
-        """Runs `work` in this thread, with the GPU's context current."""
-        self._driver.check("cuCtxSetCurrent", self._driver.set_current(self._context))
-        return work()
 
 
 def _end(direction: Direction, copies: Copies) -> int:

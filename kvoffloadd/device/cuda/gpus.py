@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffloadd.cudadriver import CudaError
@@ -77,7 +76,7 @@ class CudaGpus:
                 )
             device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal)
             try:
-                await device.open(partial(self._pin, driver))
+                await device.open(self._pin(driver))
             except BaseException:
                 await device.close(self._config.stuck_s)
                 raise
@@ -104,19 +103,14 @@ class CudaGpus:
         return self._pinning
 
     async def close(self, deadline_s: float) -> bool:
-        """Ends the arena's registrations; the devices are closed. False: the driver does not come back in time."""
+        """Ends pinning; the devices are closed. False: the driver does not come back in time."""
         if self._pinning is None:
             return True
-        device = next(iter(self._devices.values()), None)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._loop.run_in_executor(None, self._pinning.stop)
-                if device is not None:
-                    await self._loop.run_in_executor(None, device.in_context, self._pinning.unpin)
         except TimeoutError:
             return False
-        except CudaError as error:
-            log.warning("at the end: %s", error)
         return True
 
 

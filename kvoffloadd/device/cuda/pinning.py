@@ -1,7 +1,12 @@
 """The arena, registered with CUDA piece by piece, so that copies begin before all of it is.
 
-One call for 512 GiB or more fails on present drivers, and takes tenths of a second a GiB; so pieces double in size from
-small to `piece_bytes`. They end where slabs end, and no copy may reach over an end: the driver knows each piece alone.
+A call takes a tenth of a second a GiB, and as long as it does the driver keeps other processes of this host waiting,
+and the kernel whoever maps memory in this one. So pieces are small, their pages are there before the driver is asked
+for them (else the call would provide them, a second a GiB), and between two of them others have their turn. They double
+in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are larger. No copy may reach over an
+end: the driver knows each piece alone.
+
+Nothing is unpinned: the process's end does that, and no deadline holds for it.
 
 Ownership: the event loop, but for `_work`, which runs in the thread that pins.
 """
@@ -18,6 +23,9 @@ import numpy as np
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.plan import Copies
+from kvoffloadd.errors import ResourceError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.sharedmem import populate
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_BYTES = 1 << 30
+FIRST_BYTES = 128 << 20
+PAUSE_S = 0.01
+"""Between two pieces: who waits for the driver gets it."""
+_MAP_S_PER_GIB = 0.1
+"""How long a driver may take to give a new context what is pinned, on top of the context itself."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
 
 
@@ -42,9 +54,10 @@ class Arena(NamedTuple):
 
 def piece_ends(arena: Arena, piece_bytes: int) -> U64Array:
     """The addresses at which the pieces end: u64, ascending, the arena's end the last."""
-    ends, at, size = [], 0, min(FIRST_BYTES, piece_bytes)
+    ends, at, size = [], 0, min(max(FIRST_BYTES, arena.slab_bytes), piece_bytes)
     while at < arena.size_bytes:
-        at = min(at + max(size - size % arena.slab_bytes, arena.slab_bytes), arena.size_bytes)
+        unit = arena.slab_bytes if arena.slab_bytes <= size else PAGE_BYTES
+        at = min(at + size - size % unit, arena.size_bytes)
         ends.append(arena.address + at)
         size = min(2 * size, piece_bytes)
     return np.array(ends, np.uint64)
@@ -85,12 +98,17 @@ class Pinning:
         self._driver = driver
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stopping = threading.Event()
 
     @property
     def pinned_bytes(self) -> int:
         """Registered so far."""
         return self.pinned_to - self._arena.address
+
+    @property
+    def mapping_s(self) -> float:
+        """How much longer a new context may take for what is pinned."""
+        return self.pinned_bytes / (1 << 30) * _MAP_S_PER_GIB
 
     def start(self, context: int) -> None:
         """Begins, in a thread of its own, with this context current; later calls change nothing."""
@@ -108,30 +126,22 @@ class Pinning:
 
     def stop(self) -> None:
         """Begins no further piece, and blocks until the one under way has ended."""
-        self._stopping = True
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-
-    def unpin(self) -> None:
-        """Ends all registrations; blocks. The caller has made a context current, and no copy runs."""
-        at = self._arena.address
-        for end in self.ends.tolist():
-            if end > self.pinned_to:
-                return
-            self._driver.call("cuMemHostUnregister", at)
-            at = end
 
     def _work(self, context: int) -> None:
         at = self._arena.address
         try:
             self._driver.check("cuCtxSetCurrent", self._driver.set_current(context))
             for end in self.ends.tolist():
-                if self._stopping:
+                populate(at, end - at, 1, self._stopping)
+                if self._stopping.wait(PAUSE_S):
                     return
                 self._driver.call("cuMemHostRegister", at, end - at, _PORTABLE)
                 self._loop.call_soon_threadsafe(self._pinned, end)
                 at = end
-        except CudaError as error:
+        except (CudaError, ResourceError) as error:
             reason = f"the arena can't be pinned beyond {format_bytes(at - self._arena.address)}: {error}"
             self._loop.call_soon_threadsafe(partial(self._fail, reason))
         except RuntimeError:  # the loop is closed: the process ends

@@ -1,10 +1,12 @@
 """One CUDA stream, which carries one direction's chunks of a GPU. Its lane's threads submit them and see to their end.
 
 Each thread has one chunk in flight: two threads keep the stream busy while the end of a chunk is being noticed. Ends
-are polled for, since a call that waits for them could not be given up.
+are polled for, since a call that waits for them could not be given up. What is slept between two looks is bounded by
+what has passed, not by what the chunk should take: so a wrong estimate costs looks or a part of a chunk's time, and is
+never confirmed by a sleep that it caused.
 
-Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what it is known by how long
-chunks take (`_bytes_per_s`, `_in_flight_bytes`, `_last_end_s`). `_idle_events` changes by single operations.
+Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what is known of how long
+chunks take (`_rate`, `_in_flight_bytes`, `_last_end_s`). `_idle_events` changes by single operations.
 """
 
 from __future__ import annotations
@@ -28,11 +30,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
+"""Between two looks at a chunk that should have ended; longer the longer it is overdue."""
+STEP_S, STEP_SHARE = 250e-6, 1 / 8
+"""Between two looks before that: at most this long, or this share of the time since the chunk began."""
 _EARLY = 0.8
 """How much of the time that a chunk should take is slept through; the rest is polled."""
-_RATE_START, _RATE_WEIGHT = 100e9, 0.25
-_LEARN_BYTES = 4 << 20  # smaller chunks tell more about calls than about the link
 _DISABLE_EVENT_TIMING, _NON_BLOCKING = 2, 1
+
+
+class Rate:
+    """Bytes per busy second of late: over the last `_WINDOW_S` or so, so that what was long counts for more, and an
+    end that is seen late is made up for by the next one. Starts too high: looks too early cost little.
+    """
+
+    _WINDOW_S = 5e-3
+    _START_BYTES_PER_S, _START_S = 100e9, 1e-3
+
+    def __init__(self) -> None:
+        self._seconds = self._START_S
+        self._bytes = self._START_S * self._START_BYTES_PER_S
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Greater than 0."""
+        return self._bytes / self._seconds
+
+    def learn(self, moved_bytes: int, seconds: float) -> None:
+        """What was moved, at least a byte, and in which time."""
+        self._bytes += moved_bytes
+        self._seconds += max(seconds, 0.0)
+        kept = min(self._WINDOW_S / self._seconds, 1.0)
+        self._bytes *= kept
+        self._seconds *= kept
 
 
 class CopyStream:
@@ -52,7 +81,7 @@ class CopyStream:
         self._stream = int(driver.call("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
         self._lock = threading.Lock()
         self._idle_events: list[int] = []
-        self._bytes_per_s = _RATE_START
+        self._rate = Rate()
         self._in_flight_bytes = 0
         self._last_end_s = 0.0
 
@@ -89,21 +118,21 @@ class CopyStream:
             status = (driver.copy_batch if batch else driver.copy_each)(src, dst, size, self._stream)
             driver.check("cuEventRecord", driver.record(event, self._stream))
             self._in_flight_bytes += total_bytes
-            due_s = began_s + _EARLY * self._in_flight_bytes / self._bytes_per_s
-        self._await(event, due_s)
+            due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
+        self._await(event, began_s, due_s)
         self._learn(total_bytes, began_s)
         self._idle_events.append(event)
         return status
 
-    def _await(self, event: int, due_s: float) -> None:
-        pause_s = max(due_s - time.monotonic(), POLL_MIN_S)
-        while True:
-            status = self._driver.query(event)
-            if status != NOT_READY:
-                self._driver.check("cuEventQuery", status)
-                return
-            time.sleep(min(pause_s, 1.0))
-            pause_s = min(max((time.monotonic() - due_s) / 16, POLL_MIN_S), POLL_MAX_S)
+    def _await(self, event: int, began_s: float, due_s: float) -> None:
+        while (status := self._driver.query(event)) == NOT_READY:
+            now = time.monotonic()
+            if now < due_s:
+                pause_s = min(due_s - now, max(STEP_S, STEP_SHARE * (now - began_s)))
+            else:
+                pause_s = min((now - due_s) / 16, POLL_MAX_S)
+            time.sleep(max(pause_s, POLL_MIN_S))
+        self._driver.check("cuEventQuery", status)
 
     def _learn(self, total_bytes: int, began_s: float) -> None:
         now = time.monotonic()
@@ -111,8 +140,7 @@ class CopyStream:
             took_s = now - max(began_s, self._last_end_s)
             self._in_flight_bytes -= total_bytes
             self._last_end_s = now
-            if total_bytes >= _LEARN_BYTES and took_s > 0:
-                self._bytes_per_s += _RATE_WEIGHT * (total_bytes / took_s - self._bytes_per_s)
+            self._rate.learn(total_bytes, took_s)
 
     def _new_event(self) -> int:
         return int(self._driver.call("cuEventCreate", _DISABLE_EVENT_TIMING))

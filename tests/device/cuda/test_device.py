@@ -1,0 +1,59 @@
+"""A GPU's context that takes long: how long is waited for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from _gpu import Gpu
+
+from kvoffloadd.config import CudaConfig
+from kvoffloadd.device.cuda.device import CudaDevice
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.errors import DeviceError
+
+STUCK_S, CONTEXT_S = 0.1, 0.4
+
+
+class Slow(Driver):
+    """Contexts take their time."""
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name == "cuDevicePrimaryCtxRetain":
+            time.sleep(CONTEXT_S)
+        return super().call(name, *arguments)
+
+
+class Pinned:
+    """An arena that is pinned already. `mapping_s`: how much longer a context may take for it."""
+
+    def __init__(self, mapping_s: float) -> None:
+        self.mapping_s = mapping_s
+        self.started = False
+
+    def start(self, context: int) -> None:
+        self.started = True
+
+
+async def open_with(mapping_s: float) -> bool:
+    """Whether pinning goes on. Raises DeviceError."""
+    loop, pinned = asyncio.get_running_loop(), Pinned(mapping_s)
+    ends: list[str] = []
+    device = CudaDevice(loop, Slow(), bytes(16), 0, 1 << 20, CudaConfig(stuck_s=STUCK_S), ends.append)
+    try:
+        await device.open(pinned)  # type: ignore[arg-type]  # a fake
+    finally:
+        await device.close(10.0)
+    assert ends == []
+    return pinned.started
+
+
+async def test_what_is_pinned_gives_a_context_more_time(gpu: Gpu) -> None:
+    assert await open_with(mapping_s=20.0)
+
+
+async def test_a_context_that_does_not_come_is_not_waited_for(gpu: Gpu) -> None:
+    with pytest.raises(DeviceError, match="not there after"):
+        await open_with(mapping_s=0.0)
