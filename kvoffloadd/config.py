@@ -122,13 +122,14 @@ class CudaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Caps. The first five hold for all sessions of one uid together, the others for one session."""
+    """Caps. The first six hold for all sessions of one uid together, the others for one session."""
 
     sessions: int = _key(256, checks.count(1, 65_536), live=True)
     jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)
     mapped_bytes: int = _key(8 * TIB, checks.size(PAGE_BYTES, BYTES_MAX), live=True)
     fds: int = _key(8192, checks.count(1, 1 << 20), live=True)
     leases: int = _key(1 << 22, checks.count(1, 1 << 28), live=True)
+    groups: int = _key(2048, checks.count(1, 1 << 14), live=True)
     jobs_per_session: int = _key(1024, checks.count(1, 1 << 20), live=True)
     outbox_bytes: int = _key(8 * MIB, checks.size(64 * KIB, GIB), live=True)
     events_per_session: int = _key(4096, checks.count(1, 1 << 20), live=True)

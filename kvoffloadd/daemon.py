@@ -266,6 +266,7 @@ class Daemon:
         ).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
+        cache.entries.spaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
         device: HostMemory = host

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.ledger import Survivors
 
 
+_ARRAYS_BYTES = 10
+"""Headers of two arrays, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Estate:
     """What a predecessor noted of namespaces. `spaces`: as `names_of` lists them."""
@@ -37,20 +41,38 @@ class Estate:
         return {space[1] for space in self.spaces}
 
 
-def names_of(cache: Cache) -> bytes:
-    """Whose the keys in memory are, for `estate_of`."""
-    epochs = cache.epochs
-    spaces = [
-        [
+def names_of(cache: Cache, bytes_max: int) -> tuple[bytes, list[int]]:
+    """Whose the keys in memory are, for `estate_of`; and users of whom nothing is told, since it is too much."""
+    by_uid: dict[int, list[bytes]] = {}
+    for namespace in cache.namespaces.values():
+        told = by_uid.setdefault(namespace.uid, [])
+        told += filter(None, map(_noted, namespace.spaces.values()))
+    packer, epochs = msgpack.Packer(), cache.epochs
+    head = b"".join(map(packer.pack, (epochs.base, epochs.last, epochs.by_namespace)))
+    sizes = {uid: sum(map(len, told)) for uid, told in by_uid.items()}
+    left_out = []
+    while sizes and len(head) + _ARRAYS_BYTES + sum(sizes.values()) > bytes_max:
+        left_out.append(max(sizes, key=sizes.__getitem__))
+        del sizes[left_out[-1]]
+    spaces = [one for uid in sizes for one in by_uid[uid]]
+    return b"".join([packer.pack_array_header(4), head, packer.pack_array_header(len(spaces)), *spaces]), left_out
+
+
+def _noted(space: Space) -> bytes:
+    """One of the spaces, packed: once, since there may be tens of thousands that have not changed. Nothing of one whose
+    sizes are not all known: no key of it could be taken over.
+    """
+    namespace, schema = space.namespace, space.schema
+    if space.noted is None or space.noted[0] != namespace.epoch:
+        if not all(space.part_bytes):
+            return b""
+        facts = [
             *(space.id, namespace.fingerprint, namespace.uid, namespace.label, namespace.key_bytes, namespace.epoch),
-            *(space.schema.group, str(space.schema.kind), space.schema.tokens_per_key, space.schema.window_keys),
-            *(space.schema.blocks_per_key, space.schema.parts, space.part_bytes),
+            *(schema.group, str(schema.kind), schema.tokens_per_key, schema.window_keys),
+            *(schema.blocks_per_key, schema.parts, space.part_bytes),
         ]
-        for namespace in cache.namespaces.values()
-        for space in namespace.spaces.values()
-    ]
-    packed: bytes = msgpack.packb([epochs.base, epochs.last, epochs.by_namespace, spaces])
-    return packed
+        space.noted = namespace.epoch, msgpack.packb(facts)
+    return space.noted[1]
 
 
 def estate_of(names: bytes) -> Estate | None:

@@ -7,6 +7,7 @@ raises has changed nothing.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.namespace import Space
@@ -118,6 +120,7 @@ class Cache:
         self.disk: Disk | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._told_of_names = False
+        self._names_differ = False
         self._tick = 0
 
     def attach(self, disk: Disk) -> None:
@@ -155,6 +158,12 @@ class Cache:
                 if self.disk is None:  # nothing of it is left anywhere
                     self.epochs.forget({namespace.fingerprint})
 
+    def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
+        """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
+        if more := len(groups - namespace.spaces.keys()):
+            self._reap_namespaces()
+            self.entries.spaces.check_room(namespace.uid, more)
+
     def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Space:
         """The space of a group, made if the group is new; `number`: the id of one that is adopted. Raises SchemaError
         if it is known with other properties.
@@ -171,8 +180,8 @@ class Cache:
         space.check_part(part, payload_bytes)
         if space.part_bytes[part] != payload_bytes:
             space.part_bytes[part] = payload_bytes
+            self._names_differ = True
             self.admit(space)
-            self.remember()
 
     def admit(self, space: Space) -> None:
         """More of the sizes of its parts are known than before."""
@@ -181,10 +190,18 @@ class Cache:
             self.disk.shelve(space)
 
     def remember(self) -> None:
-        """Write down whose the keys are, for a successor: whenever that has changed, before any of them is."""
-        if not self.tier.pool.save_names(names_of(self)) and not self._told_of_names:
+        """Write down whose the keys are, for a successor: before a key of a group that has changed is, and at once if
+        something was cleared.
+        """
+        self._names_differ = False
+        names, left_out = names_of(self, self.tier.pool.names_bytes_max)
+        self.tier.pool.save_names(names)
+        if left_out and not self._told_of_names:
             self._told_of_names = True
-            log.warning("memory: too many namespaces to be written down: a restart would be a cold one")
+            log.warning(
+                "memory: uid %(uid)d has too many groups to be written down: a restart would be a cold one for it",
+                {"uid": left_out[0]},
+            )
 
     def _replace(self, old: Space) -> None:
         """The group of a space begins anew, empty."""
@@ -379,6 +396,8 @@ class Cache:
         """Write down what a successor may take over."""
         entries = self.entries
         parts = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        if self._names_differ and len(parts):
+            self.remember()
         rows = entries.parts.row[parts]
         self.tier.ledger.write(
             entries.parts.page[parts],
@@ -395,6 +414,15 @@ class Cache:
         live = self.entries.live(distinct(rows))
         self.counters.keys_corrupt += len(live)
         self.entries.retire(live, Reason.CORRUPT)
+
+    def check_clear(self, namespaces: Collection[Namespace]) -> None:
+        """Raises LimitError if these can't be cleared now: their groups get new numbers beside the old ones."""
+        needed: Counter[int] = Counter()
+        for namespace in namespaces:
+            needed[namespace.uid] += len(namespace.spaces)
+        self.entries.spaces.check_numbers(needed.total())
+        for uid, count in needed.items():
+            self.entries.spaces.check_room(uid, count, cleared=True)
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvoffloadd.model import U32Array
 
 SLABS_TRIED = 8
+QUEUES_MAX = 64
+"""Each takes memory and mappings of its own. Engines have few sizes; what comes above shares the queue next in size."""
 
 
 class Eviction:
@@ -39,6 +41,8 @@ class Eviction:
         if space.queue is None:
             size = next(iter(sizes))
             queue = self.queues.get(size)
+            if queue is None and len(self.queues) >= QUEUES_MAX:
+                queue = self.queues[min(self.queues, key=lambda known: abs(known - size))]
             if queue is None:
                 capacity_rows = max(1, self._tier.num_pages // sum(s * n for s, n in sizes.items()))
                 queue = self.queues[size] = Queue(self._make_policy(capacity_rows, self._entries.index.max_keys))

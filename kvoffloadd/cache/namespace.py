@@ -29,8 +29,9 @@ class Space:
     while this object lives, see `Spaces`. One that is `retired` was cleared, or its namespace is forgotten.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told, `shelf` (its place on disk, if there is a disk) once all are. `rows` counts rows in any
-    state, `keys` complete ones that can hit, `bytes` committed payload.
+    first size that is told, `shelf` (its place on disk, if there is a disk) once all are. `noted`: what a pool is told
+    of it, and in which epoch. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed
+    payload.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Space:
     queue: Queue | None = None
     shelf: Shelf | None = None
     retired: bool = False
+    noted: tuple[int, bytes] | None = None
     rows: int = 0
     keys: int = 0
     bytes: int = 0

@@ -1,4 +1,4 @@
-"""Which space has which number: the table of all spaces that rows belong to, or can belong to. Event loop only.
+"""Which space has which number, and how many each user may have. Event loop only.
 
 Rows, and the records that outlive them in a pool, name their space by its number alone. So a number is given out again
 only when nothing refers to the `Space` that had it any more: not the table, which keeps a space as long as it has rows,
@@ -7,6 +7,7 @@ and nobody who got hold of it earlier, such as a pin that waits for the disk.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -25,10 +26,12 @@ NUMBERS = 1 << 16
 
 class Spaces:
     """Spaces by number. One is added current; it is retired when its namespace is cleared or forgotten, and off the
-    table when its last row has gone, too.
+    table when its last row has gone, too. Until then it counts against the cap of its user, `groups_max`.
     """
 
     def __init__(self) -> None:
+        self.groups_max = NUMBERS
+        self.by_uid: Counter[int] = Counter()
         self._table: dict[int, Space] = {}
         self._referred: WeakValueDictionary[int, Space] = WeakValueDictionary()
         self._next = 0
@@ -50,19 +53,30 @@ class Spaces:
         """All on the table."""
         return list(self._table.values())
 
-    def check_room(self, count: int) -> None:
-        """Raises LimitError if there are not so many numbers left."""
+    def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
+        """Raises LimitError if a user may not have so many more. `cleared`: they come in place of others, which may be
+        held for a while. A user who is at the cap can clear, but not for ever keep what was cleared.
+        """
+        cap = 2 * self.groups_max if cleared else self.groups_max
+        if (held := self.by_uid[uid]) + count > cap:
+            kept = "; what was cleared is held by leases" if cleared else "; clear namespaces that are out of use"
+            raise LimitError(f"uid {uid} has {held} of {cap} groups; {count} more are over its cap{kept}")
+        self.check_numbers(count)
+
+    def check_numbers(self, count: int) -> None:
+        """Raises LimitError if there can't be so many more, whoever has them."""
         if len(self._referred) + count > NUMBERS:
-            raise LimitError(f"{len(self._referred)} groups are held; clear namespaces that are out of use")
+            raise LimitError(f"{len(self._referred)} groups are held by all users, and there can be {NUMBERS}")
 
     def add(
         self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None
     ) -> Space:
-        """A space that is current from now on; `number`: the one that its rows in a pool have.
+        """A space that is current from now on; `number`: the one that its rows in a pool have. Caps are the caller's
+        to check.
 
         Raises LimitError if no number is left, ValueError if the one that is asked for is another's.
         """
-        self.check_room(1)
+        self.check_numbers(1)
         if number is None:
             while self._next in self._referred:
                 self._next = (self._next + 1) % NUMBERS
@@ -70,6 +84,7 @@ class Spaces:
         elif number in self._referred:
             raise ValueError(f"number {number} is another space's")
         space = self._table[number] = self._referred[number] = Space(number, namespace, schema, list(part_bytes))
+        self.by_uid[namespace.uid] += 1
         return space
 
     def retire(self, space: Space) -> None:
@@ -81,3 +96,7 @@ class Spaces:
         """Take it off the table if it is retired and has no rows any more."""
         if space.retired and not space.rows and self.has(space):
             del self._table[space.id]
+            uid = space.namespace.uid
+            self.by_uid[uid] -= 1
+            if not self.by_uid[uid]:
+                del self.by_uid[uid]

@@ -188,6 +188,7 @@ def build(
     by_group: dict[int, list[GroupSpec]] = {}
     for spec in groups:
         by_group.setdefault(spec.group, []).append(spec)
+    cache.check_groups(namespace, by_group.keys())
     checked = [_checked(specs, located, cache, namespace) for specs in by_group.values()]
     for group in checked:
         space: Space = cache.declare(namespace, group.schema)

@@ -52,6 +52,7 @@ class Reload:
         was = context.config
         context.config, changed, waiting = reloaded(was, asked)
         context.accounts.change(caps(context.config.limits))
+        context.cache.entries.spaces.groups_max = context.config.limits.groups
         if context.config.log != was.log:
             logs.setup(context.config.log)
         log.info("reloaded: %s", "; ".join(changed) or "nothing has changed")

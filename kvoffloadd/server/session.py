@@ -238,6 +238,7 @@ class Session:
 
     async def _finish_clear(self, seq: int, namespaces: list[Namespace], everything: bool) -> m.Reply:
         cache = self._context.cache
+        cache.check_clear(namespaces)
         if everything:
             cache.epochs.advance_all()
         else:

@@ -30,7 +30,6 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
     namespaces.
     """
     cache, transfers = context.cache, context.transfers
-    accounts = context.accounts.figures()
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
     return {
         "version": __version__,
@@ -52,7 +51,7 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
         "lanes": _lanes(context, uid),
         "loop": context.lag.figures(),
         "hash_lane": {"queued": context.hash_lane.queued, "running": context.hash_lane.running},
-        "accounts": {name: used for name, used in accounts.items() if uid is None or name == str(uid)},
+        "accounts": _accounts(context, uid),
         "instances": len(context.instances),
         "sessions": [session.figures() for session in sessions],
         "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
@@ -83,6 +82,13 @@ def _lanes(context: Context, uid: int | None) -> dict[str, dict[str, int | float
         for root in context.cache.disk.roots:
             lanes |= {f"{root.path} read": root.read_lane, f"{root.path} write": root.write_lane}
     return {name: lane.figures() for name, lane in lanes.items()}
+
+
+def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
+    accounts = context.accounts.figures()
+    for user, groups in context.cache.entries.spaces.by_uid.items():
+        accounts.setdefault(str(user), {})["groups"] = groups
+    return {name: used for name, used in accounts.items() if uid is None or name == str(uid)}
 
 
 def _namespaces(context: Context, uid: int | None) -> list[dict[str, Any]]:

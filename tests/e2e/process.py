@@ -216,6 +216,8 @@ class Daemon:
         status = self.status()
         accounts = {uid: {**used} for uid, used in status["accounts"].items()}
         accounts[str(UID)]["sessions"] -= 1
+        for used in accounts.values():
+            used.pop("groups", 0)  # they go with their keys
         rest = {
             "accounts": {uid: {k: n for k, n in used.items() if n} for uid, used in accounts.items()},
             "instances": status["instances"] - 1,

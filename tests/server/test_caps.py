@@ -201,6 +201,70 @@ def test_groups_of_a_namespace(daemon: Daemon) -> None:
     scene.peer.ok("register", tensors=[], groups=groups[:253])
 
 
+def none(count: int, first: int = 0) -> list[Fields]:
+    """Groups of which this rank has no part."""
+    return [{"group": first + n, "kind": "full", "tokens_per_key": 16} for n in range(count)]
+
+
+def test_groups_of_a_user(start_daemon: Start) -> None:
+    """In all namespaces; those of a namespace without sessions and keys are given back."""
+    daemon = start_daemon("limits.groups=8")
+    peers = [daemon.peer() for _ in range(3)]
+    for number, peer in enumerate(peers):
+        peer.hello(namespace={"model": f"m{number}"})
+    peers[0].ok("register", tensors=[], groups=none(5))
+    before = daemon.state()
+    assert "has 5 of 8 groups; 4 more are over its cap" in peers[1].refused(
+        "limit", "register", tensors=[], groups=none(4)
+    )
+    assert daemon.state() == before
+    peers[1].ok("register", tensors=[], groups=none(3))
+    assert used(daemon)["groups"] == 8
+    peers[0].ok("register", tensors=[], groups=none(5))  # the same again: nothing is new
+    peers[2].refused("limit", "register", tensors=[], groups=none(1))
+    for _ in range(5):
+        peers[1].ok("clear")
+    assert used(daemon)["groups"] == 8, "what had no keys is gone at once"
+    peers[0].ok("bye")
+    until(lambda: used(daemon)["groups"] == 3, "the groups of a namespace that nobody uses are given back")
+    peers[2].ok("register", tensors=[], groups=none(5))
+
+
+def test_a_clear_that_is_over_the_cap_changes_nothing(start_daemon: Start) -> None:
+    """What was cleared counts until nothing holds it any more; a clear has as much room again."""
+    daemon = start_daemon("limits.groups=2")
+    peer = daemon.peer()
+    peer.hello(namespace={"model": "m"})
+    fd = os.memfd_create("clears")
+    os.ftruncate(fd, 4096)
+    (allocation,) = peer.attach([fd])
+    os.close(fd)
+    tensor = {"allocation": allocation, "offset": 0, "num_blocks": 1, "page_bytes": 4096, "stride_bytes": 4096}
+    ref = {"tensor": 0, "offset": 0, "length": 4096}
+    groups = [{**group, "refs": [ref]} for group in none(2)]
+    registration = peer.ok("register", tensors=[tensor], groups=groups)["registration"]
+    wanted = [{"group": group, "keys": keys(1)} for group in (0, 1)]
+
+    def store_and_pin(job: int) -> int:
+        shares = [{**share, "blocks": ids(0)} for share in wanted]
+        peer.ok("store", job=job, registration=registration, groups=shares)
+        assert peer.completed(job)["outcome"] == "done"
+        return int(peer.ok("pin", groups=wanted)["lease"])
+
+    held = store_and_pin(1)
+    peer.ok("clear")
+    assert peer.ok("lookup", groups=wanted)["states"] == [b"\0", b"\0"]
+    store_and_pin(2)
+    before = daemon.state()
+    assert "has 4 of 4 groups" in peer.refused("limit", "clear")
+    assert daemon.state() == before
+    assert peer.ok("lookup", groups=wanted)["states"] == [b"\1", b"\1"]
+    peer.ok("release", lease=held)
+    assert used(daemon)["groups"] == 2
+    peer.ok("clear")
+    assert peer.ok("lookup", groups=wanted)["states"] == [b"\0", b"\0"]
+
+
 def test_requests_that_wait(scene: Scene) -> None:
     """64 may be under way; the next is `busy` and has changed nothing: an unregister leaves its registration."""
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
