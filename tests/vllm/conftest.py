@@ -24,6 +24,8 @@ TRAITS: Mapping[str, dict[str, Any]] = {
     # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;
     # they want blocks of 16 tokens.
     "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160},
+    "linear": {"dtype": "bfloat16"},  # as vLLM's CPU kernel wants it
+    "conv": {"max_num_seqs": 1},  # other batches, other last bits, as with MLA
 }
 """Options that a kind of model needs."""
 

@@ -339,6 +339,16 @@ def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> 
         engine("dense", lambda *arguments: by_connector(*arguments) | {"kv_load_failure_policy": "fail"})
 
 
+def test_an_engine_without_prefix_caching_is_refused(engine: StartEngine) -> None:
+    """Whoever turned it off; and taken where it is said that it is to be."""
+    one = engine()
+    one.config.cache_config.enable_prefix_caching = False
+    with pytest.raises(UsageError, match="--no-enable-prefix-caching"):
+        KVOffloaddConnector(one.config, KVConnectorRole.WORKER, one.cache)
+    one.config.kv_transfer_config.kv_connector_extra_config["without_prefix_caching"] = True
+    KVOffloaddConnector(one.config, KVConnectorRole.WORKER, one.cache)
+
+
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
 def test_sleep_that_nobody_tells_of_is_refused(engine: StartEngine, option: str) -> None:
     """By the spec alone; and by the connector, where vLLM has no hooks."""

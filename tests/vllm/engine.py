@@ -277,4 +277,11 @@ def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
     }
 
 
+def by_chunks(socket: Path, blocks: int) -> dict[str, Any]:
+    """As `by_connector`, with chunks of so many blocks, whatever tokens these hold in each group."""
+    config = by_connector(socket, blocks_per_chunk=blocks)
+    del config["kv_connector_extra_config"]["block_size"]
+    return config
+
+
 ROUTES = {"spec": by_spec, "connector": by_connector}

@@ -46,9 +46,42 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "n_routed_experts": 4,
         },
     ),
+    "linear": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "conv": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 256,
+            "block_dim": 256,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+        },
+    ),
 }
 """Name -> config class and model class of `transformers`, and what they are given: full attention with grouped heads,
-sliding windows of 128 tokens beside full attention, and one latent vector a token.
+sliding windows of 128 tokens beside full attention, one latent vector a token, and states of linear attention and of
+short convolutions beside full attention.
 """
 
 

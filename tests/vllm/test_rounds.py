@@ -10,7 +10,19 @@ import pytest
 
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.corruption import ZeroingDaemon
-from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, settle, tokens
+from tests.vllm.engine import (
+    ALL,
+    COUNT,
+    ROUTES,
+    Prompts,
+    by_chunks,
+    by_connector,
+    by_spec,
+    cached,
+    prompts,
+    settle,
+    tokens,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -39,11 +51,47 @@ def test_three_rounds(
 ) -> None:
     """Rounds 2 and 3 compute what is left of a chunk, and answer as ever."""
     daemon = start_daemon(memory=MEMORY)
-    engine = start_engine(kind, connector=ROUTES[route](daemon.socket, chunk))
+    engine = start_engine(kind, connector=ROUTES[route](daemon.socket, chunk, without_prefix_caching=kind == "mla"))
     for hit in (0, served(chunk), served(chunk)):
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
         assert tokens(answer) == reference(kind, asked)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("kind", "block_tokens"), [("linear", 96), ("conv", 32)])
+def test_states(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    kind: str,
+    block_tokens: int,
+    blocks: int,
+) -> None:
+    """vLLM keeps the state at the last full block of a prompt, which ends a chunk of one block or two here."""
+    whole = 576 // block_tokens * block_tokens
+    asked = prompts(2, COUNT, whole + 4)
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine(kind, connector=by_chunks(daemon.socket, blocks))
+    assert tokens(engine.generate_anew(asked)) == reference(kind, asked)
+    settle(daemon, engine)
+    for _ in range(2):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [whole] * COUNT
+        assert tokens(answer) == reference(kind, asked)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_state_that_is_no_chunk_s_end_is_a_miss(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, blocks: int
+) -> None:
+    """The last full block of 501 tokens is the 15th: of chunks of two, none ends there."""
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine("conv", connector=by_chunks(daemon.socket, blocks))
+    for hit in (0, 480 if blocks == 1 else 0):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [hit] * COUNT
+        assert tokens(answer) == reference("conv", asked)
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])

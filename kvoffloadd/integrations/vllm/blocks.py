@@ -1,7 +1,8 @@
 """From vLLM's list of GPU blocks to the block ids of each key.
 
 vLLM names the blocks of a transfer group by group: so many blocks of each group, and the index, in the request, of the
-first one. A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that.
+first one. A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that. Of a group that keeps a
+state (`states`) only a chunk's last block counts: it holds the state at the chunk's end, the others hold nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from kvoffloadd.model import NO_BLOCK, U32Array
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import numpy.typing as npt
 
@@ -30,6 +31,7 @@ def load_chunks(
     group_sizes: Sequence[int],
     block_indices: Sequence[int],
     blocks_per_key: int,
+    states: Collection[int] = (),
 ) -> Chunks:
     """`groups`: in vLLM's order, group and keys. Blocks of a chunk that the request does not load are `NO_BLOCK`.
 
@@ -44,7 +46,12 @@ def load_chunks(
             raise ValueError(f"group {group}: {ids.size} blocks from block {first} are not {len(keys)} chunks")
         flat = np.full(len(keys) * blocks_per_key, NO_BLOCK, np.uint32)
         flat[skip : skip + ids.size] = np.where(ids == NULL_BLOCK, NO_BLOCK, ids)
-        chunks[group] = (b"".join(keys), flat.reshape(len(keys), blocks_per_key))
+        blocks = flat.reshape(len(keys), blocks_per_key)
+        if group in states:
+            if (blocks[:, :-1] != NO_BLOCK).any() or blocks[-1, -1] == NO_BLOCK:
+                raise ValueError(f"group {group}: a state is loaded elsewhere than at a chunk's end")
+            blocks = np.ascontiguousarray(blocks[:, -1:])
+        chunks[group] = (b"".join(keys), blocks)
     return chunks
 
 
@@ -54,6 +61,7 @@ def store_chunks(
     group_sizes: Sequence[int],
     block_indices: Sequence[int],
     blocks_per_key: int,
+    states: Collection[int] = (),
 ) -> Chunks:
     """As `load_chunks`, with whole chunks alone.
 
@@ -63,12 +71,29 @@ def store_chunks(
     chunks: Chunks = {}
     for (group, keys), ids, first in _split(groups, block_ids, group_sizes, block_indices):
         skip = first % blocks_per_key
+        if group in states and keys:
+            ends = _states(ids, skip, len(keys), blocks_per_key)
+            chunks[group] = (b"".join(keys[-len(ends) :]), ends.astype(np.uint32).reshape(len(ends), 1))
+            continue
         if skip + ids.size != len(keys) * blocks_per_key:
             continue
         whole, kept = (keys[1:], ids[blocks_per_key - skip :]) if skip else (keys, ids)
         if whole:
             chunks[group] = (b"".join(whole), kept.astype(np.uint32).reshape(len(whole), blocks_per_key))
     return chunks
+
+
+def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) -> npt.NDArray[Any]:
+    """The last blocks of the last chunks: of as many as it is certain for.
+
+    vLLM leaves out null blocks, and stores no chunk whose last one is null: one block for each chunk is its last. Where
+    it can't be told which chunk a block belongs to, the last one of all is certain.
+    """
+    if ids.size == keys:
+        return ids
+    if skip + ids.size == keys * blocks_per_key:
+        return ids[blocks_per_key - 1 - skip :: blocks_per_key]
+    return ids[-1:]
 
 
 def _split(

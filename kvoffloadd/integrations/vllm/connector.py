@@ -6,6 +6,7 @@ and has it computed, for any number of KV cache groups: loads are asynchronous, 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
@@ -14,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.namespace import IDENTITY, identity_of
+from kvoffloadd.integrations.vllm.namespace import IDENTITY, STATES, identity_of
 from kvoffloadd.integrations.vllm.sleep import refuse_sleep
 
 if TYPE_CHECKING:
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
 
     from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 
+logger = logging.getLogger("vllm.kvoffloadd")
+
 _POLICY = "recompute"
 _SYNC_LOADS = "sync_load_budget_bytes"
 _PACKAGE = "kvoffloadd.integrations.vllm"
+_WITHOUT_PREFIX_CACHING = "without_prefix_caching"
+_ALIGNED = "align"  # MambaSpec.mamba_cache_mode
 
 
 class KVOffloaddConnector(OffloadingConnector):
@@ -43,7 +48,8 @@ class KVOffloaddConnector(OffloadingConnector):
                 f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, which has '
                 f"{transfer.kv_load_failure_policy!r}: requests would fail whenever the daemon does"
             )
-        if transfer.kv_connector_extra_config.get(_SYNC_LOADS):
+        extra = transfer.kv_connector_extra_config
+        if extra.get(_SYNC_LOADS):
             raise UsageError(
                 f"KVOffloaddConnector takes no {_SYNC_LOADS} above 0: what runs in the step of its load can't be "
                 "recomputed when that fails"
@@ -54,9 +60,25 @@ class KVOffloaddConnector(OffloadingConnector):
             raise UsageError(
                 "KVOffloaddConnector needs all ranks on one host: each host's daemon would have half of a key"
             )
+        if not vllm_config.cache_config.enable_prefix_caching and not extra.get(_WITHOUT_PREFIX_CACHING):
+            raise UsageError(
+                "KVOffloaddConnector needs prefix caching, which is off: --no-enable-prefix-caching is set, or vLLM "
+                "does not support it for this model here, such as MLA on CPUs, and so no prompt that is loaded in "
+                f'part, either. "{_WITHOUT_PREFIX_CACHING}": true in kv_connector_extra_config loads all the same'
+            )
         _complete(vllm_config)
-        transfer.kv_connector_extra_config[IDENTITY] = identity_of(vllm_config)
+        extra[IDENTITY] = identity_of(vllm_config)
+        extra[STATES] = _states(kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        if (
+            self.connector_scheduler is not None
+            and extra[STATES]
+            and self.connector_scheduler.config.blocks_per_chunk > 1
+        ):
+            logger.warning(
+                "kvoffloadd: this model keeps states, of which vLLM stores the one at the last full block of a prompt: "
+                "with chunks of several blocks only prompts hit whose last full block ends a chunk"
+            )
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
@@ -157,6 +179,12 @@ class FailingWorker(OffloadingConnectorWorker):
         """The KV cache is back."""
         if self.worker is not None:
             self.worker.wake()
+
+
+def _states(kv_cache_config: KVCacheConfig) -> list[int]:
+    """Groups of which vLLM keeps the state at the end of a request's full blocks alone, and hands it over by itself."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
 
 
 def _complete(vllm_config: VllmConfig) -> None:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 IDENTITY = "kvoffloadd_identity"
 """Key of extra_config under which `KVOffloaddConnector` says what vLLM's OffloadingConfig leaves out."""
 
+STATES = "kvoffloadd_states"
+"""Key of extra_config under which it says which groups keep a state: the indices of those of which a block holds what
+the model remembers at its end, and blocks in the middle of a request hold nothing.
+"""
+
 _FIELD_MAX = 512
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
@@ -100,7 +105,7 @@ def _layout(config: Any, platform: str, release: str) -> str:
     # A pipeline rank knows its own layers alone: names and sizes would differ from rank to rank.
     alone = config.parallel.pp_size == 1
     groups = [(group.group_id, group.tokens_per_block, group.layer_names if alone else ()) for group in config.groups]
-    said = (
+    said: tuple[Any, ...] = (
         groups,
         config.cache.tokens_per_hash,
         config.cache.blocks_per_chunk,
@@ -110,6 +115,8 @@ def _layout(config: Any, platform: str, release: str) -> str:
         # From 0.33 on. Where the identity is not told, it may decide how all keys are rotated.
         0 if IDENTITY in config.extra_config else getattr(config.model, "max_model_len", 0),
     )
+    if config.cache.blocks_per_chunk > 1 and config.extra_config.get(STATES):
+        said += (("states", *config.extra_config[STATES]),)
     return f"vllm {release} {platform} {config.kv_cache_layout} {_digest(said)}"
 
 

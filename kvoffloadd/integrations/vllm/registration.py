@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref
+from kvoffloadd.integrations.vllm.namespace import STATES
 from kvoffloadd.layout import CanonicalCache
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def announced(config: Any, replicated: bool) -> KvCache:
 def _group(config: Any, at: int, replicated: bool, refs: Sequence[Ref]) -> Group:
     parts, part = (1, 0) if replicated else (config.parallel.world_size, config.parallel.rank)
     group = config.groups[at]
+    keeps_state = group.group_id in config.extra_config.get(STATES, ())
     return Group(
         group=group.group_id,
         # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
         kind=GroupKind.FULL,
         tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
         refs=refs,
-        blocks_per_key=config.cache.blocks_per_chunk,
+        blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
         parts=parts,
         part=part,
     )

@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 from kvoffloadd.client import Timeline
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
 from kvoffloadd.integrations.vllm.carrier import Carrier, Transfer
+from kvoffloadd.integrations.vllm.namespace import STATES
 from kvoffloadd.integrations.vllm.registration import registered
 from kvoffloadd.model import Direction
 
@@ -28,6 +29,7 @@ class KVOffloaddWorker(OffloadingWorker):
     def __init__(self, client: Client, config: Any, kv_caches: Any, replicated: bool, options: Options) -> None:
         """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
         self._blocks_per_key = config.cache.blocks_per_chunk
+        self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, replicated, self._points.timelines)
         self._carrier = Carrier(client, caches, job_deadline_s=options.job_deadline_s)
@@ -36,8 +38,9 @@ class KVOffloaddWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
         """GPU -> daemon."""
         chunks = store_chunks(
-            dst_spec.groups, src_spec.block_ids, src_spec.group_sizes, src_spec.block_indices, self._blocks_per_key
-        )
+            dst_spec.groups, src_spec.block_ids, src_spec.group_sizes, src_spec.block_indices, self._blocks_per_key,
+            self._states,
+        )  # fmt: skip
         self._carrier.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
@@ -46,8 +49,9 @@ class KVOffloaddWorker(OffloadingWorker):
     ) -> bool:
         """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step."""
         chunks = load_chunks(
-            src_spec.groups, dst_spec.block_ids, dst_spec.group_sizes, dst_spec.block_indices, self._blocks_per_key
-        )
+            src_spec.groups, dst_spec.block_ids, dst_spec.group_sizes, dst_spec.block_indices, self._blocks_per_key,
+            self._states,
+        )  # fmt: skip
         self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 

@@ -49,6 +49,40 @@ def test_a_store_drops_an_incomplete_first_chunk() -> None:
     assert store_chunks([(0, [A])], blocks(6), [1], [3], 2) == {}
 
 
+STATE = {0}
+
+
+def test_a_state_is_the_last_block_of_its_chunk() -> None:
+    """However much of the chunk vLLM names: the hand-over of one block, or all that are not null."""
+    for numbers, first in (([9], 3), ([8, 9], 2), ([6, 7, 8, 9], 0)):
+        chunks = store_chunks([(0, [A])], blocks(*numbers), [len(numbers)], [first], 4, STATE)
+        assert (chunks[0][0], ids(chunks, 0)) == (A, [[9]])
+
+
+def test_states_of_several_chunks() -> None:
+    """One block for each chunk is its last; so is every fourth where none is left out but at the start."""
+    assert ids(store_chunks([(0, [A, B])], blocks(4, 9), [2], [3], 4, STATE), 0) == [[4], [9]]
+    chunks = store_chunks([(0, [A, B])], blocks(3, 4, 6, 7, 8, 9), [6], [2], 4, STATE)
+    assert (chunks[0][0], ids(chunks, 0)) == (A + B, [[4], [9]])
+
+
+def test_where_it_is_not_certain_which_chunk_a_state_is_of_the_last_one_is_kept() -> None:
+    chunks = store_chunks([(0, [A, B, C])], blocks(4, 5, 8, 9), [4], [3], 4, STATE)
+    assert (chunks[0][0], ids(chunks, 0)) == (C, [[9]])
+
+
+def test_a_state_is_loaded_at_the_end_of_its_chunk() -> None:
+    chunks = load_chunks([(0, [A]), (1, [B])], blocks(9, 1, 2), [1, 2], [7, 0], 2, STATE)
+    assert (ids(chunks, 0), ids(chunks, 1)) == ([[9]], [[1, 2]])
+    assert ids(load_chunks([(0, [A])], blocks(0, 9), [2], [2], 2, STATE), 0) == [[9]]
+
+
+@pytest.mark.parametrize(("numbers", "first"), [((9,), 2), ((8, 9), 2), ((9, 0), 2)])
+def test_a_state_that_would_be_loaded_elsewhere_is_refused(numbers: tuple[int, ...], first: int) -> None:
+    with pytest.raises(ValueError, match="elsewhere than at a chunk's end"):
+        load_chunks([(0, [A])], blocks(*numbers), [len(numbers)], [first], 2, STATE)
+
+
 def test_a_store_with_a_hole_elsewhere_is_dropped_as_a_whole() -> None:
     chunks = store_chunks([(0, [A, B]), (1, [C])], blocks(6, 7, 8, 1, 2), [3, 2], [0, 0], 2)
     assert list(chunks) == [1]
