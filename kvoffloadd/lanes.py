@@ -2,15 +2,14 @@
 
 Ownership
     _lock       guards every field named here; it is never held while work or a callback runs.
-    _queues     by urgency, tickets in the order in which they run, each with when it was queued; any thread may change
-                them, through the methods.
+    _queue      tickets that wait for a thread; any thread may change it, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
     _busy_s     what ended work has taken; written by the lane's threads.
     _finished   callbacks with their values, on their way to the loop: threads append, the loop takes them in order.
     _waking     the loop has been woken and has not yet found `_finished` empty: the next completion needs no wakeup.
     _closing    set once, by `close`.
     _live, _ended   the event loop alone: threads that have not said goodbye; set when none is left.
-    Ticket.work, Ticket.done   read-only; a thread runs `work`, the loop runs `done`.
+    Ticket      `since_s` and its places are the lane's; the rest is read-only. A thread runs `work`, the loop `done`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ import contextlib
 import enum
 import threading
 import time
-from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.fairqueue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,38 @@ T = TypeVar("T")
 
 TURN_S = 0.002
 """How long one turn of the loop takes completions: none begins later than this."""
+
+
+TURN_BYTES = 8 << 20
+"""What one turn of a thread moves or hashes at most, where cutting costs nothing: about a millisecond, for which all
+others wait.
+"""
+
+TURN_BYTES_MIN = 64 << 10
+"""A turn costs its flow at least so much, however few bytes it moves."""
+
+URGENCY_RATIO = 8
+"""Of turns, in bytes, between neighbouring urgencies of one engine while it has work of both."""
+
+MOST_URGENT, LEAST_URGENT = -1, 3
+"""Urgencies beyond these share as these do."""
+
+
+class Flow(NamedTuple):
+    """Whose work it is: lanes share their time equally by `uid`, then by engine (an instance's id), and then by urgency
+    and ticket. `divisor` n: others of the `uid` level get n times as much.
+    """
+
+    uid: int
+    instance: int
+    divisor: int = 1
+
+
+DAEMON: Final = Flow(-1, 0)
+"""The daemon's own work, which somebody may wait for."""
+
+BACKGROUND: Final = Flow(-2, 0, 8)
+"""Work that may wait: audits, moving records on."""
 
 
 class CancelledWork(Exception):
@@ -45,19 +77,30 @@ class Again(enum.Enum):
 
 
 AGAIN: Final = Again.AGAIN
-"""Returned by work that is not finished: it goes to the end of its queue, and others of its urgency have their turn."""
+"""Returned by work that is not finished: it goes to the end of its queue, and others have their turn."""
 
 
 class Ticket:
     """One piece of work in a lane."""
 
-    __slots__ = ("_lane", "done", "urgent", "work")
+    __slots__ = ("_lane", "cost_bytes", "done", "flow", "since_s", "urgent", "work")
 
-    def __init__(self, lane: Lane, work: Callable[[], Any], done: Callable[[Any], None], urgent: int) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        work: Callable[[], Any],
+        done: Callable[[Any], None],
+        flow: Flow,
+        urgent: int,
+        cost_bytes: int,
+    ) -> None:
         self._lane = lane
         self.work = work
         self.done = done
+        self.flow = flow
         self.urgent = urgent
+        self.cost_bytes = max(cost_bytes, TURN_BYTES_MIN)
+        self.since_s = 0.0
 
     def cancel(self) -> bool:
         """Drops the work if no thread is at it. True: it won't run (again), and `done` gets a `CancelledWork`, later.
@@ -65,9 +108,14 @@ class Ticket:
         """
         return self._lane._cancel(self)
 
+    def running_s(self, now: float) -> float:
+        """Seconds that a thread has been at its present turn; 0 while none is. `now`: of time.monotonic()."""
+        return self._lane._running_s(self, now)
+
 
 class Lane:
-    """`threads` threads that run work in the order of submission, the more urgent first.
+    """`threads` threads that run work, turn by turn, and share their time fairly: see `Flow` and `FairQueue`. Nothing
+    that waits is passed over for ever.
 
     `loop`: where every `done` is called. The threads are daemons: one that hangs in the kernel can't keep the process
     from its exit.
@@ -81,7 +129,7 @@ class Lane:
         self.loop = loop
         self._lock = threading.Lock()
         self._work_or_close = threading.Condition(self._lock)
-        self._queues: dict[int, OrderedDict[Ticket, float]] = {}
+        self._queue: FairQueue[Ticket] = FairQueue(TURN_BYTES)
         self._running: dict[Ticket, float] = {}
         self._busy_s = 0.0
         self._finished: deque[tuple[Callable[[Any], None], Any]] = deque()
@@ -93,34 +141,42 @@ class Lane:
             threading.Thread(target=self._serve, name=f"kvo-{name}-{index}", daemon=True).start()
 
     def submit(
-        self, work: Callable[[], T | Again], done: Callable[[T | BaseException], None], *, urgent: int = 0
+        self,
+        work: Callable[[], T | Again],
+        done: Callable[[T | BaseException], None],
+        *,
+        flow: Flow = DAEMON,
+        urgent: int = 0,
+        cost_bytes: int = 0,
     ) -> Ticket:
-        """Queues `work` behind all of the same `urgent` (lower runs first). From any thread.
+        """Queues `work` behind all of the same `flow` and `urgent` (lower goes first). From any thread.
 
-        `done` is called exactly once, on the loop, never within this call: with what `work` returned, with what it
-        raised, or with a `CancelledWork`. Work that returns `AGAIN` is queued again and not reported.
+        `cost_bytes`: what a turn moves, more or less. `done` is called exactly once, on the loop, never within this
+        call: with what `work` returned, with what it raised, or with a `CancelledWork`. Work that returns `AGAIN` is
+        queued again and not reported.
 
         Raises:
             UsageError: the lane is closed.
         """
-        ticket = Ticket(self, work, done, urgent)
+        ticket = Ticket(self, work, done, flow, urgent, cost_bytes)
         with self._lock:
             if self._closing:
                 raise UsageError(f"lane {self.name}: closed")
-            self._queues.setdefault(urgent, OrderedDict())[ticket] = time.monotonic()
+            self._put(ticket, time.monotonic())
             self._work_or_close.notify()
         return ticket
 
-    def hasten(self, ticket: Ticket, urgent: int) -> None:
-        """Queues it among the more urgent, if it still waits."""
+    def hasten(self, ticket: Ticket, flow: Flow, urgent: int) -> None:
+        """If it still waits, it waits for a turn of this `flow` at this urgency too, and has whichever comes first."""
         with self._lock:
-            queue = self._queues.get(ticket.urgent)
-            if queue is not None and ticket in queue and urgent < ticket.urgent:
-                since = queue.pop(ticket)
-                ticket.urgent = urgent
-                self._queues.setdefault(urgent, OrderedDict())[ticket] = since
+            if ticket in self._queue:
+                self._queue.push(_path(flow, urgent), ticket, ticket.cost_bytes)
 
-    async def perform(self, work: Callable[[], T], *, urgent: int = 0) -> T:
+    def _put(self, ticket: Ticket, now: float) -> None:
+        ticket.since_s = now
+        self._queue.push(_path(ticket.flow, ticket.urgent), ticket, ticket.cost_bytes)
+
+    async def perform(self, work: Callable[[], T], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0) -> T:
         """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
         gives up waiting leaves the work running.
 
@@ -139,14 +195,14 @@ class Lane:
             else:
                 ended.set_result(value)
 
-        self.submit(work, settle, urgent=urgent)
+        self.submit(work, settle, flow=flow, urgent=urgent, cost_bytes=cost_bytes)
         return await ended
 
     @property
     def queued(self) -> int:
         """Tickets that wait for a thread."""
         with self._lock:
-            return sum(map(len, self._queues.values()))
+            return len(self._queue)
 
     @property
     def running(self) -> int:
@@ -163,14 +219,13 @@ class Lane:
         """For `status`. `busy_s`: what the threads have spent on work since the start, together."""
         with self._lock:
             now = time.monotonic()
-            # Each queue's first has waited the longest, but for one that was hastened into it.
-            queued = [next(iter(queue.values())) for queue in self._queues.values() if queue]
+            first = next(iter(self._queue), None)
             running = list(self._running.values())
             return {
                 "threads": self.threads,
-                "queued": sum(map(len, self._queues.values())),
+                "queued": len(self._queue),
                 "running": len(running),
-                "oldest_queued_s": round(now - min(queued, default=now), 6),
+                "oldest_queued_s": round(now - first.since_s, 6) if first else 0.0,
                 "oldest_running_s": round(now - min(running, default=now), 6),
                 "busy_s": round(self._busy_s + sum(now - began for began in running), 6),
             }
@@ -183,8 +238,9 @@ class Lane:
         """
         with self._lock:
             self._closing = True
-            dropped = [ticket for queue in self._queues.values() for ticket in queue]
-            self._queues.clear()
+            dropped = list(self._queue)
+            for ticket in dropped:
+                self._queue.remove(ticket)
             self._work_or_close.notify_all()
         for ticket in dropped:
             self._report(ticket.done, CancelledWork())
@@ -197,12 +253,15 @@ class Lane:
 
     def _cancel(self, ticket: Ticket) -> bool:
         with self._lock:
-            queue = self._queues.get(ticket.urgent)
-            if queue is None or ticket not in queue:
+            if not self._queue.remove(ticket):
                 return False
-            del queue[ticket]
         self._report(ticket.done, CancelledWork())
         return True
+
+    def _running_s(self, ticket: Ticket, now: float) -> float:
+        with self._lock:
+            began = self._running.get(ticket, now)
+        return max(now - began, 0.0)
 
     # --- the lane's threads ---------------------------------------------------------------------
 
@@ -215,11 +274,9 @@ class Lane:
     def _take(self) -> Ticket | None:
         with self._lock:
             while True:
-                for _, queue in sorted(self._queues.items()):
-                    if queue:
-                        ticket, _ = queue.popitem(last=False)
-                        self._running[ticket] = time.monotonic()
-                        return ticket
+                if (ticket := self._queue.take()) is not None:
+                    self._running[ticket] = time.monotonic()
+                    return ticket
                 if self._closing:
                     return None
                 self._work_or_close.wait()
@@ -234,7 +291,7 @@ class Lane:
             self._busy_s += now - self._running.pop(ticket)
             if value is AGAIN and not self._closing:
                 # No notify: this thread comes for the next ticket itself.
-                self._queues.setdefault(ticket.urgent, OrderedDict())[ticket] = now
+                self._put(ticket, now)
                 return
         self._report(ticket.done, CancelledWork() if value is AGAIN else value)
 
@@ -271,3 +328,8 @@ class Lane:
         self._live -= 1
         if self._live == 0:
             self._ended.set()
+
+
+def _path(flow: Flow, urgent: int) -> tuple[tuple[int, int], ...]:
+    level = min(max(urgent, MOST_URGENT), LEAST_URGENT) - MOST_URGENT
+    return (flow.uid, flow.divisor), (flow.instance, 1), (level, URGENCY_RATIO**level)

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
+from kvoffloadd.lanes import AGAIN, BACKGROUND, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -346,24 +346,39 @@ def test_perform_on_a_lane_that_closes(run: Any) -> None:
     run(main)
 
 
-def test_hasten_moves_what_waits_and_nothing_else(run: Any) -> None:
+def test_hasten_gives_what_waits_another_chance_and_moves_nothing_else(run: Any) -> None:
     async def main() -> None:
         lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
-        running = lane.submit(gate, log, urgent=5)
+        running = lane.submit(gate, log, urgent=3)
         await gate.wait_entered()
         tickets = [lane.submit(partial(int, n), log, urgent=urgent) for n, urgent in enumerate([2, 2, 1, 0, 2, 2])]
-        lane.hasten(running, 0)
-        lane.hasten(tickets[4], 1)  # behind the one that is there
-        lane.hasten(tickets[3], 2)  # it is more urgent already
-        lane.hasten(tickets[1], 2)  # nothing new: it keeps its place
-        lane.hasten(tickets[5], -3)
-        assert [ticket.urgent for ticket in tickets] == [2, 2, 1, 0, 1, -3]
+        lane.hasten(running, DAEMON, 0)
+        lane.hasten(tickets[4], DAEMON, 1)  # behind the one that is there
+        lane.hasten(tickets[3], DAEMON, 2)  # it comes before that
+        lane.hasten(tickets[1], DAEMON, 2)  # nothing new: it keeps its place
+        lane.hasten(tickets[5], DAEMON, -1)
         assert (lane.queued, lane.running) == (6, 1)
         gate.open.set()
         await log.wait(7)
         assert log.values == ["through", 5, 3, 2, 4, 0, 1]
-        lane.hasten(tickets[0], -1)
+        lane.hasten(tickets[0], DAEMON, -1)
         assert lane.queued == 0, "what has ended does not come again"
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_what_two_wait_for_goes_with_the_turn_that_comes_first(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        tickets = [lane.submit(partial(int, n), log, flow=Flow(1001, 1)) for n in range(100)]
+        lane.hasten(tickets[99], Flow(1002, 2), 0)
+        gate.open.set()
+        await log.wait(101)
+        assert log.values.index(99) <= 3
+        assert sorted(log.values[1:]) == list(range(100)), "once"
         assert await lane.close(5)
 
     run(main)
@@ -375,13 +390,84 @@ def test_what_was_hastened_can_be_cancelled(run: Any) -> None:
         lane.submit(gate, log)
         await gate.wait_entered()
         ticket = lane.submit(lambda: "ran", log, urgent=3)
-        lane.hasten(ticket, 1)
+        lane.hasten(ticket, Flow(1001, 1), 1)
         assert ticket.cancel()
-        lane.hasten(ticket, 0)
+        lane.hasten(ticket, DAEMON, 0)
         assert lane.queued == 0
         gate.open.set()
         await log.wait(2)
         assert isinstance(log.values[0], CancelledWork)
+        assert await lane.close(5)
+
+    run(main)
+
+
+def turns_before(order: list[str], name: str) -> int:
+    """Turns of others before the last one of `name`."""
+    last = len(order) - order[::-1].index(name)
+    return last - order.count(name)
+
+
+@pytest.mark.parametrize(
+    ("flood", "mine", "urgent", "most"),
+    [
+        (Flow(1001, 1), Flow(1001, 2), (1, 1), 5),
+        (Flow(1001, 1), Flow(1001, 2), (0, 1), 5),  # another engine's urgency is no reason to wait
+        (Flow(1001, 1), Flow(1002, 2), (0, 3), 5),
+        (Flow(1001, 1), Flow(1001, 1), (0, 1), 50),  # its own is, for a while
+        (Flow(1001, 1), BACKGROUND, (0, 0), 50),
+        (BACKGROUND, Flow(1001, 1), (0, 3), 2),
+    ],
+)
+def test_nobody_waits_for_all_that_another_has_queued(
+    run: Any, flood: Flow, mine: Flow, urgent: tuple[int, int], most: int
+) -> None:
+    async def main() -> None:
+        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log(), list[str]()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        for _ in range(512):
+            lane.submit(partial(order.append, "flood"), log, flow=flood, urgent=urgent[0], cost_bytes=8 << 20)
+        for _ in range(4):
+            lane.submit(partial(order.append, "mine"), log, flow=mine, urgent=urgent[1], cost_bytes=8 << 20)
+        gate.open.set()
+        await log.wait(517)
+        assert turns_before(order, "mine") <= most
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_users_share_before_their_engines_do(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log(), list[str]()
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        for engine in range(256):
+            lane.submit(partial(order.append, "many"), log, flow=Flow(1001, engine))
+        for _ in range(20):
+            lane.submit(partial(order.append, "one"), log, flow=Flow(1002, 256))
+        gate.open.set()
+        await log.wait(277)
+        assert turns_before(order, "one") <= 20
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_how_long_a_thread_has_been_at_a_ticket(run: Any) -> None:
+    async def main() -> None:
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        running = lane.submit(gate, log)
+        await gate.wait_entered()
+        queued = lane.submit(lambda: None, log)
+        later = time.monotonic() + 100
+        assert running.running_s(later) == pytest.approx(100, abs=20)
+        assert running.running_s(0) == 0
+        assert queued.running_s(later) == 0, "it is only queued"
+        gate.open.set()
+        await log.wait(2)
+        assert running.running_s(later) == 0
         assert await lane.close(5)
 
     run(main)

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
+from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KeyState
 from kvoffloadd.tiers.disk.records import DAMAGED, OK, READ
 
@@ -41,7 +42,7 @@ _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 
 
 class Urgency:
-    """Order of the read lanes: what a job waits for, what a lease waits for, the rest. Plain ints."""
+    """Of reads of one engine: what a job waits for, what a lease waits for, the rest. Plain ints."""
 
     LOAD: Final = 0
     PIN: Final = 1
@@ -68,6 +69,7 @@ class Fetch:
     urgent: int
     done: Callable[[], None]
     slices: deque[Away]
+    flow: Flow
     waiting: int = 0
     rows: list[U32Array] = field(default_factory=list)
     ended: bool = False
@@ -79,6 +81,7 @@ class Reading:
 
     id: int
     urgent: int
+    flow: Flow
     rows: U32Array
     left: int
     waiters: list[Fetch]
@@ -123,16 +126,16 @@ class Promotion:
         found: BoolArray = self._cache.entries.reading[rows] != 0
         return found
 
-    def fetch(self, away: list[Away], urgent: int, done: Callable[[], None]) -> Fetch:
+    def fetch(self, away: list[Away], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
         """Bring these keys into memory, as far as there is room. `done()` is called once, later: what came is held
-        meanwhile, and looked up again tells what it was. Pair with `cancel` if nobody waits any more.
+        meanwhile, and looked up again tells what it was. Pair with `cancel` if nobody waits any more. `flow`: who asks.
         """
         slices: deque[Away] = deque()
         for one in away:
             for at in range(0, len(one.keys), SLICE_KEYS):
                 span = slice(at, at + SLICE_KEYS)
                 slices.append(Away(one.space, one.keys[span], one.positions[span]))
-        fetch = Fetch(urgent, done, slices)
+        fetch = Fetch(urgent, done, slices, flow)
         self._fetches.add(fetch)
         self._disk.loop.call_soon(self._advance, fetch)
         return fetch
@@ -187,7 +190,7 @@ class Promotion:
             return
         cache.begin(parts)
         rows = distinct(cache.entries.parts.row[parts])
-        reading = Reading(self._next_id, fetch.urgent, rows, len(parts), [])
+        reading = Reading(self._next_id, fetch.urgent, fetch.flow, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading
         cache.entries.reading[rows] = reading.id
@@ -217,7 +220,7 @@ class Promotion:
             self._disk.loop.call_soon(settle, np.full(len(parts), 2, np.uint8), np.zeros((len(parts), 2), np.uint64))
             return
         root, found = place
-        ticket = root.reader.read(found, space.shelf.name, reads, reading.urgent, settle)
+        ticket = root.reader.read(found, space.shelf.name, reads, reading.urgent, settle, reading.flow)
         reading.tickets.append((root, ticket))
 
     def _settle(
@@ -277,10 +280,10 @@ class Promotion:
             return
         reading.waiters.append(fetch)
         fetch.waiting += 1
-        if fetch.urgent < reading.urgent:
-            reading.urgent = fetch.urgent
+        if fetch.urgent < reading.urgent or fetch.flow != reading.flow:
+            reading.urgent = min(fetch.urgent, reading.urgent)
             for root, ticket in reading.tickets:
-                root.reader.lane.hasten(ticket, fetch.urgent)
+                root.reader.lane.hasten(ticket, fetch.flow, fetch.urgent)
 
     def _hold(self, fetch: Fetch, rows: U32Array) -> None:
         self._cache.hold(rows)

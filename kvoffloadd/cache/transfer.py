@@ -16,7 +16,9 @@ import numpy as np
 from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.promotion import Urgency
+from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.device.base import CopyResult
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import BoolArray, Direction, Outcome
 from kvoffloadd.tiers.hashing import hash_payloads
 
@@ -31,10 +33,8 @@ if TYPE_CHECKING:
     from kvoffloadd.lanes import Lane, Ticket
     from kvoffloadd.model import I64Array, U32Array, U64Array
 
-HASH_CHUNK_BYTES = 32 << 20
-"""Work of one turn of the hash lane: what is urgent waits at most for that."""
-
-VERIFY_URGENT, SEAL_URGENT = 0, 1
+VERIFY_URGENT = 0
+"""Before what is sealed: see `sealing`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +51,14 @@ class TransferResult:
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
     """How a job is to be copied. `deadline_s`: loop time after which no further piece of it begins. `urgent`: before
-    others of its direction. `ready`: nothing is copied before; None: at once.
+    others of its direction. `ready`: nothing is copied before; None: at once. `flow`: whose job it is.
     """
 
     device: Device
     deadline_s: float
     urgent: bool = False
     ready: Ready | None = None
+    flow: Flow = DAEMON
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class Transfer:
     rows: U32Array
     done: Callable[[TransferResult], None]
     bad: BoolArray
+    flow: Flow
     copy: Copy | None = None
     give_up: Callable[[Outcome], None] | None = None
     timer: asyncio.TimerHandle | None = None
@@ -143,11 +145,19 @@ class Transfers:
     signals: Signals
     verify_loads: bool
     running: set[Transfer] = field(default_factory=set)
-    unsealed: int = 0
+    sealing: Sealing = field(init=False)
     counters: dict[Direction, TransferCounters] = field(
         default_factory=lambda: {direction: TransferCounters() for direction in Direction}
     )
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.sealing = Sealing(self.cache, self.hash_lane, self._wake)
+
+    @property
+    def unsealed(self) -> int:
+        """Parts that wait for their checksum."""
+        return self.sealing.unsealed
 
     @property
     def holds(self) -> int:
@@ -164,7 +174,9 @@ class Transfers:
     def store(self, parts: I64Array, copies: Copies, terms: Terms, done: Callable[[TransferResult], None]) -> Transfer:
         """Copy into reserved parts that the job owns from here on; commit or abort them at the end."""
         self.cache.begin(parts)
-        transfer = Transfer(Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool))
+        transfer = Transfer(
+            Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool), terms.flow
+        )
         self.running.add(transfer)
         self._begin(transfer, lambda: copies, terms, partial(self._stored, transfer))
         return transfer
@@ -174,26 +186,10 @@ class Transfers:
             kept = self.cache.commit(transfer.parts)
             if len(kept) < len(transfer.parts):  # cleared meanwhile
                 transfer.bad = ~np.isin(transfer.parts, kept)
-            self._seal(kept)
+            self.sealing.add(transfer.flow, kept)
         else:
             self.cache.abort(transfer.parts)
         self._finish(transfer, result)
-
-    def _seal(self, parts: I64Array) -> None:
-        columns = self.cache.entries.parts
-        for mine in _turns(parts, self.cache.payload_bytes(parts)):
-            work = partial(hash_payloads, self.cache.payload_addresses(mine), self.cache.payload_bytes(mine))
-            self.unsealed += len(mine)
-            sealed = partial(self._sealed, mine, columns.generation[mine])
-            self.hash_lane.submit(work, sealed, urgent=SEAL_URGENT)
-
-    def _sealed(self, parts: I64Array, generations: np.ndarray, digests: U64Array | BaseException) -> None:
-        self.unsealed -= len(parts)
-        if not isinstance(digests, BaseException):
-            self.cache.seal(parts, generations, digests)
-            if self.cache.disk:
-                self.cache.disk.demotion.sealed(parts)
-        self._wake()
 
     # --- load ---
 
@@ -205,7 +201,9 @@ class Transfers:
         Keys that are `away` are brought into memory first; then `plan` is asked again. A key whose payload was adopted
         (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
         """
-        transfer = Transfer(Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.uint32), done, np.zeros(0, bool))
+        transfer = Transfer(
+            Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.uint32), done, np.zeros(0, bool), terms.flow
+        )
         self.running.add(transfer)
         first = plan()
         self._take(transfer, first)
@@ -222,7 +220,7 @@ class Transfers:
                 self._take(transfer, again)
                 run(again)
 
-            fetch = promotion.fetch(away, Urgency.LOAD, fetched)
+            fetch = promotion.fetch(away, Urgency.LOAD, fetched, terms.flow)
             transfer.give_up = partial(self._give_up, transfer, partial(promotion.cancel, fetch))
             timer = self.cache.disk.loop.call_at(terms.deadline_s, transfer.give_up, Outcome.EXPIRED)
             transfer.timer = timer
@@ -292,7 +290,13 @@ class Transfers:
                 self.cache.drop(distinct(transfer.rows[at[wrong]]))  # at once: nobody else is to load them
             self._verify(transfer, turns, begin)
 
-        transfer.checking = self.hash_lane.submit(work, verified, urgent=VERIFY_URGENT)
+        transfer.checking = self.hash_lane.submit(
+            work,
+            verified,
+            flow=transfer.flow,
+            urgent=VERIFY_URGENT,
+            cost_bytes=int(self.cache.payload_bytes(parts).sum()),
+        )
 
     def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Copies]) -> None:
         finish = partial(self._loaded, transfer)
@@ -316,7 +320,12 @@ class Transfers:
 
         def submit() -> None:
             transfer.copy = terms.device.submit(
-                transfer.direction, build(), deadline_s=terms.deadline_s, urgent=terms.urgent, done=finish
+                transfer.direction,
+                build(),
+                deadline_s=terms.deadline_s,
+                urgent=terms.urgent,
+                done=finish,
+                flow=terms.flow,
             )
 
         if terms.ready is None:
@@ -368,20 +377,25 @@ class Transfers:
         self._idle.set()
 
     async def settle(self, transfers: set[Transfer], deadline_s: float, *, sealed: bool = False) -> bool:
-        """Wait until these transfers have ended (and, with `sealed`, nothing waits for the hash lane); False at the
-        deadline.
+        """Wait until these transfers have ended (and, with `sealed`, all that was stored by then has its checksum, or
+        has gone); False at the deadline.
         """
         try:
             async with asyncio.timeout(deadline_s):
-                while any(not t.finished for t in transfers) or (sealed and self.unsealed):
-                    self._idle.clear()
-                    await self._idle.wait()
+                await self._until(lambda: all(t.finished for t in transfers))
+                if sealed:
+                    await self._until(partial(self.sealing.is_sealed, self.sealing.last))
         except TimeoutError:
             return False
         return True
 
+    async def _until(self, ended: Callable[[], bool]) -> None:
+        while not ended():
+            self._idle.clear()
+            await self._idle.wait()
+
 
 def _turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:
     """The parts, cut into what the hash lane does in one turn."""
-    turn = (np.cumsum(sizes) - sizes) // HASH_CHUNK_BYTES
+    turn = (np.cumsum(sizes) - sizes) // TURN_BYTES
     return np.split(parts, np.flatnonzero(np.diff(turn)) + 1) if len(parts) else []

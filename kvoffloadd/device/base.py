@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvoffloadd.lanes import DAEMON, Flow
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -61,6 +63,11 @@ class Copy(Protocol):
         No effect on a copy that has ended. Never calls `done` itself.
         """
 
+    def busy_s(self, now: float) -> float:
+        """Seconds since the longest running chunk of it began; 0 if none runs: it waits, or has ended. Chunks take
+        milliseconds. `now`: of time.monotonic().
+        """
+
 
 class Device(Protocol):
     """All methods are for the event loop's thread."""
@@ -82,14 +89,15 @@ class Device(Protocol):
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
+        flow: Flow = DAEMON,
     ) -> Copy:
         """Begins copies, and returns at once. The caller guarantees that all addresses are mapped until `done`, and
         that no two of the copies write a common byte.
 
         `done` is called exactly once, on the loop, never within this call, after the last access to any byte of
-        `copies`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `urgent`:
-        goes before all copies of its direction that are not, at the next end of a chunk. Stores and loads never wait
-        for each other.
+        `copies`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `flow`:
+        whose copies these are; copies of one direction share the device as flows do, chunk by chunk. `urgent`: goes
+        before most of the flow's other copies. Stores and loads never wait for each other.
 
         Raises:
             UsageError: the device is closed.

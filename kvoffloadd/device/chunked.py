@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffloadd.device.base import CopyResult
-from kvoffloadd.lanes import AGAIN, Again, CancelledWork, Lane, Ticket
+from kvoffloadd.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import Outcome
 
 if TYPE_CHECKING:
@@ -30,12 +30,15 @@ _URGENT, _ORDINARY = 0, 1
 
 
 class Turn(NamedTuple):
-    """Where a copy is to be made: by at most `threads` threads of `lane`, before what is not `urgent`."""
+    """Where a copy is to be made: by at most `threads` threads of `lane`, in the turns of its `flow`, before what is
+    not `urgent`.
+    """
 
     loop: asyncio.AbstractEventLoop
     lane: Lane
     threads: int
     urgent: bool
+    flow: Flow = DAEMON
 
 
 class ChunkedCopy:
@@ -57,6 +60,7 @@ class ChunkedCopy:
         self._moved: list[Copies] = []
         self._stop: Outcome | None = None
         self._num_chunks = len(chunks)
+        self._turn_bytes = sum(chunk.total_bytes for chunk in chunks) // max(len(chunks), 1)
         self._deadline_s = deadline_s
         self._done = done
         self._reason = ""
@@ -74,12 +78,23 @@ class ChunkedCopy:
         lane, urgency = self._turn.lane, _URGENT if self._turn.urgent else _ORDINARY
         self._open_tickets = max(min(self._turn.threads, len(self._chunks)), 1)
         self._tickets = [
-            lane.submit(self._copy_chunk, self._on_ticket_end, urgent=urgency) for _ in range(self._open_tickets)
+            lane.submit(
+                self._copy_chunk,
+                self._on_ticket_end,
+                flow=self._turn.flow,
+                urgent=urgency,
+                cost_bytes=self._turn_bytes,
+            )
+            for _ in range(self._open_tickets)
         ]
 
     def cancel(self) -> None:
         """See `Copy.cancel`."""
         self._drop(Outcome.CANCELLED)
+
+    def busy_s(self, now: float) -> float:
+        """See `Copy.busy_s`."""
+        return max((ticket.running_s(now) for ticket in self._tickets), default=0.0)
 
     def _drop(self, outcome: Outcome) -> None:
         self._stop = self._stop or outcome

@@ -13,6 +13,7 @@ import numpy as np
 from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory
 from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.errors import ConfigError, DeviceError
+from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import Direction, Outcome, U64Array
 
 if TYPE_CHECKING:
@@ -77,13 +78,14 @@ class FaultyDevice:
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
+        flow: Flow = DAEMON,
     ) -> Copy:
         """See `Device.submit`."""
 
         def on_end(result: CopyResult) -> None:
             done(self._plant(direction, copies, result) if result.outcome is Outcome.DONE else result)
 
-        return self._inner.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=on_end)
+        return self._inner.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=on_end, flow=flow)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""

@@ -18,7 +18,7 @@ from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import MemoryKindError, UsageError
-from kvoffloadd.lanes import Lane
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
@@ -41,7 +41,8 @@ class HostAllocation(Allocation):
 
 
 class HostDevice:
-    """Copies with `copy_threads` threads for each direction, in chunks of at most `chunk_bytes`.
+    """Copies with `copy_threads` threads for each direction, in chunks of at most `chunk_bytes`, and never
+    more than a turn of a lane.
 
     `mover` performs a chunk's copies in a lane's thread; another one may be put in its place, to plant faults.
     """
@@ -54,7 +55,7 @@ class HostDevice:
         self.mover = mover
         self._loop = loop
         self._copy_threads = copy_threads
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
         self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[HostAllocation] = set()
@@ -86,6 +87,7 @@ class HostDevice:
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
+        flow: Flow = DAEMON,
     ) -> ChunkedCopy:
         """See `Device.submit`."""
         threads = self._copy_threads if copies.total_bytes >= SPLIT_BYTES_MIN else 1
@@ -95,7 +97,7 @@ class HostDevice:
             self._copies.discard(copy)
             done(result)
 
-        turn = Turn(self._loop, self._lanes[direction], threads, urgent)
+        turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
         copy = ChunkedCopy(chunks, self._move, turn, deadline_s, on_end)
         copy.start()
         self._copies.add(copy)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvoffloadd.cache.lease import Leases
 from kvoffloadd.errors import ForbiddenError
+from kvoffloadd.lanes import Flow
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +22,11 @@ class Instance:
     namespace: bytes | None
     sessions: int = 0
     leases: Leases = field(default_factory=Leases)
+
+    @property
+    def flow(self) -> Flow:
+        """What its work counts for in the lanes."""
+        return Flow(self.uid, self.id)
 
 
 class Instances:

@@ -324,7 +324,7 @@ class Jobs:
     def _terms(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> Terms:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
         ready = registration.ready(message.ready) if message.ready else None
-        return Terms(registration.device or self.context.host, deadline, urgent, ready)
+        return Terms(registration.device or self.context.host, deadline, urgent, ready, self.instance.flow)
 
     # --- the life of a job ---
 

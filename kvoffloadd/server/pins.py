@@ -179,7 +179,7 @@ class Pins:
             if share.away.any()
         ]
         self.waiting.add(waiting)
-        waiting.fetch = self._promotion.fetch(away, urgent, partial(self._ready, waiting))
+        waiting.fetch = self._promotion.fetch(away, urgent, partial(self._ready, waiting), self.instance.flow)
         deadline_s = self.context.config.copy.deadline_max_s
         waiting.timer = self.context.loop.call_later(deadline_s, self._ready, waiting)
 

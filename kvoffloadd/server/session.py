@@ -268,9 +268,9 @@ class Session:
         return self._finish_drain(message, jobs)
 
     async def _finish_drain(self, message: m.Drain, jobs: set[Any]) -> m.Reply:
-        await self._context.transfers.settle(jobs, message.deadline_s, sealed=True)
+        settled = await self._context.transfers.settle(jobs, message.deadline_s, sealed=True)
         left = sum(not job.finished for job in jobs)
-        return m.Drained(seq=message.seq, jobs=left, unsealed=self._context.transfers.unsealed)
+        return m.Drained(seq=message.seq, jobs=left, unsealed=0 if settled else self._context.transfers.unsealed)
 
     def _scope(self, everything: bool) -> list[Namespace]:
         if not everything:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.lanes import BACKGROUND
 from kvoffloadd.tiers.hashing import hash_payloads
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_PARTS = 256
 FINDINGS_MAX = 1000
-URGENT = 1
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:
     columns, cache = context.cache.entries.parts, context.cache
     generations, expected = columns.generation[parts], columns.digest[parts]
     work = partial(hash_payloads, cache.payload_addresses(parts), cache.payload_bytes(parts))
-    hashed = await context.hash_lane.perform(work, urgent=URGENT)
+    hashed = await context.hash_lane.perform(work, flow=BACKGROUND)
     differs: np.ndarray[tuple[int], np.dtype[np.bool_]] = (hashed != expected).any(axis=1)
     same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.SEALED)
     wrong: I64Array = parts[differs & same]

@@ -20,6 +20,7 @@ from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import MemoryKindError, UsageError
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
 from tests.device.memory import address, noise, u64
@@ -109,7 +110,8 @@ def submit(
     **how: Any,
 ) -> Copy:
     deadline_s = asyncio.get_running_loop().time() + how.pop("within_s", 20.0)
-    return device.submit(direction, copies, deadline_s=deadline_s, urgent=how.pop("urgent", False), done=done)
+    urgent, flow = how.pop("urgent", False), how.pop("flow", DAEMON)
+    return device.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=done, flow=flow)
 
 
 # --- mapping ----------------------------------------------------------------------------------------
@@ -471,3 +473,40 @@ async def test_busy_s_is_the_age_of_the_oldest_chunk(device: HostDevice) -> None
     gate.open.set()
     await results.get("a")
     assert device.gauges()["copies"] == 0
+
+
+# --- several engines ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_an_engine_does_not_wait_for_all_that_another_has_queued(urgent: bool) -> None:
+    """Whatever the chunks' size is set to: only a turn of each goes before."""
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, 1 << 30), Results(), Gate()
+    device.mover = gate
+    theirs, mine, out = noise(3 * TURN_BYTES), noise(4 * MIB), np.zeros(3 * TURN_BYTES + 4 * MIB, np.uint8)
+    for number in range(100):
+        copies = copies_of(theirs, out[: len(theirs)])
+        submit(device, copies, results.done(f"theirs {number}"), urgent=urgent, flow=Flow(1001, 1))
+    await gate.wait_entered()
+    copy = submit(device, copies_of(mine, out[len(theirs) :]), results.done("mine"), flow=Flow(1001, 2))
+    assert copy.busy_s(time.monotonic() + 100) == 0, "it is queued"
+    gate.open.set()
+    assert (await results.get("mine")).outcome is Outcome.DONE
+    before = gate.calls.index(address(out) + len(theirs))
+    assert before <= 2, "the turn that was under way, and at most one more"
+    assert results.order[0] == "mine"
+    assert await device.close(10)
+    assert gate.calls.count(address(out)) <= 100
+
+
+async def test_how_long_a_chunk_of_a_copy_runs() -> None:
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, MIB), Results(), Gate()
+    device.mover = gate
+    src, dst = noise(MIB), np.zeros(MIB, np.uint8)
+    copy = submit(device, copies_of(src, dst), results.done("a"))
+    await gate.wait_entered()
+    assert copy.busy_s(time.monotonic() + 100) == pytest.approx(100, abs=20)
+    gate.open.set()
+    await results.get("a")
+    assert copy.busy_s(time.monotonic() + 100) == 0
+    assert await device.close(10)

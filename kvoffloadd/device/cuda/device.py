@@ -19,7 +19,7 @@ from kvoffloadd.device.cuda.pinning import Pinning, cut
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
-from kvoffloadd.lanes import Lane
+from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class CudaDevice:
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
+        flow: Flow = DAEMON,
     ) -> ChunkedCopy:
         """See `Device.submit`. Copies to and from memory that is not yet pinned wait until it is."""
         if self._closed:
@@ -165,7 +166,7 @@ class CudaDevice:
             self._copies.discard(copy)
             done(result)
 
-        turn = Turn(self._loop, self._lanes[direction], THREADS, urgent)
+        turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
         copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, on_end)
         self._copies.add(copy)
         end = _end(direction, copies)

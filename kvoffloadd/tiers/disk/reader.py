@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.lanes import CancelledWork, Lane
+from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane
 from kvoffloadd.tiers.disk.inspect import inspect_records
 from kvoffloadd.tiers.disk.records import FAILED, read_records
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.disk.segment import Records, Segment
 
 log = logging.getLogger(__name__)
-
-LAST: Final = 9
-"""Urgency of what waits for the rest."""
 
 
 class Reader:
@@ -49,6 +46,7 @@ class Reader:
         wanted: Records,
         urgent: int,
         done: Callable[[U8Array, U64Array], None],
+        flow: Flow = BACKGROUND,
     ) -> Ticket:
         """Read records (records.READ) to their addresses and verify them. `done(status, digests)`, once, later."""
         segment.readers += 1
@@ -72,17 +70,17 @@ class Reader:
             self._health.reads_failed = self._health.reads_failed + failed if not good.any() else 0
             done(status, digests)
 
-        return self.lane.submit(work, finish, urgent=urgent)
+        return self.lane.submit(work, finish, flow=flow, urgent=urgent, cost_bytes=int(wanted["payload_bytes"].sum()))
 
     async def inspect(self, segment: Segment, pages: U32Array) -> BoolArray:
-        """Which of the records at these pages are whole. Reads behind everything else. OSError: nothing is known."""
+        """Which of the records at these pages are whole. In the background. OSError: nothing is known."""
         segment.readers += 1
         work = partial(
             inspect_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, pages,
             direct=self._home.is_direct,
         )  # fmt: skip
         try:
-            return await self.lane.perform(work, urgent=LAST)
+            return await self.lane.perform(work, flow=BACKGROUND)
         except OSError:
             self.read_errors += 1
             raise

@@ -1,0 +1,159 @@
+"""Sealing: the checksums of what was stored, taken in the hash lane, each engine's in its own turns.
+
+Event loop only. What waits is bounded by the memory tier: whoever lost its slot meanwhile needs no checksum any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.lanes import TURN_BYTES, CancelledWork
+from kvoffloadd.tiers.hashing import hash_payloads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.lanes import Flow, Lane
+    from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
+
+SEAL_URGENT = 1
+"""Behind the checks before loads (0), which somebody waits for; but they get a share."""
+
+TICKETS_PER_THREAD = 2
+"""In the lane, of one engine: one is hashed while the loop makes the next."""
+
+SIFT_PARTS = 4096
+"""Parts that wait are looked through each time that so many, and as many as are there, have come."""
+
+
+class Batch(NamedTuple):
+    """Parts of one store that wait, and their generations at the time. `number`: of the store, rising."""
+
+    number: int
+    parts: I64Array
+    generations: U16Array
+
+
+@dataclass(slots=True, eq=False)
+class Sealing:
+    """`changed()` is called when something has been sealed, or dropped. `unsealed`: parts that wait, or are hashed."""
+
+    cache: Cache
+    lane: Lane
+    changed: Callable[[], None]
+    unsealed: int = 0
+    _waiting: dict[Flow, deque[Batch]] = field(default_factory=dict)
+    _tickets: dict[Flow, int] = field(default_factory=dict)
+    _left: dict[int, int] = field(default_factory=dict)  # by number, the oldest first: parts that are not sealed yet
+    _last: int = 0
+    _sift_at: int = SIFT_PARTS
+
+    @property
+    def last(self) -> int:
+        """Number of the last store whose parts came."""
+        return self._last
+
+    def is_sealed(self, last: int) -> bool:
+        """Whether nothing is left to seal of all that came up to the store of this number."""
+        return next(iter(self._left), last + 1) > last
+
+    def add(self, flow: Flow, parts: I64Array) -> None:
+        """These parts have been committed by a store of this flow's engine."""
+        if not len(parts):
+            return
+        self._last += 1
+        self._left[self._last] = len(parts)
+        self.unsealed += len(parts)
+        batch = Batch(self._last, parts, self.cache.entries.parts.generation[parts])
+        self._waiting.setdefault(flow, deque()).append(batch)
+        if self.unsealed >= self._sift_at:
+            self._sift()
+        self._submit(flow)
+
+    def _submit(self, flow: Flow) -> None:
+        """As many tickets of the flow as may be in the lane at a time."""
+        while self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
+            batches = self._next_turn(flow)
+            if not batches:
+                return
+            parts = np.concatenate([batch.parts for batch in batches])
+            sizes = self.cache.payload_bytes(parts)
+            work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
+            self._tickets[flow] = self._tickets.get(flow, 0) + 1
+            self.lane.submit(
+                work, partial(self._sealed, flow, batches), flow=flow, urgent=SEAL_URGENT, cost_bytes=int(sizes.sum())
+            )
+
+    def _next_turn(self, flow: Flow) -> list[Batch]:
+        """What is hashed next of the flow: about a turn of the lane."""
+        taken, room, waiting = list[Batch](), TURN_BYTES, self._waiting.get(flow)
+        while waiting and room > 0:
+            batch = self._only(waiting[0])
+            before = np.cumsum(sizes := self.cache.payload_bytes(batch.parts)) - sizes
+            count = int(np.searchsorted(before, room))
+            first, rest = _cut(batch, count)
+            if len(first.parts):
+                taken.append(first)
+                room -= int(sizes[:count].sum())
+            if len(rest.parts):
+                waiting[0] = rest
+            else:
+                waiting.popleft()
+        if waiting is not None and not waiting:
+            del self._waiting[flow]
+        return taken
+
+    def _only(self, batch: Batch) -> Batch:
+        """Those of the parts that still are what they were; the others are not waited for any more."""
+        columns = self.cache.entries.parts
+        same: BoolArray = (columns.generation[batch.parts] == batch.generations) & (
+            columns.state[batch.parts] == PartState.COMMITTED
+        )
+        if same.all():
+            return batch
+        self._settle(batch.number, int((~same).sum()))
+        return Batch(batch.number, batch.parts[same], batch.generations[same])
+
+    def _sift(self) -> None:
+        for flow, waiting in list(self._waiting.items()):
+            kept = deque(batch for batch in map(self._only, waiting) if len(batch.parts))
+            if kept:
+                self._waiting[flow] = kept
+            else:
+                del self._waiting[flow]
+        self._sift_at = 2 * self.unsealed + SIFT_PARTS
+        self.changed()
+
+    def _sealed(self, flow: Flow, batches: list[Batch], digests: U64Array | BaseException) -> None:
+        self._tickets[flow] -= 1
+        if not self._tickets[flow]:
+            del self._tickets[flow]
+        at = 0
+        for number, parts, generations in batches:
+            self._settle(number, len(parts))
+            if not isinstance(digests, BaseException):
+                self.cache.seal(parts, generations, digests[at : at + len(parts)])
+                if self.cache.disk:
+                    self.cache.disk.demotion.sealed(parts)
+            at += len(parts)
+        if not isinstance(digests, CancelledWork):  # which says that the lane is closed
+            self._submit(flow)
+        self.changed()
+
+    def _settle(self, number: int, count: int) -> None:
+        self.unsealed -= count
+        self._left[number] -= count
+        if not self._left[number]:
+            del self._left[number]
+
+
+def _cut(batch: Batch, count: int) -> tuple[Batch, Batch]:
+    number, parts, generations = batch
+    return Batch(number, parts[:count], generations[:count]), Batch(number, parts[count:], generations[count:])

@@ -1,0 +1,165 @@
+"""A fair queue: whoever has had the least goes next, however much any of them has queued. Pure: no clock, no thread.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996), on each level of a tree. A flow's start tag is the virtual time
+at which its next turn is due; the flow with the smallest goes, and its tag moves on by the turn's cost times the flow's
+divisor. A flow that was idle is due at once, at the queue's virtual time, but not before it has paid for what it had.
+
+Two things are added. Who has a divisor above 1 begins as far behind as its later turns are apart, so that what is less
+urgent does not begin with a turn that it could not have later. And virtual time moves on with work done, if more slowly
+than tags do, so that newcomers without end, each due at once, can't keep those who wait from their turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+Item = TypeVar("Item", bound="Hashable")
+
+NEWCOMERS_SHARE = 8
+"""Newcomers without end take at most about this many times the share of one who waits."""
+
+
+class _Flow(Generic[Item]):
+    """A node of the tree: those of the lowest level have items, the others have flows. It stands in its parent's heap
+    by `start` from its first item on, also without items, until virtual time has come to what it has been served.
+    """
+
+    __slots__ = ("active", "divisor", "flows", "heap", "items", "key", "parent", "queued", "stands", "start", "virtual")
+
+    def __init__(self, parent: _Flow[Item] | None, key: Hashable, divisor: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.divisor = divisor
+        self.queued = 0  # items in it and below
+        self.items: OrderedDict[Item, int] = OrderedDict()  # with what each turn of it costs
+        # Of its own place in the parent's order:
+        self.start = 0
+        self.stands = -1  # number of its entry in the parent's heap; others are out of date
+        # Of the flows below it:
+        self.flows: dict[Hashable, _Flow[Item]] = {}
+        self.heap: list[tuple[int, int, _Flow[Item]]] = []
+        self.active = 0  # flows with items
+        self.virtual = 0
+
+
+class FairQueue(Generic[Item]):
+    """Items wait in flows, and are taken from them in turn. A flow is named by a path from the root: on each level a
+    key and a divisor; all paths are of one length. Siblings of the divisors 1 and n share as n to 1, in costs. Items of
+    one flow are first in, first out.
+
+    `turn_cost`: of a usual turn. Not for several threads at once.
+    """
+
+    def __init__(self, turn_cost: int) -> None:
+        self._turn_cost = turn_cost
+        self._root: _Flow[Item] = _Flow(None, None, 1)
+        self._places: dict[Item, list[_Flow[Item]]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In order of their `push`."""
+        return iter(self._places)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._places
+
+    def push(self, path: Sequence[tuple[Hashable, int]], item: Item, cost: int) -> None:
+        """Queues the item behind all of its flow. `cost`, of its turn: at least 1.
+
+        An item that is queued in another flow waits in both, and goes with the first that has its turn, which pays.
+        """
+        flow = self._root
+        for key, divisor in path:
+            below = flow.flows.get(key)
+            if below is None:
+                below = flow.flows[key] = _Flow(flow, key, divisor)
+            flow = below
+        places = self._places.setdefault(item, [])
+        if flow in places:
+            return
+        places.append(flow)
+        flow.items[item] = cost
+        self._count_in(flow)
+
+    def take(self) -> Item | None:
+        """Removes and returns the item whose turn it is; None if there is none."""
+        if not self._places:
+            self._forget()
+            return None
+        flow = self._root
+        while flow.flows:
+            flow = self._due(flow)
+        item, cost = next(iter(flow.items.items()))
+        self._charge(flow, cost)
+        self.remove(item)
+        return item
+
+    def remove(self, item: Item) -> bool:
+        """Drops it, at no cost to its flow. False: it is not queued."""
+        places = self._places.pop(item, None)
+        if places is None:
+            return False
+        for flow in places:
+            del flow.items[item]
+            self._count_out(flow)
+        return True
+
+    # --- the tree ---
+
+    def _count_in(self, flow: _Flow[Item]) -> None:
+        below: _Flow[Item] | None = flow
+        while below is not None:
+            below.queued += 1
+            above = below.parent
+            if above is not None and below.queued == 1:
+                above.active += 1
+                due = above.virtual + self._turn_cost * (below.divisor - 1)
+                if below.stands < 0 or below.start < due:
+                    self._stand(above, below, due)
+            below = above
+
+    @staticmethod
+    def _count_out(flow: _Flow[Item]) -> None:
+        below: _Flow[Item] | None = flow
+        while below is not None:
+            below.queued -= 1
+            above = below.parent
+            if above is not None and not below.queued:
+                above.active -= 1
+            below = above
+
+    def _stand(self, above: _Flow[Item], flow: _Flow[Item], start: int) -> None:
+        flow.start, flow.stands = start, next(self._numbers)
+        heapq.heappush(above.heap, (start, flow.stands, flow))
+
+    @staticmethod
+    def _due(above: _Flow[Item]) -> _Flow[Item]:
+        """The flow of those below whose turn it is. Whoever has paid for all it had, and waits for nothing, goes."""
+        while True:
+            _, number, flow = above.heap[0]
+            if number == flow.stands and flow.queued:
+                return flow
+            heapq.heappop(above.heap)
+            if number == flow.stands:
+                del above.flows[flow.key]
+
+    def _charge(self, flow: _Flow[Item], cost: int) -> None:
+        while (above := flow.parent) is not None:
+            passed = cost // (NEWCOMERS_SHARE * above.active)
+            above.virtual = max(above.virtual + passed, flow.start)
+            self._stand(above, flow, flow.start + cost * flow.divisor)
+            flow = above
+
+    def _forget(self) -> None:
+        """Nobody waits: the next to come are equals."""
+        if self._root.flows:
+            self._root = _Flow(None, None, 1)

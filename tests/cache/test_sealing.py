@@ -1,0 +1,123 @@
+"""Checksums of what was stored: each engine's in its turns, with a bounded number of tickets, and none too many."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
+from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
+
+from .fakes import keys_of, make_cache, make_space, store
+
+ENGINE, OTHER = Flow(1001, 1), Flow(1001, 2)
+
+
+class Scene:
+    """A cache of 256 slots and a hash lane, whose only thread begins when it is let go."""
+
+    def __init__(self) -> None:
+        self.lane = Lane("hash", 1, asyncio.get_running_loop())
+        self.gate = threading.Event()
+        self.lane.submit(self.gate.wait, lambda _: None)
+        self.cache: Cache = make_cache(256, 16)
+        self.space = make_space(self.cache)[1]
+        self.changed = asyncio.Event()
+        self.sealing = Sealing(self.cache, self.lane, self.changed.set)
+
+    def store(self, *numbers: int, flow: Flow = ENGINE) -> None:
+        """Stored, and not sealed yet."""
+        self.sealing.add(flow, store(self.cache, self.space, keys_of(*numbers), seals=False))
+
+    async def until_sealed(self, last: int) -> None:
+        self.gate.set()
+        async with asyncio.timeout(20):
+            while not self.sealing.is_sealed(last):
+                self.changed.clear()
+                await self.changed.wait()
+
+    def sealed(self) -> int:
+        return int((self.cache.entries.parts.state == PartState.SEALED).sum())
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.gate.set()
+    await scene.lane.close(5.0)
+
+
+@pytest.mark.parametrize("checked_by", [ENGINE, OTHER])
+async def test_checks_before_loads_do_not_starve_seals(scene: Scene, checked_by: Flow) -> None:
+    checked: list[object] = []
+    loop = asyncio.get_running_loop()
+
+    def check() -> None:
+        """The loop has had a turn when it ends."""
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
+
+    for _ in range(400):
+        scene.lane.submit(check, checked.append, flow=checked_by, urgent=0, cost_bytes=TURN_BYTES)
+    for number in range(64):
+        scene.store(number)
+    await scene.until_sealed(64)
+    assert scene.sealed() == 64
+    assert len(checked) < 100, "nothing waits until there are no more checks"
+
+
+async def test_tickets_are_bounded_however_much_waits(scene: Scene) -> None:
+    for number in range(200):
+        scene.store(number, flow=(ENGINE, OTHER)[number % 2])
+    assert scene.sealing.unsealed == 200
+    assert scene.lane.queued <= 2 * TICKETS_PER_THREAD
+    await scene.until_sealed(200)
+    assert (scene.sealing.unsealed, scene.sealed()) == (0, 200)
+
+
+async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
+    """256 slots; twenty times as many payloads are stored while the lane is at something else."""
+    for number in range(0, 5 * SIFT_PARTS, 128):
+        scene.store(*range(number, number + 128))
+    assert scene.sealing.unsealed <= 2 * 256 + SIFT_PARTS + 128
+    scene.gate.set()
+    await scene.until_sealed(scene.sealing.last)
+    assert scene.sealing.unsealed == 0
+    assert scene.sealed() == 256
+
+
+async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) -> None:
+    scene.store(1, 2, 3)
+    scene.store(4, flow=OTHER)
+    last = scene.sealing.last
+    assert not scene.sealing.is_sealed(last)
+    hold = threading.Event()
+    waiting = partial(scene.lane.submit, hold.wait, lambda _: None, cost_bytes=TURN_BYTES)
+    scene.gate.set()
+    await scene.until_sealed(last)
+    waiting()
+    scene.store(5)
+    assert scene.sealing.is_sealed(last)
+    assert not scene.sealing.is_sealed(scene.sealing.last)
+    hold.set()
+
+
+async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
+    scene.store(1)
+    scene.gate.set()
+    await scene.until_sealed(1)
+    gate = threading.Event()
+    scene.lane.submit(gate.wait, lambda _: None, cost_bytes=0)
+    for number in range(2, 60):
+        scene.store(number)
+    closing = asyncio.ensure_future(scene.lane.close(5.0))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await closing
+    assert scene.lane.queued == 0

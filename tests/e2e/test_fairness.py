@@ -1,0 +1,37 @@
+"""Engines share copies and checksums, whatever one of them asks for: told by the order in which jobs end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Outcome
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank, new_keys
+
+Start = Callable[..., Daemon]
+FLOOD = 200
+"""Jobs of one engine, each of which takes a turn of the only copying thread."""
+
+
+@pytest.mark.parametrize("expedited", [False, True])
+def test_a_load_does_not_wait_for_all_that_another_engine_asked_for(start_daemon: Start, expedited: bool) -> None:
+    daemon = start_daemon("copy.threads=1", faults="delay_s=0.1")
+    rng = np.random.default_rng(5)
+    greedy, modest = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
+    theirs, mine = new_keys(rng, 4), new_keys(rng, 4)
+    greedy.store_keys(theirs)
+    modest.store_keys(mine)
+    blocks = np.arange(4)
+    flood = [
+        greedy.client.load(greedy.registration, {0: (theirs, blocks)}, expedited=expedited, deadline_s=60.0)
+        for _ in range(FLOOD)
+    ]
+    assert modest.load({0: (mine, blocks)}).outcome is Outcome.DONE
+    assert daemon.status()["running"]["jobs"] > FLOOD // 10, "it went before most of what had been asked for before"
+    for job in flood:
+        greedy.client.cancel(job)
+    for job in flood:
+        greedy.wait(job)
