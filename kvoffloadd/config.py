@@ -126,6 +126,7 @@ class LimitsConfig:
 
     sessions: int = _key(256, checks.count(1, 65_536), live=True)
     jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)
+    job_bytes: int = _key(512 * MIB, checks.size(MIB, TIB), live=True)
     mapped_bytes: int = _key(8 * TIB, checks.size(PAGE_BYTES, BYTES_MAX), live=True)
     fds: int = _key(8192, checks.count(1, 1 << 20), live=True)
     leases: int = _key(1 << 22, checks.count(1, 1 << 28), live=True)

@@ -19,7 +19,7 @@ from _gpu_memory import Pinned
 
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, cut, piece_ends
-from kvoffloadd.device.plan import GroupPlan, check_destinations, make_copies, split
+from kvoffloadd.device.plan import GroupPlan, make_copies, split
 from kvoffloadd.model import Direction, Ref
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ class Planner:
     def chunks(self, direction: Direction) -> list[Copies]:
         """From block ids to what `CopyStream.move` is given."""
         memory, payload, size = self._plan.expand(self._ids, self._slots)
-        if direction is Direction.LOAD:
-            check_destinations(memory, size)
         copies = cut(make_copies(direction, memory, payload, size, len(size)), direction, self._ends)
         return split(copies, 1, 1, chunk_bytes=64 * MIB, chunk_descriptors=self._batch)
 

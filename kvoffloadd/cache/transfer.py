@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.promotion import Away
-    from kvoffloadd.device.base import Copy, Device
-    from kvoffloadd.device.plan import Copies
+    from kvoffloadd.device.base import Copy, Device, Work
     from kvoffloadd.device.signals import Ready, Signals
     from kvoffloadd.lanes import Lane, Ticket
     from kvoffloadd.model import I64Array, U32Array, U64Array
@@ -128,12 +127,12 @@ class Transfer:
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
     """What a load copies as things stand: record numbers `parts`, and of each its key's row. `build(good)` makes the
-    copies of those that are good.
+    work of those that are good.
     """
 
     rows: U32Array
     parts: I64Array
-    build: Callable[[BoolArray], Copies]
+    build: Callable[[BoolArray], Work]
 
 
 @dataclass(slots=True, eq=False)
@@ -171,14 +170,14 @@ class Transfers:
 
     # --- store ---
 
-    def store(self, parts: I64Array, copies: Copies, terms: Terms, done: Callable[[TransferResult], None]) -> Transfer:
+    def store(self, parts: I64Array, work: Work, terms: Terms, done: Callable[[TransferResult], None]) -> Transfer:
         """Copy into reserved parts that the job owns from here on; commit or abort them at the end."""
         self.cache.begin(parts)
         transfer = Transfer(
             Direction.STORE, parts, np.zeros(0, np.uint32), done, np.zeros(len(parts), bool), terms.flow
         )
         self.running.add(transfer)
-        self._begin(transfer, lambda: copies, terms, partial(self._stored, transfer))
+        self._begin(transfer, lambda: work, terms, partial(self._stored, transfer))
         return transfer
 
     def _stored(self, transfer: Transfer, result: CopyResult) -> None:
@@ -298,7 +297,7 @@ class Transfers:
             cost_bytes=int(self.cache.payload_bytes(parts).sum()),
         )
 
-    def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Copies]) -> None:
+    def _begin_load(self, transfer: Transfer, terms: Terms, build: Callable[[BoolArray], Work]) -> None:
         finish = partial(self._loaded, transfer)
         if transfer.cancelled:
             finish(CopyResult(Outcome.CANCELLED, 0, 0, 0, 0.0))
@@ -314,7 +313,7 @@ class Transfers:
     # --- both ---
 
     def _begin(
-        self, transfer: Transfer, build: Callable[[], Copies], terms: Terms, finish: Callable[[CopyResult], None]
+        self, transfer: Transfer, build: Callable[[], Work], terms: Terms, finish: Callable[[CopyResult], None]
     ) -> None:
         """Start the copy, or the wait for the worker's signal before it."""
 

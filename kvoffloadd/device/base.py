@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from kvoffloadd.lanes import DAEMON, Flow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.device.work import Piece
     from kvoffloadd.lanes import Lane
     from kvoffloadd.model import Direction, Outcome
 
@@ -54,6 +55,30 @@ class CopyResult:
     reason: str = ""
 
 
+class Work(Protocol):
+    """What is to be copied, before any copy is made. Any thread may ask; nothing changes.
+
+    `total_bytes`, `descriptors`: of all of it. `payload_end`: the address behind its last payload; 0 if it has none.
+    """
+
+    total_bytes: int
+    descriptors: int
+    payload_end: int
+
+    @property
+    def small(self) -> bool:
+        """Whether the event loop may make all of its copies."""
+
+    def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
+        """All of it in pieces of about that size; one descriptor is never parted, however large."""
+
+    def make(self, direction: Direction, piece: Piece) -> Copies:
+        """The copies of a piece."""
+
+    def make_all(self, direction: Direction) -> Copies:
+        """The copies of all pieces."""
+
+
 class Copy(Protocol):
     """A copy under way, as `Device.submit` returns it."""
 
@@ -84,18 +109,18 @@ class Device(Protocol):
     def submit(
         self,
         direction: Direction,
-        copies: Copies,
+        work: Work,
         *,
         deadline_s: float,
         urgent: bool,
         done: Callable[[CopyResult], None],
         flow: Flow = DAEMON,
     ) -> Copy:
-        """Begins copies, and returns at once. The caller guarantees that all addresses are mapped until `done`, and
+        """Begins a copy, and returns at once. The caller guarantees that all addresses are mapped until `done`, and
         that no two of the copies write a common byte.
 
         `done` is called exactly once, on the loop, never within this call, after the last access to any byte of
-        `copies`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `flow`:
+        `work`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `flow`:
         whose copies these are; copies of one direction share the device as flows do, chunk by chunk. `urgent`: goes
         before most of the flow's other copies. Stores and loads never wait for each other.
 

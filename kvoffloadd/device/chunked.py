@@ -2,17 +2,14 @@
 is left. What every device's copies have in common.
 
 Ownership: the event loop, except for these, which the threads of its lane share:
-    _chunks     filled before the first thread sees it; then popped by threads, cleared by whoever stops the copy.
-    _moved      appended by threads; read by the loop when no thread is at the copy any more.
-    _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure). A copy that
-                both ends and is stopped at the same time is judged by what was moved.
-All of them are changed by single operations on built-in types, which the GIL makes atomic.
+    _chunks     taken by threads, dropped by whoever stops the copy.
+    _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure), which the GIL makes
+                atomic. A copy that both ends and is stopped at the same time is judged by what was moved.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvoffloadd.device.base import CopyResult
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
+    from kvoffloadd.device.chunks import Chunks
     from kvoffloadd.device.plan import Copies
     from kvoffloadd.model import Direction
 
@@ -48,7 +46,7 @@ class ChunkedCopy:
 
     def __init__(
         self,
-        chunks: list[Copies],
+        chunks: Chunks,
         move: Callable[[Copies], None],
         turn: Turn,
         deadline_s: float,
@@ -56,11 +54,8 @@ class ChunkedCopy:
     ) -> None:
         self._move = move
         self._turn = turn
-        self._chunks = deque(chunks)
-        self._moved: list[Copies] = []
+        self._chunks = chunks
         self._stop: Outcome | None = None
-        self._num_chunks = len(chunks)
-        self._turn_bytes = sum(chunk.total_bytes for chunk in chunks) // max(len(chunks), 1)
         self._deadline_s = deadline_s
         self._done = done
         self._reason = ""
@@ -76,14 +71,14 @@ class ChunkedCopy:
         if self._tickets:
             return
         lane, urgency = self._turn.lane, _URGENT if self._turn.urgent else _ORDINARY
-        self._open_tickets = max(min(self._turn.threads, len(self._chunks)), 1)
+        self._open_tickets = self._chunks.share(self._turn.threads)
         self._tickets = [
             lane.submit(
                 self._copy_chunk,
                 self._on_ticket_end,
                 flow=self._turn.flow,
                 urgent=urgency,
-                cost_bytes=self._turn_bytes,
+                cost_bytes=self._chunks.turn_bytes,
             )
             for _ in range(self._open_tickets)
         ]
@@ -98,7 +93,7 @@ class ChunkedCopy:
 
     def _drop(self, outcome: Outcome) -> None:
         self._stop = self._stop or outcome
-        self._chunks.clear()
+        self._chunks.drop()
         for ticket in self._tickets:
             ticket.cancel()
         self.start()
@@ -108,19 +103,18 @@ class ChunkedCopy:
     def _copy_chunk(self) -> Again | None:
         if time.monotonic() >= self._deadline_s:  # the loop's timer may be late
             self._stop = self._stop or Outcome.EXPIRED
-            self._chunks.clear()
+            self._chunks.drop()
         try:
-            chunk = self._chunks.popleft()
-        except IndexError:
-            return None
-        try:
+            chunk = self._chunks.take()
+            if chunk is None:
+                return None
             self._move(chunk)
         except BaseException:
             self._stop = Outcome.FAILED
-            self._chunks.clear()
+            self._chunks.drop()
             raise
-        self._moved.append(chunk)
-        return AGAIN if self._chunks else None
+        self._chunks.note_moved(chunk)
+        return AGAIN if self._chunks.left else None
 
     # --- the event loop -----------------------------------------------------------------------------
 
@@ -133,17 +127,11 @@ class ChunkedCopy:
             self._done(self._result())
 
     def _result(self) -> CopyResult:
-        complete = len(self._moved) == self._num_chunks
+        chunks = self._chunks
         # Chunks are left behind without a reason only when the lane is closed, which is a cancel as well.
-        outcome = Outcome.DONE if complete else self._stop or Outcome.CANCELLED
-        return CopyResult(
-            outcome,
-            sum(chunk.total_bytes for chunk in self._moved),
-            sum(chunk.descriptors for chunk in self._moved),
-            sum(map(len, self._moved)),
-            time.monotonic() - self._began_s,
-            self._reason,
-        )
+        outcome = Outcome.DONE if chunks.complete else self._stop or Outcome.CANCELLED
+        took_s = time.monotonic() - self._began_s
+        return CopyResult(outcome, chunks.bytes, chunks.descriptors, chunks.copies, took_s, self._reason)
 
 
 def lane_gauges(lanes: Mapping[Direction, Lane]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import numpy as np
 
-from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory
+from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory, Work
 from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.errors import ConfigError, DeviceError
 from kvoffloadd.lanes import DAEMON, Flow
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.device.copyruns import CopyRuns
-    from kvoffloadd.device.plan import Copies
     from kvoffloadd.lanes import Lane
 
 
@@ -73,7 +72,7 @@ class FaultyDevice:
     def submit(
         self,
         direction: Direction,
-        copies: Copies,
+        work: Work,
         *,
         deadline_s: float,
         urgent: bool,
@@ -83,9 +82,9 @@ class FaultyDevice:
         """See `Device.submit`."""
 
         def on_end(result: CopyResult) -> None:
-            done(self._plant(direction, copies, result) if result.outcome is Outcome.DONE else result)
+            done(self._plant(direction, work, result) if result.outcome is Outcome.DONE else result)
 
-        return self._inner.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=on_end, flow=flow)
+        return self._inner.submit(direction, work, deadline_s=deadline_s, urgent=urgent, done=on_end, flow=flow)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
@@ -107,16 +106,17 @@ class FaultyDevice:
         time.sleep(self._delay_s)
         self._move(src, dst, size)
 
-    def _plant(self, direction: Direction, copies: Copies, result: CopyResult) -> CopyResult:
+    def _plant(self, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
         self._copies += 1
         if _is_nth(self._copies, self._fail_every):
             self.planted += 1
             return replace(result, outcome=Outcome.FAILED, reason="planted fault")
-        if direction is Direction.LOAD and len(copies) > 0:
+        if direction is Direction.LOAD and work.total_bytes > 0:
             self._loads += 1
             if _is_nth(self._loads, self._corrupt_every):
                 self.planted += 1
-                _flip(copies.dst[:1])
+                made = (work.make(direction, piece) for piece in work.pieces(1, 1))
+                _flip(next(copies for copies in made if len(copies)).dst[:1])
         return result
 
 

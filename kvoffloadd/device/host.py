@@ -13,8 +13,9 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvoffloadd.device.base import Allocation, CopyResult
+from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
+from kvoffloadd.device.chunks import Chunks
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import MemoryKindError, UsageError
@@ -82,7 +83,7 @@ class HostDevice:
     def submit(
         self,
         direction: Direction,
-        copies: Copies,
+        work: Work,
         *,
         deadline_s: float,
         urgent: bool,
@@ -90,15 +91,19 @@ class HostDevice:
         flow: Flow = DAEMON,
     ) -> ChunkedCopy:
         """See `Device.submit`."""
-        threads = self._copy_threads if copies.total_bytes >= SPLIT_BYTES_MIN else 1
-        chunks = split(copies, threads, _PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
+        threads = self._copy_threads if work.total_bytes >= SPLIT_BYTES_MIN else 1
+        piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
+        pieces = threads if work.small else 1
+
+        def cut(copies: Copies) -> list[Copies]:
+            return split(copies, pieces, _PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
 
         def on_end(result: CopyResult) -> None:
             self._copies.discard(copy)
             done(result)
 
         turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
-        copy = ChunkedCopy(chunks, self._move, turn, deadline_s, on_end)
+        copy = ChunkedCopy(Chunks(work, direction, cut, piece_bytes), self._move, turn, deadline_s, on_end)
         copy.start()
         self._copies.add(copy)
         return copy

@@ -18,13 +18,13 @@ Real engines need some thousands a rank.
 
 def caps(limits: LimitsConfig) -> dict[str, int]:
     """Those of the limits that hold for all sessions of a uid together."""
-    names = ("sessions", "jobs", "mapped_bytes", "fds", "leases")
+    names = ("sessions", "jobs", "job_bytes", "mapped_bytes", "fds", "leases")
     return {name: getattr(limits, name) for name in names}
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One uid's use of what the daemon shares out, by name: sessions, jobs, mapped_bytes, fds, leases, descriptors."""
+    """One uid's use of what the daemon shares out, by name: those of `caps`, descriptors."""
 
     uid: int
     caps: dict[str, int]

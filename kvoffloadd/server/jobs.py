@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
-from kvoffloadd.device.plan import DESCRIPTORS_MAX, Copies, check_destinations, concatenate, make_copies
+from kvoffloadd.device.overlap import Target, check_targets
+from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
+_KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 72, 24
+"""What a job under way holds here of the daemon's own memory for each key, for each payload, beside its block ids, and
+for each descriptor if it has so few that they are made at once.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +52,13 @@ class GroupJob:
     first: int
 
 
+class Charge(NamedTuple):
+    """Bytes that a job counts for until its end: of its completion, in the outbox; of what it holds, to its uid."""
+
+    outbox_bytes: int
+    job_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A running job of this session. `chosen[g]`: of each copied payload of list g the index of its key, as often as
@@ -55,7 +67,7 @@ class Job:
 
     id: int
     registration: Registration
-    outbox_bytes: int
+    charge: Charge
     chosen: list[I64Array]
     lost: list[I64Array]
     transfer: Transfer | None = None
@@ -89,19 +101,19 @@ class Jobs:
                 raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = [self._leased(share, lease) for share in shares] if lease else None
-        outbox_bytes = self._charge(message, shares)
+        charge = self._charge(shares)
         taken = leased or [self._reserve(share) for share in shares]
         parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
-        copies = [self._copies(Direction.STORE, share, one) for share, one in zip(shares, taken, strict=True)]
+        work = BlockWork([self._list(s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
         if lease:
             lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
             # A filled lease stays until its release: another rank may yet name it, for parts that were there before.
             self.account.refund("leases", len(parts))
         nothing = [np.zeros(0, np.int64)] * len(shares)
-        job = Job(message.job, registration, outbox_bytes, [one.keys for one in taken], nothing)
+        job = Job(message.job, registration, charge, [one.keys for one in taken], nothing)
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
-            return self.context.transfers.store(parts, concatenate(copies), terms, done)
+            return self.context.transfers.store(parts, work, terms, done)
 
         self._start(Direction.STORE, job, start if len(parts) else None)
         return Accepted(seq=message.seq, job=message.job, states=[one.states.tobytes() for one in taken])
@@ -115,21 +127,24 @@ class Jobs:
         if message.lease:
             self._check_lease(message.lease, founds)
         nothing = [np.zeros(0, np.int64)] * len(shares)
-        job = Job(message.job, registration, 0, nothing, nothing)
+        job = Job(message.job, registration, Charge(0, 0), nothing, nothing)
         wanted = [found.hits | gone for found, gone in zip(founds, away, strict=True)]
-        plan: Callable[[], LoadPlan] = partial(self._plan_load, job, shares, wanted)
         fetched = [
             away_keys(share.space, share.keys, share.first, gone)
             for share, gone in zip(shares, away, strict=True)
             if gone.any()
         ]
-        if fetched:
-            self._check_destinations(shares, wanted)
-        elif any(mask.any() for mask in wanted):
-            plan = self._check_plan(self._plan_load(job, shares, wanted, founds))
-        else:
+        plan = partial(self._plan_load, job, shares, wanted, None if fetched else founds)
+        check_targets(
+            registration.families,
+            [
+                Target(share.group.group, [held.plan for held in share.group.held], share.blocks[mask])
+                for share, mask in zip(shares, wanted, strict=True)
+            ],
+        )
+        if not any(mask.any() for mask in wanted):
             job.lost = [np.arange(len(share.keys)) for share in shares]
-        job.outbox_bytes = self._charge(message, shares)
+        job.charge = self._charge(shares)
         if not message.lease:
             for share, found in zip(shares, founds, strict=True):
                 self.context.cache.use(share.space, found, share.first)
@@ -149,17 +164,8 @@ class Jobs:
             return founds, [np.zeros(len(share.keys), bool) for share in shares]
         return founds, [cache.disk.away(s.space, s.keys, f) for s, f in zip(shares, founds, strict=True)]
 
-    def _check_destinations(self, shares: list[GroupJob], wanted: list[BoolArray]) -> None:
-        """As far as is known before the keys have slots: where they would be copied to."""
-        memory = []
-        for share, mask in zip(shares, wanted, strict=True):
-            at = np.flatnonzero(mask)
-            nowhere = np.zeros(len(at), np.uint64)
-            memory += [held.plan.expand(share.blocks[at], nowhere) for held in share.group.held]
-        check_destinations(np.concatenate([m for m, _, _ in memory]), np.concatenate([s for _, _, s in memory]))
-
     def _plan_load(
-        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None = None
+        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None
     ) -> LoadPlan:
         """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not.
 
@@ -176,20 +182,14 @@ class Jobs:
         job.chosen = [one.keys for one in taken]
         rows = [found.rows[one.keys].astype(np.uint32) for found, one in zip(founds, taken, strict=True)]
 
-        def build(good: BoolArray) -> Copies:
+        groups = [(share.group, share.blocks) for share in shares]  # a job that waits has no use for its keys
+
+        def build(good: BoolArray) -> BlockWork:
             masks = np.split(good, np.cumsum([len(one.keys) for one in taken])[:-1])
-            mine = zip(shares, taken, masks, strict=True)
-            return concatenate([self._copies(Direction.LOAD, share, one.only(mask)) for share, one, mask in mine])
+            mine = zip(groups, taken, masks, strict=True)
+            return BlockWork([self._list(*group, one.only(mask)) for group, one, mask in mine])
 
         return LoadPlan(np.concatenate(rows), np.concatenate([one.parts for one in taken]), build)
-
-    @staticmethod
-    def _check_plan(plan: LoadPlan) -> Callable[[], LoadPlan]:
-        """The plan with its copies made once. Raises DuplicateError if two of them write the same bytes."""
-        copies = plan.build(np.ones(len(plan.rows), bool))
-        check_destinations(copies.dst, copies.size)
-        checked = LoadPlan(plan.rows, plan.parts, lambda good: copies if good.all() else plan.build(good))
-        return lambda: checked
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""
@@ -247,8 +247,6 @@ class Jobs:
                     f"group {item.group}: block id {int(blocks[outside].max())}; "
                     f"the tensors have {group.num_blocks} blocks"
                 )
-            if len(keys) * group.descriptors > DESCRIPTORS_MAX:
-                raise LimitError(f"group {item.group}: more than {DESCRIPTORS_MAX} descriptors in one job; split it")
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
         total = sum(len(share.keys) * len(share.group.held) for share in shares)
@@ -265,16 +263,24 @@ class Jobs:
         if len(self.running) >= self.limits.jobs_per_session:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
-    def _charge(self, message: Store | Load, shares: list[GroupJob]) -> int:
-        """Caps and room for the completion: the last things that can refuse the job. Returns the bytes promised."""
-        size = COMPLETION_BYTES + sum(8 + 4 * len(share.keys) for share in shares)
-        self.outbox.reserve(size)
+    def _charge(self, shares: list[GroupJob]) -> Charge:
+        """Caps and room for the completion: the last things that can refuse the job."""
+        outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(share.keys) for share in shares)
+        job_bytes = _DESCRIPTOR_BYTES * min(sum(len(s.keys) * s.group.descriptors for s in shares), SMALL_DESCRIPTORS)
+        for share in shares:
+            job_bytes += share.blocks.nbytes + len(share.keys) * (_KEY_BYTES + _PAYLOAD_BYTES * len(share.group.held))
+        self.outbox.reserve(outbox_bytes)
         try:
-            self.account.charge("jobs")
+            self.account.charge("job_bytes", job_bytes)
+            try:
+                self.account.charge("jobs")
+            except LimitError:
+                self.account.refund("job_bytes", job_bytes)
+                raise
         except LimitError:
-            self.outbox.unreserve(size)
+            self.outbox.unreserve(outbox_bytes)
             raise
-        return size
+        return Charge(outbox_bytes, job_bytes)
 
     def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
         lease = self.instance.leases.read(lease_id)
@@ -308,18 +314,9 @@ class Jobs:
         keys, columns = np.indices(parts.shape)
         return Payloads(parts.ravel(), at[keys.ravel()], columns.ravel())
 
-    def _copies(self, direction: Direction, share: GroupJob, taken: Payloads) -> Copies:
-        made = []
-        for column, held in enumerate(share.group.held):
-            mine = np.flatnonzero(taken.columns == column)
-            addresses = self.context.cache.payload_addresses(taken.parts[mine])
-            made.append(held.plan.expand(share.blocks[taken.keys[mine]], addresses))
-        memory, payload, sizes = (np.concatenate(columns) for columns in zip(*made, strict=True))
-        if len(made) > 1:
-            # A key's parts often lie side by side in memory as in their slots: next to each other they become one copy.
-            order = np.argsort(payload, kind="stable")
-            memory, payload, sizes = memory[order], payload[order], sizes[order]
-        return make_copies(direction, memory, payload, sizes, len(sizes))
+    def _list(self, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
+        addresses = self.context.cache.payload_addresses(taken.parts)
+        return BlockList(tuple(held.plan for held in group.held), blocks, taken.keys, taken.columns, addresses)
 
     def _terms(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> Terms:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
@@ -348,7 +345,8 @@ class Jobs:
         if job.transfer is not None:
             job.registration.running.discard(job.transfer)
         self.account.refund("jobs")
-        self.outbox.unreserve(job.outbox_bytes)
+        self.account.refund("job_bytes", job.charge.job_bytes)
+        self.outbox.unreserve(job.charge.outbox_bytes)
         failed = self._failed(job, result)
         outcome = result.outcome
         if outcome is Outcome.DONE and any(map(len, failed)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.device.overlap import Family, find_families
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.signals import Ready
 from kvoffloadd.errors import (
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.cache.transfer import Transfer
     from kvoffloadd.device.base import Allocation, Device
-    from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, Register, TensorSpec
+    from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
 
 
 PLAN_BASE = 32
@@ -82,13 +83,15 @@ class RegisteredGroup:
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Owned by a session. `device`: of its tensors; None: it has none. `signals`: where its jobs say that they are
-    ready. `running`: the jobs that use its memory; `descriptors`: what its plans are charged as.
+    """Owned by a session. `device`: of its tensors; None: it has none. `families`: of each group, which others may
+    share bytes with it. `signals`: where its jobs say that they are ready. `running`: the jobs that use its memory;
+    `descriptors`: what its plans are charged as.
     """
 
     id: int
     device: Device | None
     groups: dict[int, RegisteredGroup]
+    families: dict[int, Family]
     allocations: frozenset[int]
     signals: list[Allocation]
     running: set[Transfer] = field(default_factory=set)
@@ -196,7 +199,15 @@ def build(
             cache.learn_part(space, held.part, held.plan.payload_bytes)
     used = frozenset(spec.allocation for spec in tensors) | frozenset(message.signals)
     by_number = {group.group: group for group in checked}
-    return Registration(registration_id, next(iter(devices), None), by_number, used, signals)
+    lies = {
+        number: [(located[r.tensor], _ref(r)) for spec in specs for r in spec.refs]
+        for number, specs in by_group.items()
+    }
+    return Registration(registration_id, next(iter(devices), None), by_number, find_families(lies), used, signals)
+
+
+def _ref(spec: RefSpec) -> Ref:
+    return Ref(spec.tensor, spec.offset, spec.length, spec.count, spec.stride)
 
 
 def _checked(
@@ -211,8 +222,7 @@ def _checked(
             raise SchemaError(f"group {spec.group} is registered as {schema} and as {schema_of(spec)} in one request")
         if spec.part in held:
             raise DuplicateError(f"part {spec.part} of group {spec.group} is registered twice in one request")
-        refs = [Ref(r.tensor, r.offset, r.length, r.count, r.stride) for r in spec.refs]
-        plan = GroupPlan.build(tensors, refs, spec.blocks_per_key)
+        plan = GroupPlan.build(tensors, [_ref(r) for r in spec.refs], spec.blocks_per_key)
         if plan.payload_bytes > cache.tier.payload_bytes_max:
             raise ExtentError(
                 f"group {spec.group}: a payload of {plan.payload_bytes} bytes does not fit into a slab of "

@@ -15,7 +15,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
-from tests.device.memory import address, noise, u64
+from tests.device.memory import Made, address, noise, u64
 
 if TYPE_CHECKING:
     from kvoffloadd.device.base import Copy, CopyResult, Device
@@ -34,7 +34,7 @@ def begin(
     loop = asyncio.get_running_loop()
     future: asyncio.Future[CopyResult] = loop.create_future()
     copies = Copies(u64([address(src)]), u64([address(dst)]), u64([len(src)]), 1)
-    copy = device.submit(direction, copies, deadline_s=loop.time() + 20, urgent=False, done=future.set_result)
+    copy = device.submit(direction, Made(copies), deadline_s=loop.time() + 20, urgent=False, done=future.set_result)
     return copy, future
 
 

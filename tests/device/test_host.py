@@ -23,7 +23,7 @@ from kvoffloadd.errors import MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
-from tests.device.memory import address, noise, u64
+from tests.device.memory import Made, address, noise, u64
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -111,7 +111,7 @@ def submit(
 ) -> Copy:
     deadline_s = asyncio.get_running_loop().time() + how.pop("within_s", 20.0)
     urgent, flow = how.pop("urgent", False), how.pop("flow", DAEMON)
-    return device.submit(direction, copies, deadline_s=deadline_s, urgent=urgent, done=done, flow=flow)
+    return device.submit(direction, Made(copies), deadline_s=deadline_s, urgent=urgent, done=done, flow=flow)
 
 
 # --- mapping ----------------------------------------------------------------------------------------

@@ -191,6 +191,58 @@ def test_descriptors_of_plans(daemon: Daemon) -> None:
     assert used(daemon)["descriptors"] < 1000
 
 
+def test_what_jobs_hold(start_daemon: Start) -> None:
+    """Block ids and slots of jobs under way are the daemon's own memory, and counted until each job has ended."""
+    daemon = start_daemon("limits.job_bytes=1MiB", faults="delay_s=0.1")
+    scene = Scene(daemon, "held")
+    scene.settle()
+    wanted = {"group": 0, "keys": keys(1, *range(2000, 9000)), "blocks": ids(15, *[0xFFFFFFFF] * 7000)}
+    first, second = scene.job(groups=[wanted]), scene.job(groups=[wanted])
+    stored = {"group": 0, "keys": keys(*range(2000, 9000)), "blocks": ids(*[0] * 7000)}
+    scene.peer.ok("load", **first)
+    held = used(daemon)["job_bytes"]
+    assert 7000 * 100 < held < 1 << 20
+    before = daemon.state()
+    for tag, groups in (("load", [wanted]), ("store", [stored])):
+        assert f"uses {held} of 1048576 job_bytes" in scene.peer.refused("limit", tag, **{**second, "groups": groups})
+    assert daemon.state() == before
+    assert scene.peer.completed(first["job"])["outcome"] == "partial"
+    assert "job_bytes" not in used(daemon)
+    scene.peer.ok("load", **second)
+    assert scene.peer.completed(second["job"])["outcome"] == "partial"
+
+
+def test_jobs_that_wait_hold_no_descriptors(daemon: Daemon) -> None:
+    """20 loads of 2 Mi descriptors each wait for a signal: descriptors alone would be a gigabyte."""
+    scene = Scene(daemon, "waiting")
+    scene.settle()
+    page = 1 << 20
+    memory, signal = os.memfd_create("waiting"), os.memfd_create("waiting_signal")
+    os.ftruncate(memory, 4 * page)
+    os.ftruncate(signal, 4096)
+    held, flags = scene.peer.attach([memory, signal])
+    fine = {"tensor": 0, "offset": 0, "length": 1, "count": page // 2, "stride": 2}
+    tensor = {"allocation": held, "offset": 0, "num_blocks": 4, "page_bytes": page, "stride_bytes": page}
+    groups = [{**FULL, "group": 9, "refs": [fine]}]
+    made = scene.peer.ok("register", tensors=[tensor], groups=groups, signals=[flags])["registration"]
+    job = {"registration": made, "groups": [{"group": 9, "keys": keys(1, 2, 3, 4), "blocks": ids(0, 1, 2, 3)}]}
+    os.pwrite(memory, bytes(range(256)) * (4 * page // 256), 0)
+    scene.peer.ok("store", job=1, **job)
+    assert scene.peer.completed(1)["outcome"] == "done"
+    os.pwrite(memory, bytes(4 * page), 0)
+    before = daemon.rss_anon_bytes()
+    for number in range(2, 22):
+        scene.peer.ok("load", job=number, **job, ready={"signal": 0, "offset": 0, "value": 1}, deadline_s=60.0)
+    assert daemon.rss_anon_bytes() - before < 64 << 20
+    assert used(daemon)["job_bytes"] < 20 * 32_768
+    os.pwrite(signal, b"\1", 0)
+    for number in range(2, 22):
+        assert scene.peer.completed(number)["outcome"] == "done"
+    assert os.pread(memory, 4 * page, 0) == bytes(n if n % 2 == 0 else 0 for n in range(256)) * (4 * page // 256)
+    os.close(memory)
+    os.close(signal)
+
+
 def test_groups_of_a_namespace(daemon: Daemon) -> None:
     scene = Scene(daemon, "groups")
     scene.settle()

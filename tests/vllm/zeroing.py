@@ -8,13 +8,13 @@ from typing import Any
 
 from kvoffloadd.cli import main
 from kvoffloadd.device import faults
-from kvoffloadd.device.base import CopyResult
-from kvoffloadd.device.plan import Copies
+from kvoffloadd.device.base import CopyResult, Work
 from kvoffloadd.model import Direction
 
 
-def _zero(self: Any, direction: Direction, copies: Copies, result: CopyResult) -> CopyResult:
+def _zero(self: Any, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
     if direction is Direction.LOAD:
+        copies = work.make_all(direction)
         self.planted += len(copies)
         for address, size in zip(copies.dst.tolist(), copies.size.tolist(), strict=True):
             ctypes.memset(address, 0, size)

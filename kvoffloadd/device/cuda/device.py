@@ -11,11 +11,14 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
-from kvoffloadd.device.cuda.driver import Driver, host_side
+from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device.cuda.driver import Driver, device_side, host_side
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
-from kvoffloadd.device.cuda.pinning import Pinning, cut
+from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvoffloadd.config import CudaConfig
-    from kvoffloadd.device.base import Allocation, CopyResult
+    from kvoffloadd.device.base import Allocation, CopyResult, Work
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class CudaDevice:
         self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[Allocation] = set()
+        self._mapped_ends = np.zeros(0, np.uint64)  # replaced, never changed: the copy lanes read it
         self._closed = False
         self._watch: asyncio.TimerHandle | None = None
 
@@ -128,12 +132,18 @@ class CudaDevice:
         if allocation not in self._mapped:
             raise UsageError("not mapped, or no longer")
         self._mapped.remove(allocation)
+        self._note_ends()
         await self._perform(lambda: self._memory.unmap(allocation))
 
     async def _add(self, work: Callable[[], Allocation]) -> Allocation:
         allocation = await self._perform(work)
         self._mapped.add(allocation)
+        self._note_ends()
         return allocation
+
+    def _note_ends(self) -> None:
+        ends = {allocation.base_address + allocation.charged_bytes for allocation in self._mapped}
+        self._mapped_ends = np.array(sorted(ends), np.uint64)
 
     async def _perform(self, work: Callable[[], T]) -> T:
         """In the memory lane's thread; `_look` sees to the deadline, since others may be before it."""
@@ -149,7 +159,7 @@ class CudaDevice:
     def submit(
         self,
         direction: Direction,
-        copies: Copies,
+        work: Work,
         *,
         deadline_s: float,
         urgent: bool,
@@ -159,8 +169,7 @@ class CudaDevice:
         """See `Device.submit`. Copies to and from memory that is not yet pinned wait until it is."""
         if self._closed:
             raise UsageError(f"{self.kind}: closed")
-        copies = cut(copies, direction, self._pinning.ends)
-        chunks = split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
+        chunks = Chunks(work, direction, partial(self._cut, direction), self._chunk_bytes)
 
         def on_end(result: CopyResult) -> None:
             self._copies.discard(copy)
@@ -169,12 +178,19 @@ class CudaDevice:
         turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
         copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, on_end)
         self._copies.add(copy)
-        end = _end(direction, copies)
-        if self._pinning.covers(end):
+        if self._pinning.covers(work.payload_end):
             copy.start()
         else:
-            self._pinning.when(end, copy.start)
+            self._pinning.when(work.payload_end, copy.start)
         return copy
+
+    def _cut(self, direction: Direction, copies: Copies) -> list[Copies]:
+        """Chunks of copies that the driver takes: none reaches from one piece of the arena, or from one mapping, into
+        the next.
+        """
+        copies = cut(copies, direction, self._pinning.ends)
+        copies = cut_at(copies, device_side(direction, copies.src, copies.dst), self._mapped_ends)
+        return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
 
     def _move(self, direction: Direction, chunk: Copies) -> None:
         if self._pinning.failure and _end(direction, chunk) > self._pinning.pinned_to:

@@ -76,3 +76,8 @@ class Driver(CudaDriver):
 def host_side(direction: Direction, src: U64Array, dst: U64Array) -> U64Array:
     """Which of the two is this process's own memory: stores write it, loads read it."""
     return dst if direction is Direction.STORE else src
+
+
+def device_side(direction: Direction, src: U64Array, dst: U64Array) -> U64Array:
+    """The other one, which workers share."""
+    return src if direction is Direction.STORE else dst

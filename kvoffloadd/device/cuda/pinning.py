@@ -65,13 +65,17 @@ def piece_ends(arena: Arena, piece_bytes: int) -> U64Array:
 
 def cut(copies: Copies, direction: Direction, ends: U64Array) -> Copies:
     """The same bytes in copies that reach over none of `ends` on this process's side."""
-    host = host_side(direction, copies.src, copies.dst)
-    first = np.searchsorted(ends, host, side="right")
-    last = np.searchsorted(ends, host + copies.size - np.uint64(1), side="right")
+    return cut_at(copies, host_side(direction, copies.src, copies.dst), ends)
+
+
+def cut_at(copies: Copies, side: U64Array, ends: U64Array) -> Copies:
+    """The same bytes in copies that reach over none of `ends`. `side`: their sources, or their destinations."""
+    first = np.searchsorted(ends, side, side="right")
+    last = np.searchsorted(ends, side + copies.size - np.uint64(1), side="right")
     over = np.flatnonzero(first != last)
     if not len(over):
         return copies
-    rows = [_pieces(copies, int(at), host, ends[first[at] : last[at]]) for at in over]
+    rows = [_pieces(copies, int(at), side, ends[first[at] : last[at]]) for at in over]
     kept = np.setdiff1d(np.arange(len(copies)), over, assume_unique=True)
     src, dst, size = (
         np.concatenate([column[kept], *(row[number] for row in rows)])
@@ -80,9 +84,9 @@ def cut(copies: Copies, direction: Direction, ends: U64Array) -> Copies:
     return Copies(src, dst, size, copies.descriptors)
 
 
-def _pieces(copies: Copies, at: int, host: U64Array, ends: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+def _pieces(copies: Copies, at: int, side: U64Array, ends: U64Array) -> tuple[U64Array, U64Array, U64Array]:
     """One copy in pieces that end at `ends`."""
-    starts = np.concatenate([np.zeros(1, np.uint64), ends - host[at]])
+    starts = np.concatenate([np.zeros(1, np.uint64), ends - side[at]])
     return copies.src[at] + starts, copies.dst[at] + starts, np.diff(starts, append=copies.size[at])
 
 

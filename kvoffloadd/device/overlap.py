@@ -1,0 +1,187 @@
+"""Whether two copies of a load would write the same bytes. Copies are unordered, so that they would race.
+
+Descriptors tell, but there may be millions. Block ids tell as well, for nearly all layouts: where rows of one block id
+share no bytes with those of another, only an id that is named twice can write a byte twice. Which groups are of that
+kind is found out once, when they are registered (`find_families`); for the others, and for ids that several groups
+name, descriptors are made after all, of a bounded number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvoffloadd.device.plan import GroupPlan, Tensor, overlap
+from kvoffloadd.errors import DuplicateError, LimitError
+from kvoffloadd.model import NO_BLOCK, I64Array, Ref, U32Array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+CHECKED_DESCRIPTORS_MAX = 1 << 16
+"""Of one job, where block ids do not tell: making and sorting them takes the event loop some milliseconds."""
+
+_TWICE = "two of the copies write the same bytes: a block or a key is named twice"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Groups that may share bytes with each other, and with no other group.
+
+    `rows_apart`: rows of different block ids share none, in all groups of the family. `tangled`: groups whose own
+    block ids do not tell, since rows of different ids share bytes, or those of one id do.
+    """
+
+    number: int
+    rows_apart: bool
+    tangled: frozenset[int]
+
+
+class Target(NamedTuple):
+    """What a load writes in one group: `blocks` are u32, of any shape, `(keys, blocks_per_key)` in the end."""
+
+    group: int
+    plans: Sequence[GroupPlan]
+    blocks: U32Array
+
+
+class _Use(NamedTuple):
+    """A group's runs in a tensor, relative to the first byte of all that lies in one piece with it."""
+
+    group: int
+    tensor: Tensor
+    ref: Ref
+
+
+def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[int, Family]:
+    """The family of each group, from where its bytes lie. All refs lie within their tensors' pages."""
+    uses = [_Use(group, tensor, ref) for group, refs in groups.items() for tensor, ref in refs]
+    head = {group: group for group in groups}
+
+    def family_of(group: int) -> int:
+        while head[group] != group:
+            group = head[group]
+        return group
+
+    mixed: set[int] = set()
+    tangled: set[int] = set()
+    for piece in _pieces(uses):
+        rows_apart, runs_apart = _apart(piece)
+        if rows_apart and runs_apart:
+            continue
+        members = {use.group for use in piece}
+        tangled |= {group for group in members if not _is_plain([use for use in piece if use.group == group])}
+        first = family_of(min(members))
+        for group in members:
+            head[family_of(group)] = first
+        if not rows_apart:
+            mixed |= members
+    mixed = {family_of(group) for group in mixed}
+    return {
+        group: Family(family_of(group), family_of(group) not in mixed, frozenset({group} & tangled)) for group in groups
+    }
+
+
+def _pieces(uses: Sequence[_Use]) -> Iterator[list[_Use]]:
+    """Those whose tensors meet in memory, or lie between each other's rows; alone is nobody's."""
+    piece: list[_Use] = []
+    end = 0
+    for use in sorted(uses, key=lambda use: use.tensor.base_address):
+        if use.tensor.base_address >= end:
+            if len(piece) > 1:
+                yield piece
+            piece = []
+        piece.append(use)
+        end = max(end, use.tensor.end)
+    if len(piece) > 1:
+        yield piece
+
+
+def _is_plain(uses: Sequence[_Use]) -> bool:
+    return all(all(_apart(piece)) for piece in _pieces(uses))
+
+
+def _apart(piece: Sequence[_Use]) -> tuple[bool, bool]:
+    """Whether rows of different block ids share no bytes; and, if so, whether those of one id share none."""
+    begin = min(use.tensor.base_address for use in piece)
+    strides = {use.tensor.stride_bytes for use in piece}
+    width = max(use.tensor.base_address - begin + use.tensor.page_bytes for use in piece)
+    if len({use.tensor for use in piece}) > 1 and (len(strides) > 1 or width > min(strides)):
+        return False, False
+    return True, not _runs_meet(
+        np.array(
+            [(u.tensor.base_address - begin + u.ref.offset, u.ref.length, u.ref.count, u.ref.stride) for u in piece],
+            np.int64,
+        )
+    )
+
+
+def _runs_meet(refs: I64Array) -> bool:
+    """Whether two runs share bytes. `refs`: rows of (offset, length, count, stride)."""
+    refs = refs[np.argsort(refs[:, 0])]
+    begin, length, count, stride = refs.T
+    end = begin + (count - 1) * stride + length
+    if bool((np.maximum.accumulate(end)[:-1] <= begin[1:]).all()):
+        return False
+    each = np.repeat(np.arange(len(refs)), count)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    return overlap((begin[each] + nth * stride[each]).astype(np.uint64), length[each].astype(np.uint64))
+
+
+def check_targets(families: Mapping[int, Family], targets: Sequence[Target]) -> None:
+    """Raises:
+    DuplicateError: two copies would write the same bytes.
+    LimitError: only their descriptors can tell, and there are more than `CHECKED_DESCRIPTORS_MAX`.
+    """
+    by_family: dict[int, list[Target]] = {}
+    for target in targets:
+        by_family.setdefault(families[target.group].number, []).append(target)
+    for number, members in by_family.items():
+        family = families[number]
+        for target in members:
+            if families[target.group].tangled:
+                _check_descriptors(members, lambda blocks: blocks != NO_BLOCK)
+                break
+            if len(_repeated(target.blocks)):
+                raise DuplicateError(_TWICE)
+        else:
+            if len(members) > 1:
+                _check_among(family, members)
+
+
+def _check_among(family: Family, members: Sequence[Target]) -> None:
+    """Several groups of a family, each of which is right by itself."""
+    if not family.rows_apart:
+        _check_descriptors(members, lambda blocks: blocks != NO_BLOCK)
+        return
+    shared = _repeated(np.concatenate([target.blocks.ravel() for target in members]))
+    if len(shared):
+        _check_descriptors(members, lambda blocks: np.isin(blocks, shared))
+
+
+def _repeated(blocks: U32Array) -> U32Array:
+    ids = np.sort(blocks[blocks != NO_BLOCK])
+    repeated: U32Array = ids[1:][ids[1:] == ids[:-1]]
+    return repeated
+
+
+def _check_descriptors(targets: Sequence[Target], chosen: Callable[[U32Array], np.ndarray]) -> None:
+    """Of the chosen block ids."""
+    wanted = [np.where(chosen(target.blocks), target.blocks, np.uint32(NO_BLOCK)) for target in targets]
+    rows = [blocks[(blocks != NO_BLOCK).any(axis=1)] for blocks in wanted]
+    count = sum(len(blocks) * len(plan.size) for blocks, t in zip(rows, targets, strict=True) for plan in t.plans)
+    if count > CHECKED_DESCRIPTORS_MAX:
+        raise LimitError(
+            f"groups {sorted(target.group for target in targets)} share memory, so that {count} descriptors would have "
+            f"to be compared; at most {CHECKED_DESCRIPTORS_MAX} are: load less in one job"
+        )
+    made = [
+        plan.expand(blocks, np.zeros(len(blocks), np.uint64))
+        for blocks, target in zip(rows, targets, strict=True)
+        for plan in target.plans
+    ]
+    begins, _, sizes = (np.concatenate(columns) for columns in zip(*made, strict=True))
+    if overlap(begins, sizes):
+        raise DuplicateError(_TWICE)

@@ -1,0 +1,106 @@
+"""What a job copies, before any copy of it is made: block ids and payload addresses, some bytes a block.
+
+Descriptors take 24 bytes each, and a long prompt has millions. So they are made piece by piece, by the threads that
+copy (see `chunks`), and live as long as their chunk. Immutable: any thread may ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvoffloadd.device.plan import Copies, GroupPlan, concatenate, make_copies
+from kvoffloadd.model import NO_BLOCK, Direction, I64Array, U32Array, U64Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL_DESCRIPTORS, SMALL_LISTS = 1024, 8
+"""Work of no more than that is expanded at once: it takes the event loop about 100 us."""
+
+
+class Piece(NamedTuple):
+    """Payloads `first` to `end` of one list; of each, the descriptors from `low` on, below `high`."""
+
+    list_number: int
+    first: int
+    end: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockList:
+    """Payloads of one group. `plans`: one for each part that the rank holds. Of each payload `keys` is its row in
+    `blocks` (u32 `(rows, blocks_per_key)`, NO_BLOCK: not wanted), `columns` its plan, `addresses` where it is.
+    Payloads of a key lie side by side.
+    """
+
+    plans: tuple[GroupPlan, ...]
+    blocks: U32Array
+    keys: I64Array
+    columns: I64Array
+    addresses: U64Array
+
+    def blocks_of_plans(self) -> list[int]:
+        """How many blocks are copied by each plan."""
+        wanted = (self.blocks != NO_BLOCK).sum(axis=1)[self.keys]
+        return [int(wanted[self.columns == column].sum()) for column in range(len(self.plans))]
+
+    def make(self, direction: Direction, piece: Piece) -> Copies:
+        """The copies of a piece, neighbours coalesced."""
+        rows = slice(piece.first, piece.end)
+        keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
+        if len(self.plans) == 1:
+            memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses, piece.low, piece.high)
+            return make_copies(direction, memory, payload, sizes, len(sizes))
+        made = []
+        for column, plan in enumerate(self.plans):
+            mine = columns == column
+            made.append(plan.expand(self.blocks[keys[mine]], addresses[mine], piece.low, piece.high))
+        memory, payload, sizes = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
+        # A key's parts often lie side by side in memory as in their slots: next to each other they become one copy.
+        order = np.argsort(payload, kind="stable")
+        return make_copies(direction, memory[order], payload[order], sizes[order], len(sizes))
+
+
+class BlockWork:
+    """All that a job copies. See `base.Work`."""
+
+    def __init__(self, lists: list[BlockList]) -> None:
+        self._lists = [one for one in lists if len(one.keys)]
+        self.total_bytes = self.descriptors = self.payload_end = 0
+        for one in self._lists:
+            for plan, blocks in zip(one.plans, one.blocks_of_plans(), strict=True):
+                self.total_bytes += blocks * (plan.payload_bytes // plan.blocks_per_key)
+                self.descriptors += blocks * (len(plan.size) // plan.blocks_per_key)
+            sizes = np.array([plan.payload_bytes for plan in one.plans], np.uint64)
+            self.payload_end = max(self.payload_end, int((one.addresses + sizes[one.columns]).max()))
+
+    @property
+    def small(self) -> bool:
+        """See `base.Work`."""
+        return self.descriptors <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
+
+    def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
+        """See `base.Work`."""
+        for number, one in enumerate(self._lists):
+            widest = max(len(plan.size) for plan in one.plans)
+            largest = max(plan.payload_bytes for plan in one.plans)
+            many = min(most_descriptors // widest, most_bytes // largest)
+            step = max(many - many % len(one.plans), 1)  # whole keys, so that their parts become one copy
+            for first in range(0, len(one.keys), step):
+                for low in range(0, widest, most_descriptors):
+                    end = min(first + step, len(one.keys))
+                    yield Piece(number, first, end, low, min(low + most_descriptors, widest))
+
+    def make(self, direction: Direction, piece: Piece) -> Copies:
+        """See `base.Work`."""
+        return self._lists[piece.list_number].make(direction, piece)
+
+    def make_all(self, direction: Direction) -> Copies:
+        """See `base.Work`."""
+        most = 1 << 62
+        return concatenate([self.make(direction, piece) for piece in self.pieces(most, most)])

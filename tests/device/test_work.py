@@ -1,0 +1,132 @@
+"""Work in pieces: the same bytes as all at once, each exactly once, never many descriptors at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.device import chunks as chunks_module
+from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
+from kvoffloadd.device.work import BlockList, BlockWork
+from kvoffloadd.model import NO_BLOCK, Direction, Ref
+from tests.device.memory import u64
+from tests.device.test_copies import bytes_of
+
+BLOCKS = 12
+
+
+@st.composite
+def works(draw: st.DrawFn) -> BlockWork:
+    """Some groups of one or two parts, payloads of some keys, gaps."""
+    lists, address = [], 1 << 40
+    for number in range(draw(st.integers(1, 3))):
+        per_key = draw(st.integers(1, 3))
+        plans = []
+        for part in range(draw(st.integers(1, 2))):
+            tensor = Tensor((number * 2 + part) << 20, BLOCKS, 16, draw(st.sampled_from([16, 24])))
+            refs = draw(st.sampled_from([[Ref(0, 0, 16)], [Ref(0, 0, 2, 4, 4)], [Ref(0, 0, 8), Ref(0, 12, 4)]]))
+            plans.append(GroupPlan.build([tensor], refs, per_key))
+        keys = draw(st.integers(0, 6))
+        ids = draw(
+            st.lists(st.integers(0, BLOCKS - 1) | st.just(NO_BLOCK), min_size=keys * per_key, max_size=keys * per_key)
+        )
+        at, columns = np.nonzero(np.ones((keys, len(plans)), bool))
+        kept = np.array([draw(st.booleans()) for _ in at], bool)
+        addresses = []
+        for column in columns[kept]:
+            addresses.append(address)
+            address += plans[column].payload_bytes + draw(st.sampled_from([0, 0, 64]))
+        blocks = np.array(ids, np.uint32).reshape(keys, per_key)
+        lists.append(BlockList(tuple(plans), blocks, at[kept], columns[kept], u64(addresses)))
+    return BlockWork(lists)
+
+
+@given(works(), st.sampled_from([1, 2, 7, 1000]), st.sampled_from([1, 40, 1000]), st.sampled_from(Direction))
+@settings(max_examples=200, deadline=None)
+def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, direction: Direction) -> None:
+    whole = work.make_all(direction)
+    assert (whole.total_bytes, whole.descriptors) == (work.total_bytes, work.descriptors)
+    made = [work.make(direction, piece) for piece in work.pieces(descriptors, size)]
+    assert sorted(pair for copies in made for pair in bytes_of(copies)) == bytes_of(whole)
+    assert sum(copies.descriptors for copies in made) == work.descriptors
+    # A key's parts stay together, so that a piece may have one key's more than was asked for.
+    assert all(copies.descriptors <= max(descriptors, 2 * 12) for copies in made)
+    payload = whole.dst if direction is Direction.STORE else whole.src
+    assert int((payload + whole.size).max(initial=0)) <= work.payload_end
+
+
+def big(keys: int, per_key: int) -> BlockWork:
+    """`per_key` runs of 8 bytes for each key, in scattered blocks."""
+    page = 16 * per_key
+    plan = GroupPlan.build([Tensor(1 << 30, keys, page, page)], [Ref(0, 0, 8, per_key, 16)], 1)
+    ids = np.random.default_rng(1).permutation(keys).astype(np.uint32)[:, None]
+    addresses = u64(range(1 << 40, (1 << 40) + keys * 8192, 8192))
+    return BlockWork([BlockList((plan,), ids, np.arange(keys), np.zeros(keys, np.int64), addresses)])
+
+
+def cutter(seen: list[int]) -> Callable[[Copies], list[Copies]]:
+    def cut(copies: Copies) -> list[Copies]:
+        seen.append(copies.descriptors)
+        return split(copies, 1, 1)
+
+    return cut
+
+
+def test_chunks_are_made_as_they_are_taken() -> None:
+    work, seen = big(4000, 32), list[int]()
+    chunks = Chunks(work, Direction.LOAD, cutter(seen), 1 << 30)
+    assert seen == [], "nothing is made before anybody asks"
+    moved = []
+    while (chunk := chunks.take()) is not None:
+        moved += bytes_of(chunk)
+        chunks.note_moved(chunk)
+    assert max(seen) <= chunks_module.PIECE_DESCRIPTORS
+    assert sum(seen) == work.descriptors == chunks.descriptors == chunks.copies == 4000 * 32
+    assert len(moved) == len(set(moved)) == work.total_bytes == chunks.bytes
+    assert chunks.complete
+    assert not chunks.left
+
+
+def test_a_key_of_many_descriptors_is_made_in_parts() -> None:
+    seen: list[int] = []
+    chunks = Chunks(big(2, 3 * chunks_module.PIECE_DESCRIPTORS), Direction.STORE, cutter(seen), 1 << 30)
+    while (chunk := chunks.take()) is not None:
+        chunks.note_moved(chunk)
+    assert max(seen) == chunks_module.PIECE_DESCRIPTORS
+    assert chunks.complete
+
+
+def test_dropped_chunks_are_neither_taken_nor_made() -> None:
+    seen: list[int] = []
+    chunks = Chunks(big(4000, 32), Direction.LOAD, cutter(seen), 1 << 30)
+    first = chunks.take()
+    assert first is not None
+    chunks.drop()
+    assert (chunks.take(), chunks.left, len(seen)) == (None, False, 1)
+    chunks.note_moved(first)
+    assert not chunks.complete
+
+
+def test_chunks_dropped_while_one_is_made_stay_dropped() -> None:
+    work = big(4000, 32)
+
+    def cut(copies: Copies) -> list[Copies]:
+        chunks.drop()
+        return split(copies, 1, 1)
+
+    chunks = Chunks(work, Direction.LOAD, cut, 1 << 30)
+    assert chunks.take() is None
+    assert not chunks.left
+
+
+@pytest.mark.parametrize(("keys", "small"), [(32, True), (33, False)])
+def test_small_work_is_made_at_once(keys: int, small: bool) -> None:
+    seen: list[int] = []
+    chunks = Chunks(big(keys, 32), Direction.LOAD, cutter(seen), 1 << 30)
+    assert bool(seen) == small
+    assert chunks.share(2) == (1 if small else 2)
