@@ -122,7 +122,7 @@ class CudaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Caps. The first six hold for all sessions of one uid together, the others for one session."""
+    """Caps. The first seven hold for all sessions of one uid together, the others for one session."""
 
     sessions: int = _key(256, checks.count(1, 65_536), live=True)
     jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)

@@ -280,6 +280,32 @@ def test_tensors_of_two_gpus_in_one_registration(daemon: Daemon) -> None:
         client.register(cache)
 
 
+def test_allocations_side_by_side_are_copied_apart(start_daemon: Start, seed: int) -> None:
+    """The last block of one tensor and the first of the next are neighbours in the daemon and in the payload, too. No
+    copy may take both: the driver knows each allocation alone.
+    """
+    daemon = start_daemon(driver={"faults": "packed"})
+    size, page = 2 * MIB, 4096
+    last = size // page - 1
+    buffers = [GpuBuffer(gpu_rank.gpu(), size) for _ in range(2)]
+    tensors = [GpuTensor.adopt(buffer.rows(0, last + 1, page, page)) for buffer in buffers]
+    group = Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, page), Ref(1, 0, page)), blocks_per_key=2)
+    rng = np.random.default_rng(seed)
+    keys, ids = new_keys(rng, 2), np.array([[0, last], [last - 1, 1]])
+    before = [rng.integers(0, 256, size, np.uint8) for _ in buffers]
+    with Client(daemon.socket, namespace=NAMESPACE) as client:
+        registration = client.register(KvCache(tensors, [group]))
+        for buffer, content in zip(buffers, before, strict=True):
+            buffer.upload(0, content)
+        assert client.wait(client.store(registration, {0: (keys, ids)}), 20.0).outcome is Outcome.DONE
+        for buffer in buffers:
+            buffer.upload(0, np.zeros(size, np.uint8))
+        assert client.wait(client.load(registration, {0: (keys, ids)}), 20.0).outcome is Outcome.DONE
+        for buffer, content in zip(buffers, before, strict=True):
+            found = buffer.download(0, size).reshape(-1, page)
+            np.testing.assert_array_equal(found[ids.ravel()], content.reshape(-1, page)[ids.ravel()])
+
+
 def test_a_daemon_that_does_without_cuda(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon("cuda.enabled=false")
     rank = rank_of(daemon, register=False)

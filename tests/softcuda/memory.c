@@ -69,7 +69,7 @@ void *map_afresh(size_t size, size_t alignment, int protection, int flags, int f
     for (;;) {
         driver.next_address = (driver.next_address + alignment - 1) & ~(CUdeviceptr)(alignment - 1);
         void *wanted = (void *)(uintptr_t)driver.next_address;
-        driver.next_address += rounded(size) + GRANULE; /* a gap: no two allocations touch */
+        driver.next_address += rounded(size) + (settings()->packed ? 0 : GRANULE); /* a gap: no two touch */
         void *memory = mmap(wanted, size, protection, flags | MAP_FIXED_NOREPLACE | MAP_NORESERVE, fd, 0);
         if (memory != MAP_FAILED || errno != EEXIST)
             return memory;

@@ -54,6 +54,7 @@ static const Name FAULTS[] = {
     {"open_error", &read_settings.open_error, false},
     {"import_error", &read_settings.import_error, false},
     {"register_holds_lock", &read_settings.register_holds_lock, true},
+    {"packed", &read_settings.packed, true},
     {"no_batch", &read_settings.no_batch, true},
     {"dead_exporter", &read_settings.dead_exporter, true},
     {NULL, NULL, false},
