@@ -5,8 +5,7 @@ Ownership
     _queue      tickets that wait for a thread; any thread may change it, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
     _busy_s     what ended work has taken; written by the lane's threads.
-    _finished   callbacks with their values, on their way to the loop: threads append, the loop takes them in order.
-    _waking     the loop has been woken and has not yet found `_finished` empty: the next completion needs no wakeup.
+    _deliveries what `done` is told, on its way to the loop.
     _closing    set once, by `close`.
     _live, _ended   the event loop alone: threads that have not said goodbye; set when none is left.
     Ticket      `since_s` and its places are the lane's; the rest is read-only. A thread runs `work`, the loop `done`.
@@ -15,13 +14,12 @@ Ownership
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
+from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import UsageError
 from kvoffloadd.fairqueue import FairQueue
 
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-
-TURN_S = 0.002
-"""How long one turn of the loop takes completions: none begins later than this."""
 
 
 TURN_BYTES = 8 << 20
@@ -132,8 +127,7 @@ class Lane:
         self._queue: FairQueue[Ticket] = FairQueue(TURN_BYTES)
         self._running: dict[Ticket, float] = {}
         self._busy_s = 0.0
-        self._finished: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._waking = False
+        self._deliveries = Deliveries(f"lane {name}", loop)
         self._closing = False
         self._live = threads
         self._ended = asyncio.Event()
@@ -296,33 +290,9 @@ class Lane:
         self._report(ticket.done, CancelledWork() if value is AGAIN else value)
 
     def _report(self, done: Callable[[Any], None], value: object) -> None:
-        with self._lock:
-            self._finished.append((done, value))
-            if self._waking:
-                return
-            self._waking = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could be told
-            self.loop.call_soon_threadsafe(self._deliver)
+        self._deliveries.put(done, value)
 
     # --- the event loop ---------------------------------------------------------------------------
-
-    def _deliver(self) -> None:
-        turn_ends = time.monotonic() + TURN_S
-        while True:
-            with self._lock:
-                if not self._finished:
-                    self._waking = False
-                    return
-                done, value = self._finished.popleft()
-            try:
-                done(value)
-            except Exception as error:  # noqa: BLE001  one callback's bug may not cost the others their completion
-                self.loop.call_exception_handler(
-                    {"message": f"lane {self.name}: a completion callback failed", "exception": error}
-                )
-            if time.monotonic() >= turn_ends:
-                self.loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
-                return
 
     def _on_thread_end(self, _: Literal[None]) -> None:
         self._live -= 1

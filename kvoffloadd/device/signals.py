@@ -5,13 +5,15 @@ A signal is a u64 in shared memory that only grows: a worker's stream raises it 
 worker that dies leaves nothing behind that could not be given up: nothing is ever queued on a GPU that waits for it.
 
 Ownership
-    _lock, _waits   the waits under way; the loop adds and removes, the thread takes a copy and removes.
-    Wait            `done` is the loop's; the rest never changes.
+    _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`; nothing is read from a signal without it. The loop
+                adds and removes waits, the thread removes those that have ended.
+    Wait        `done` is the loop's to call, and nobody's once the wait is over; the rest never changes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import heapq
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -19,17 +21,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Outcome
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
 _PATIENCE = 1 / 16
-"""The pause before the next look, as a share of how long the youngest wait has lasted."""
+"""The pause before the next look, as a share of how long the youngest wait has lasted; up to `POLL_MAX_S`."""
+_LONG_PATIENCE, _LONG_POLL_MAX_S = 1 / 1000, 10e-3
+"""The same for waits that have lasted seconds."""
+_LOOK_SHARE = 4
+"""A look is followed by a pause of at least so many times what it took."""
 
 
 class Ready(NamedTuple):
@@ -39,23 +46,90 @@ class Ready(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Wait:
-    """One wait."""
+    """One wait. `done`: None once it is over, so that nothing of a job is kept for its sake."""
 
     ready: Ready
     deadline_s: float
-    done: Callable[[Outcome], None]
+    done: Callable[[Outcome], None] | None
     began_s: float = field(default_factory=time.monotonic)
 
 
-def _ends(waits: list[Wait]) -> list[Outcome | None]:
-    """How each of them ends now: DONE, or FAILED if its word is gone; None: not yet."""
-    values, gone = read_words(np.array([wait.ready.address for wait in waits], np.uint64))
-    return [
-        Outcome.FAILED if lost else Outcome.DONE if value >= wait.ready.value else None
-        for wait, value, lost in zip(waits, values.tolist(), gone.tolist(), strict=True)
-    ]
+_Heap = list[tuple[float, int, Wait]]
+
+
+class _Words:
+    """The distinct words that are waited for: one look at each serves all of its waits."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._addresses = np.zeros(16, np.uint64)
+        self._least = np.zeros(16, np.uint64)  # of each word the least value that is waited for
+        self._words: list[_Word] = []
+        self._by_address: dict[int, _Word] = {}
+        self._numbers = itertools.count()
+
+    def add(self, wait: Wait) -> None:
+        """From now on it is looked at."""
+        word = self._by_address.get(wait.ready.address)
+        if word is None:
+            if self._count == len(self._addresses):
+                self._addresses, self._least = (np.resize(a, 2 * len(a)) for a in (self._addresses, self._least))
+            word = self._by_address[wait.ready.address] = _Word(wait.ready.address, self._count)
+            self._words.append(word)
+            self._addresses[word.at] = word.address
+            self._count += 1
+        word.waits += 1
+        _push(word.heap, (wait.ready.value, next(self._numbers), wait), word.waits)
+        self._least[word.at] = word.heap[0][0]
+
+    def discard(self, wait: Wait) -> None:
+        """A wait is over. Its word is read no more if it was the last one's."""
+        word = self._by_address[wait.ready.address]
+        word.waits -= 1
+        if word.waits:
+            return
+        del self._by_address[word.address]
+        self._count -= 1
+        last = self._words.pop()
+        if last is not word:
+            self._words[word.at] = last
+            for column in (self._addresses, self._least):
+                column[word.at] = column[last.at]
+            last.at = word.at
+
+    def ended(self) -> Iterator[tuple[Wait, Outcome]]:
+        """Those of the waits that are over now, in the order of their values: DONE, or FAILED if their word is gone.
+        The caller discards them.
+        """
+        values, gone = read_words(self._addresses[: self._count])
+        due = np.flatnonzero(gone | (values >= self._least[: self._count]))
+        for word, value, lost in zip([self._words[at] for at in due], values[due].tolist(), gone[due], strict=True):
+            while word.heap and (lost or word.heap[0][0] <= value):
+                _, _, wait = heapq.heappop(word.heap)
+                if wait.done is not None:
+                    yield wait, Outcome.FAILED if lost else Outcome.DONE
+            if word.heap:
+                self._least[word.at] = word.heap[0][0]
+
+
+@dataclass(slots=True, eq=False)
+class _Word:
+    """`heap`: by value, with waits that are over until they come to its top. `waits`: those that are not."""
+
+    address: int
+    at: int
+    heap: _Heap = field(default_factory=list)
+    waits: int = 0
+
+
+def _push(heap: _Heap, entry: tuple[float, int, Wait], alive: int) -> None:
+    """Waits that are over are left in a heap until they come to its top, or are as many as those that are not."""
+    if len(heap) > 2 * alive + 16:
+        heap[:] = [other for other in heap if other[2].done is not None]
+        heapq.heapify(heap)
+    heapq.heappush(heap, entry)
 
 
 class Signals:
@@ -66,6 +140,11 @@ class Signals:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[Wait, None] = {}
+        self._words = _Words()
+        self._deadlines: _Heap = []
+        self._numbers = itertools.count()
+        self._newest_s = 0.0
+        self._deliveries = Deliveries("signals", loop)
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -85,12 +164,15 @@ class Signals:
         wait = Wait(ready, deadline_s, done)
         if self._closing:
             raise UsageError("signals: closed")
-        (outcome,) = _ends([wait])
-        if outcome is not None:  # mostly the case: no thread is woken for it
-            self._loop.call_soon(done, outcome)
+        values, gone = read_words(np.array([ready.address], np.uint64))
+        if gone[0] or int(values[0]) >= ready.value:  # mostly the case: no thread is woken for it
+            self._loop.call_soon(done, Outcome.FAILED if gone[0] else Outcome.DONE)
             return wait
         with self._lock:
             self._waits[wait] = None
+            self._words.add(wait)
+            _push(self._deadlines, (deadline_s, next(self._numbers), wait), len(self._waits))
+            self._newest_s = wait.began_s
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="kvo-signals", daemon=True)
@@ -100,41 +182,50 @@ class Signals:
     def cancel(self, wait: Wait) -> bool:
         """Ends a wait. True: `done` is not called. False: it was, or is about to be."""
         with self._lock:  # the thread reads no address without it
-            return self._waits.pop(wait, self) is None
+            return self._end(wait) is not None
+
+    def _end(self, wait: Wait) -> Callable[[Outcome], None] | None:
+        """What is to be told of its end; None: it was over."""
+        done, wait.done = wait.done, None
+        if done is not None:
+            del self._waits[wait]
+            self._words.discard(wait)
+        return done
 
     def close(self) -> None:
         """Cancels all waits and ends the thread."""
         with self._lock:
             self._closing = True
-            dropped = list(self._waits)
-            self._waits.clear()
+            dropped = [self._end(wait) for wait in list(self._waits)]
             self._changed.notify()
-        for wait in dropped:
-            self._loop.call_soon(wait.done, Outcome.CANCELLED)
+        for done in dropped:
+            if done is not None:
+                self._deliveries.put(done, Outcome.CANCELLED)
 
     # --- the thread -----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         while not self._closing:
-            now = time.monotonic()
-            ended: list[tuple[Wait, Outcome]] = []
+            began_s = time.monotonic()
             with self._lock:
-                waits = list(self._waits)
-                for wait, outcome in zip(waits, _ends(waits), strict=True):
-                    if outcome is not None:
-                        ended.append((wait, outcome))
-                    elif now >= wait.deadline_s:
-                        ended.append((wait, Outcome.EXPIRED))
-                for wait, _ in ended:
-                    del self._waits[wait]
-                youngest = max((wait.began_s for wait in self._waits), default=0.0)
-                idle = not self._waits and not self._closing
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could be told
-                for wait, outcome in ended:
-                    self._loop.call_soon_threadsafe(wait.done, outcome)
+                ended = [(self._end(wait), outcome) for wait, outcome in list(self._words.ended())]
+                while self._deadlines and self._deadlines[0][0] <= began_s:
+                    ended.append((self._end(heapq.heappop(self._deadlines)[2]), Outcome.EXPIRED))
+                lasted_s = began_s - self._newest_s
+                idle = not self._waits
+            for done, outcome in ended:
+                if done is not None:
+                    self._deliveries.put(done, outcome)
+            del ended  # or the jobs would live until the next look
             if idle:
                 with self._lock:
                     while not self._waits and not self._closing:
                         self._changed.wait()
             else:
-                time.sleep(min(max((now - youngest) * _PATIENCE, POLL_MIN_S), POLL_MAX_S))
+                time.sleep(_pause_s(lasted_s, time.monotonic() - began_s))
+
+
+def _pause_s(lasted_s: float, look_s: float) -> float:
+    """Until the next look, if the youngest wait has lasted so long, and the last look took so long."""
+    pause_s = max(min(lasted_s * _PATIENCE, POLL_MAX_S), min(lasted_s * _LONG_PATIENCE, _LONG_POLL_MAX_S), POLL_MIN_S)
+    return max(pause_s, min(_LOOK_SHARE * look_s, POLL_MAX_S))

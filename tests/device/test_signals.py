@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
-from kvoffloadd.device.signals import Ready, Signals
+from kvoffloadd.deliveries import TURN_S
+from kvoffloadd.device import signals
+from kvoffloadd.device.copyruns import read_words
+from kvoffloadd.device.signals import Ready, Signals, Wait
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import Outcome
+from kvoffloadd.model import BoolArray, Outcome, U64Array
 
 SOON_S = 60.0
 
@@ -27,7 +32,7 @@ class Scene:
         self.told: list[tuple[int, Outcome]] = []
         self.changed = asyncio.Event()
 
-    def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> object:
+    def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> Wait:
         ready = Ready(self.words.ctypes.data + 8 * word, value)
         return self.signals.wait(ready, self.loop.time() + deadline_s, lambda outcome: self.tell(word, outcome))
 
@@ -117,3 +122,94 @@ async def test_many_waits(scene: Scene, seed: int) -> None:
             await asyncio.sleep(0)
     await scene.until(500)
     assert all(outcome is Outcome.DONE for _, outcome in scene.told)
+
+
+async def test_many_words_and_many_waits_for_each(scene: Scene, seed: int) -> None:
+    """Words come and go while others are waited for: each wait ends with its own value, cancelled ones never."""
+    rng = np.random.default_rng(seed)
+    scene.words = np.zeros(300, np.uint64)
+    due = rng.integers(1, 4, 300)
+    waits = [scene.wait(word, int(due[word])) for word in range(300)]
+    other = [scene.wait(word, 3) for word in range(0, 300, 2)]
+    for wait in waits[::3]:
+        assert scene.signals.cancel(wait)
+    for value in (1, 2, 3):
+        scene.words[:] = value
+        expected = {word for word in range(300) if word % 3 and due[word] <= value}
+        await scene.until(len(expected) + (len(other) if value == 3 else 0))
+        if value < 3:
+            assert {word for word, _ in scene.told} == expected
+    assert len(scene.signals) == 0
+    assert len(scene.told) == 200 + len(other)
+
+
+async def test_a_word_is_read_once_however_many_wait_for_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counting(addresses: U64Array) -> tuple[U64Array, BoolArray]:
+        read.append(len(addresses))
+        return read_words(addresses)
+
+    monkeypatch.setattr(signals, "read_words", counting)
+    for number in range(1000):
+        scene.wait(number % 4, number + 1)
+    read.clear()
+    await asyncio.sleep(0.05)
+    scene.wait(5, 1)  # a new one hastens the next look
+    async with asyncio.timeout(SOON_S):
+        while max(read, default=0) < 4:  # noqa: ASYNC110  a thread reads
+            await asyncio.sleep(0.001)
+    assert set(read) <= {1, 4, 5}
+
+
+async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> None:
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if len(told) < 40:
+            scene.loop.call_soon(turn)
+
+    told: list[int] = []
+
+    def done(number: int) -> None:
+        told.append(number)
+        time.sleep(TURN_S / 2)
+
+    ready = Ready(scene.words.ctypes.data, 1)
+    for number in range(40):
+        scene.signals.wait(ready, scene.loop.time() + SOON_S, lambda _, number=number: done(number))  # type: ignore[misc]
+    scene.words[0] = 1
+    time.sleep(0.05)  # noqa: ASYNC251  all have ended before the loop looks
+    scene.loop.call_soon(turn)
+    async with asyncio.timeout(SOON_S):
+        while len(told) < 40:  # noqa: ASYNC110  each is one turn
+            await asyncio.sleep(0)
+    assert told == list(range(40))
+    assert turns > 10, "others had their turns in between"
+
+
+async def test_nothing_of_a_wait_that_is_over_is_kept(scene: Scene) -> None:
+    class Job:
+        def done(self, _: Outcome) -> None:
+            raise AssertionError
+
+    jobs = [Job() for _ in range(100)]
+    alive = weakref.WeakSet(jobs)
+    ready = Ready(scene.words.ctypes.data, 1)
+    scene.wait(0, 5)  # the word is waited for all the time
+    for job in jobs:
+        assert scene.signals.cancel(scene.signals.wait(ready, scene.loop.time() + 600, job.done))
+    jobs.clear()
+    del job
+    gc.collect()
+    assert len(alive) == 0
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "look_s", "pause_s"),
+    [(0, 0, 20e-6), (1e-3, 1e-5, 62.5e-6), (0.1, 1e-5, 1e-3), (5, 1e-5, 5e-3), (600, 1e-5, 10e-3), (0, 1e-4, 4e-4)],
+)
+def test_pauses_grow_with_the_wait_and_with_the_look(lasted_s: float, look_s: float, pause_s: float) -> None:
+    assert signals._pause_s(lasted_s, look_s) == pytest.approx(pause_s)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client import Outcome
-from kvoffloadd.lanes import TURN_S, Lane
+from kvoffloadd.deliveries import TURN_S
+from kvoffloadd.lanes import Lane
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
