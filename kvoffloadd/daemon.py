@@ -246,8 +246,9 @@ class Daemon:
         if estate is not None:
             cache.epochs.merge(estate.base, estate.last, estate.epochs)
         if cache.disk is not None:
-            await cache.disk.start(context.spawn, estate.namespaces if estate else set())
+            await cache.disk.start(context.spawn)
         if not self._pool.is_old:
+            cache.remember()  # what the disks know of clears
             return
         rows = adopt(cache, estate)
         if self._config.memory.verify_adopted == "start":
@@ -340,6 +341,8 @@ class Daemon:
         # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
         if not await context.transfers.settle(set(), CLOSE_S, sealed=True):
             log.warning("%d payloads have no checksum yet; they are lost with this process", context.transfers.unsealed)
+        if context.clears:
+            await asyncio.wait(context.clears, timeout=CLOSE_S)
         if context.cache.disk is not None:
             self._systemd.status("writing to disk what is not there yet")
             if not await context.cache.disk.close(self._config.disk.flush_s, CLOSE_S):

@@ -29,6 +29,9 @@ def slot_pages(payload_bytes: int) -> int:
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 
+EPOCH_MAX = (1 << 62) - 1
+"""Of a namespace: see `cache.epochs`. What names a later one is damaged."""
+
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 

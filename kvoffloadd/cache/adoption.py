@@ -35,11 +35,6 @@ class Estate:
     epochs: dict[bytes, int]
     spaces: list[list[Any]]
 
-    @property
-    def namespaces(self) -> set[bytes]:
-        """Fingerprints."""
-        return {space[1] for space in self.spaces}
-
 
 def names_of(cache: Cache, bytes_max: int) -> tuple[bytes, list[int]]:
     """Whose the keys in memory are, for `estate_of`; and users of whom nothing is told, since it is too much."""
@@ -146,5 +141,6 @@ def _insert(cache: Cache, space: Space, found: Survivors) -> tuple[U32Array, I64
     columns.state[records] = PartState.SEALED
     columns.unverified[records] = 1
     cache.entries.missing[rows] = 0
+    cache.entries.inherited[rows] = 1
     cache.entries.account(records.ravel(), +1)
     return rows, records.ravel(), mine.ravel()

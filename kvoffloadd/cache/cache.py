@@ -16,7 +16,7 @@ import numpy as np
 from kvoffloadd.cache.adoption import names_of
 from kvoffloadd.cache.asked import Lookups
 from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
-from kvoffloadd.cache.epochs import Epochs
+from kvoffloadd.cache.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct
@@ -155,8 +155,6 @@ class Cache:
                         self.disk.unshelve(space)
                 namespace.spaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
-                if self.disk is None:  # nothing of it is left anywhere
-                    self.epochs.forget({namespace.fingerprint})
 
     def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
         """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
@@ -426,13 +424,12 @@ class Cache:
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees
-        some: (keys, bytes).
+        some: (keys, bytes). See `clearing.clear`, which writes it down.
         """
         namespace.epoch = self.epochs.of(namespace.fingerprint)
         old = list(namespace.spaces.values())
         for space in old:
             self._replace(space)
-        self.remember()
         yield 0, 0
         for space in old:
             for rows in self.entries.scan(space):
@@ -440,6 +437,22 @@ class Cache:
                 self.entries.retire(self.entries.live(rows), Reason.CLEARED)
                 self.counters.keys_cleared += keys - space.keys
                 yield keys - space.keys, held_bytes - space.bytes
+
+    def drop_inherited(self, namespace: Namespace) -> Iterator[None]:
+        """A clear of the namespace has become known that was before this run: what was not stored in this run goes,
+        some a step.
+        """
+        for space in list(namespace.spaces.values()):
+            for rows in self.entries.scan(space):
+                keys = space.keys
+                self.entries.retire(self.entries.live(rows[self.entries.inherited[rows] != 0]), Reason.CLEARED)
+                self.counters.keys_cleared += keys - space.keys
+                yield
+
+    def forget_clears(self) -> None:
+        """If there are too many clears to remember, forget those of namespaces of which nothing is left here."""
+        if len(self.epochs.by_namespace) > REMEMBERED_MAX:
+            self.epochs.forget(self.namespaces.keys() | (self.disk.namespaces() if self.disk else set()))
 
     def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
         """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last.

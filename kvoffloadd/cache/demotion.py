@@ -273,11 +273,9 @@ class Demotion:
         if shelf is None:  # it was when the offer was taken
             return
         sizes = space.part_bytes
-        usable = [root for root in self._disk.roots if root.state == State.OK]
+        usable = [root for root in self._disk.roots if root.state == State.OK and root.home.may_note(shelf.name)]
         if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
-            is_full = any(root.state == State.FULL for root in self._disk.roots)
-            why = "too large" if usable else "no room" if is_full else "no disk"
-            self.counters.not_demoted[why] += len(offer.rows)
+            self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
             self._cache.entries.demoting[offer.rows] = 0
             return
         entries = self._cache.entries
@@ -307,12 +305,18 @@ class Demotion:
                 return
             begin += took
 
+    def _why_not(self) -> str:
+        """Why no root takes anything of a space."""
+        states = {root.state for root in self._disk.roots}
+        return "clear not noted" if State.OK in states else "no room" if State.FULL in states else "no disk"
+
     async def _append(self, write: Write, batch: Batch) -> int:
         """Give the head of a batch to the root that has the least to do; 0 if none has room for too long."""
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
-            roots = [root for root in self._disk.roots if root.payload_bytes_max >= largest]
+            roots = [r for r in self._disk.roots if r.state == State.OK and r.home.may_note(batch.space)]
+            roots = [root for root in roots if root.payload_bytes_max >= largest]
             for root in sorted(roots, key=lambda root: root.load):
                 if root.writing < root.depth:
                     took = root.append(batch, partial(self._written, write, root))
@@ -320,7 +324,7 @@ class Demotion:
                         return took
             left = until - self._disk.loop.time()
             busy = any(root.writing >= root.depth for root in roots)
-            if not any(root.state == State.OK for root in roots) or (left <= 0 and not busy):
+            if not roots or (left <= 0 and not busy):
                 return 0
             await self._disk.wait_for_change(max(left, LOOK_AHEAD_S))
 

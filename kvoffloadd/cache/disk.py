@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORDS_MAX = 1 << 28
+NOTE_S = 30.0
+"""A root that has not noted a clear by then is not waited for."""
+
 _PENDING = int(KeyState.PENDING)
 
 
@@ -82,27 +85,20 @@ class Disk:
         self._settings = settings
         self._spaces: dict[int, Space] = {}
         self._emptying: set[int] = set()
+        self._arriving = asyncio.Lock()  # one root after the other
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
 
     # --- life ---
 
-    async def start(
-        self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], others: Collection[bytes] = ()
-    ) -> None:
-        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns. `others`:
-        namespaces that are known from elsewhere, whose epochs count whether a disk has anything of them or not.
-        """
-        manifests = [await root.open() for root in self.roots]
-        epochs = self.cache.epochs
-        for manifest in filter(None, manifests):
-            epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
-        known = set(others)
+    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
         for root in self.roots:
-            if root.state == State.OFF and root.opened:
-                known |= await self._take_in(root)
-        if all(root.state == State.OK and root.is_known for root in self.roots):
-            epochs.forget(set(epochs.by_namespace) - known)
+            if known := await self._open(root):
+                self.cache.epochs.merge(known.base_epoch, known.last_epoch, known.epochs)
+        for root in self.roots:
+            if root.opened:
+                await self._take_in(root)
         await self._save_epochs(self.roots)
         for root in self.roots:
             self._tasks.append(spawn(self.reclaim.keep(root, self._settings.retry_s)))
@@ -117,14 +113,25 @@ class Disk:
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
 
-    async def _take_in(self, root: Root) -> set[bytes]:
-        """Put what a root holds into the catalog. Returns the namespaces it has records of, dead ones included."""
+    async def _open(self, root: Root) -> Manifest | None:
+        """Take a root's directory. Returns what it knows of clears, also of one that is `opened` no more then."""
+        manifest = await root.open()
+        same = [r for r in self.roots if r is not root and r.opened and r.home.uuid == root.home.uuid]
+        if manifest and same:
+            root.home.turn_away()
+            root.health.become(State.OFF, f"it is a copy of {same[0].path}, which is in use")
+        return manifest
+
+    async def _take_in(self, root: Root) -> None:
+        """Put what a root holds into the catalog."""
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
             root.health.become(State.OFF, said(error))
             await root.take_off()
-            return set()
+            return
+        # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
+        await self._learn(0, 0, root.epochs)
         self.catalog.index.expect(sum(len(one.entries) for _, one in found))
         for segment, one in found:
             self._load(segment, one)
@@ -133,7 +140,6 @@ class Disk:
         self.numbers.changed.set()
         records = sum(len(one.entries) for _, one in found)
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
-        return {name.fingerprint for _, one in found for name in one.spaces}
 
     def _load(self, segment: Segment, found: Recovered) -> None:
         for number, name in enumerate(found.spaces):
@@ -158,34 +164,51 @@ class Disk:
 
     async def _look_after(self, root: Root) -> None:
         if await root.probe():
-            for trouble in await self._save_epochs([root]):
-                log.warning("disk: a clear is not noted at %s", trouble)
+            await self._save_epochs([root])
             return
         await root.settle()
         for ordinal in list(root.segments):
             await self.reclaim.forget(ordinal)
             self.catalog.close_segment(ordinal)
         await root.take_off()
-        manifest = await root.open()
-        if manifest is not None:
-            old = self._learn(manifest)
-            await self._take_in(root)
-            await self._empty(old)
+        async with self._arriving:
+            known = await self._open(root)
+            if known:
+                await self._learn(known.base_epoch, known.last_epoch, known.epochs)
+            if root.opened:
+                await self._take_in(root)
+                await self._save_epochs(self.roots)
 
-    def _learn(self, manifest: Manifest) -> list[Shelf]:
-        """A root came late, and knows of clears that nobody here has heard of. What is in memory was stored here, and
-        stays; what is on disk of older epochs goes. Pair with `_empty`.
+    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
+        """Somebody came late, and knows of clears that nobody here has heard of. Keys that were stored in this run
+        were stored after them, and stay; what came from a pool or a disk goes, and what is on disk of older epochs.
         """
-        epochs = self.cache.epochs
-        epochs.merge(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
-        for namespace in self.cache.namespaces.values():
-            if namespace.epoch != epochs.of(namespace.fingerprint):
-                namespace.epoch = epochs.of(namespace.fingerprint)
-                for space in namespace.spaces.values():
-                    space.shelf = None
-                    self.shelve(space)
-        self.cache.remember()
-        return self.begin_clear(None)
+        cache = self.cache
+        later = cache.epochs.merged(base, last, by_namespace)
+        if later == cache.epochs:
+            return
+        for shelf in self.catalog.shelves.values():
+            if shelf.name.epoch != later.of(shelf.name.fingerprint):
+                self.catalog.close(shelf)  # nothing more is promoted from it
+        # Before the new epoch is written down, for a successor must not find these keys in it.
+        for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
+            for _ in cache.drop_inherited(namespace):
+                await asyncio.sleep(0)
+        cache.epochs.merge(base, last, by_namespace)
+        for namespace in cache.namespaces.values():
+            self._renew(namespace)
+        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
+            cache.remember()
+        await self._empty(self.begin_clear(None))
+
+    def _renew(self, namespace: Namespace) -> None:
+        """Go on in the epoch that the namespace has by now."""
+        epoch = self.cache.epochs.of(namespace.fingerprint)
+        if namespace.epoch != epoch:
+            namespace.epoch = epoch
+            for space in namespace.spaces.values():
+                space.shelf = None
+                self.shelve(space)
 
     async def wait_for_change(self, deadline_s: float) -> None:
         """Until some root has more room or less to do, or the deadline."""
@@ -231,6 +254,10 @@ class Disk:
         parts = records - self.catalog.first[self.catalog.row[records]]
         sizes: I64Array = np.asarray(shelf.part_bytes, np.int64)[parts]
         return sizes
+
+    def namespaces(self) -> set[bytes]:
+        """Fingerprints of those that a root which is there may have something of."""
+        return {shelf.name.fingerprint for shelf in self.catalog.shelves.values() if shelf.open}
 
     def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
         """Where a segment lies; None if its root is off."""
@@ -290,11 +317,10 @@ class Disk:
             self._note_gone(self._spaces[number], gone)
         return lost
 
-    def begin_clear(self, namespaces: Sequence[Namespace] | None) -> list[Shelf]:
-        """The epochs of these namespaces (None: of all) have advanced: what is on disk of older ones is not found from
-        now on. Pair with `finish_clear`.
+    def begin_clear(self, names: Collection[bytes] | None) -> list[Shelf]:
+        """The epochs of these namespaces (fingerprints; None: of all) have advanced: what is on disk of older ones is
+        not found from now on. Pair with `finish_clear`.
         """
-        names = None if namespaces is None else {namespace.fingerprint for namespace in namespaces}
         old = []
         for shelf in self.catalog.shelves.values():
             if shelf.id in self._emptying:
@@ -344,17 +370,23 @@ class Disk:
         self.cache.entries.note(space, keys[~resident], added=False)
 
     async def _save_epochs(self, roots: Sequence[Root]) -> list[str]:
-        epochs = self.cache.epochs
-        failed = []
-        for root in roots:
-            if not root.opened:
-                failed.append(f"{root.path} is off: {root.health.reason}")
-                continue
-            try:
-                await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
-            except (OSError, KvOffloadError) as error:
-                failed.append(f"{root.path}: {said(error)}")
+        """Make durable what was cleared. Returns where that failed, and why: `_look_after` tries it again."""
+        failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
+        self.numbers.changed.set()  # what was stored since may be written now
         return failed
+
+    async def _save_at(self, root: Root) -> str:
+        epochs = self.cache.epochs
+        if not root.opened:
+            return f"{root.path} is off: {root.health.reason}"
+        try:
+            async with asyncio.timeout(NOTE_S):
+                await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
+        except (OSError, KvOffloadError) as error:
+            why = "it does not answer" if isinstance(error, TimeoutError) else said(error)
+            log.warning("disk %s: a clear is not noted: %s", root.path, why)
+            return f"{root.path}: {why}"
+        return ""
 
     # --- audit ---
 

@@ -67,6 +67,7 @@ class Entries:
         self.state: U8Array = reserve_array((max_rows,), np.uint8)
         self.reading: U32Array = reserve_array((max_rows,), np.uint32)  # which promotion fills it; 0: none
         self.demoting: U8Array = reserve_array((max_rows,), np.uint8)  # it waits to be written to disk
+        self.inherited: U8Array = reserve_array((max_rows,), np.uint8)  # not stored in this run: from a pool or a disk
         self.disk: Disk | None = None
         self.spaces = Spaces()
         self.events: deque[Event] = deque()
@@ -86,7 +87,7 @@ class Entries:
         rows = self.index.insert(space.id, keys)
         self.first[rows] = self.parts.allocate(space.schema.parts, rows)
         self.missing[rows] = space.schema.parts
-        self.leases[rows] = 0
+        self.leases[rows] = self.inherited[rows] = 0
         if self.disk:
             self.reading[rows] = 0
             self.demoting[rows] = 0

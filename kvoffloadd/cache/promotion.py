@@ -194,6 +194,7 @@ class Promotion:
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading
         cache.entries.reading[rows] = reading.id
+        cache.entries.inherited[rows] = 1
         cache.hold(rows)
         self._join(fetch, reading)
         # Which key each part belongs to: rows are distinct, since the keys are.

@@ -362,7 +362,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     boot_id: Token
     session: Id
     namespace: bytes
-    epoch: Count
+    epoch: Id
     limits: Limits
     features: list[str]
     fds: Annotated[int, msgspec.Meta(ge=0, le=FDS_PER_FRAME_MAX)] = 1

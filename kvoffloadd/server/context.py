@@ -11,12 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache import audit
+from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.lease import ReadLease, WriteLease
 from kvoffloadd.server.instance import Instances
 from kvoffloadd.server.status import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Collection, Coroutine, Iterator
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.transfer import Transfers
@@ -67,6 +68,7 @@ class Context:
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     own_uid: int = field(default_factory=os.getuid)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_told: bool = False) -> asyncio.Task[Any]:
@@ -74,6 +76,13 @@ class Context:
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(partial(self._ended, errors_are_told))
+        return task
+
+    def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
+        """See `clearing.clear`. It goes on to its end, though whoever asked for it may be gone."""
+        task = self.spawn(clear(self.cache, names), errors_are_told=True)
+        self.clears.add(task)
+        task.add_done_callback(self.clears.discard)
         return task
 
     def _ended(self, errors_are_told: bool, task: asyncio.Task[Any]) -> None:

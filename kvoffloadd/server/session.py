@@ -234,27 +234,11 @@ class Session:
     # --- the namespace, the daemon ---
 
     def _clear(self, message: m.Clear) -> Answer:
-        return self._finish_clear(message.seq, self._scope(message.everything), message.everything)
+        scope = self._scope(message.everything)
+        return self._finish_clear(message.seq, None if message.everything else {scope[0].fingerprint})
 
-    async def _finish_clear(self, seq: int, namespaces: list[Namespace], everything: bool) -> m.Reply:
-        cache = self._context.cache
-        cache.check_clear(namespaces)
-        if everything:
-            cache.epochs.advance_all()
-        else:
-            cache.epochs.advance(namespaces[0].fingerprint)
-        shelves = cache.disk.begin_clear(None if everything else namespaces) if cache.disk else []
-        keys = held_bytes = 0
-        walks = [cache.clear(namespace) for namespace in namespaces]
-        for walk in walks:
-            next(walk)  # from here on nothing old hits, in any of them
-        for walk in walks:
-            for some_keys, some_bytes in walk:
-                keys += some_keys
-                held_bytes += some_bytes
-                await asyncio.sleep(0)
-        if cache.disk:
-            await cache.disk.finish_clear(shelves)
+    async def _finish_clear(self, seq: int, names: set[bytes] | None) -> m.Reply:
+        keys, held_bytes = await asyncio.shield(self._context.clear(names))
         return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
 
     def _drain(self, message: m.Drain) -> Answer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import EPOCH_MAX, PAGE_BYTES
 from kvoffloadd.tiers.disk.format import footer_pages
 from kvoffloadd.tiers.disk.recovery import Kind, Recovered, recover_segment
 from kvoffloadd.tiers.disk.segment import Segment
@@ -18,6 +18,7 @@ from kvoffloadd.tiers.disk.segments import seal_segment
 if TYPE_CHECKING:
     from kvoffloadd.lanes import Lane
     from kvoffloadd.tiers.disk.files import Files
+    from kvoffloadd.tiers.disk.format import SpaceId
     from kvoffloadd.tiers.disk.home import Home
     from kvoffloadd.tiers.disk.segment import Numbers
 
@@ -27,13 +28,20 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Census:
     """`kept`: segments with contents, oldest first. `void`: files of ours without any that can be served, by name, with
-    their bytes. `foreign_bytes`: files that are not ours, and stay. `is_complete`: no other start could find more.
+    their bytes. `foreign_bytes`: files that are not ours, and stay. `epochs`: by fingerprint, the latest of each
+    namespace that a record here names, whether the record counts or not: it was cleared then, whoever remembers.
     """
 
     kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
     void: list[tuple[str, int]] = field(default_factory=list)
     foreign_bytes: int = 0
-    is_complete: bool = True
+    epochs: dict[bytes, int] = field(default_factory=dict)
+
+    def note(self, spaces: list[SpaceId]) -> None:
+        """A segment has records of these."""
+        for space in spaces:
+            if self.epochs.get(space.fingerprint, 0) < space.epoch <= EPOCH_MAX:
+                self.epochs[space.fingerprint] = space.epoch
 
 
 async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *, trusted: bool) -> Census:
@@ -50,7 +58,6 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
     for name, one in zip(names, found, strict=True):
         if one is None:
             census.foreign_bytes += await lane.perform(partial(home.size_bytes, name))
-            census.is_complete = False
             continue
         if one.kind is Kind.FOREIGN:
             log.warning("%s/segments/%s is no segment of ours: left alone", home.path, one.name)
@@ -58,10 +65,10 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
             continue
         if one.header is not None:
             numbers.seen(one.header.number, 0)
+        census.note(one.spaces)
         if one.header is None or not len(one.entries) or not trusted:
             if one.kind is Kind.UNREADABLE:
                 log.warning("%s/segments/%s is of another version: kept until its space is needed", home.path, one.name)
-                census.is_complete = False
             census.void.append((one.name, one.size_bytes))
         else:
             segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)

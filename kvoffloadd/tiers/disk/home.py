@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
@@ -22,10 +23,8 @@ from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manife
 from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvoffloadd.tiers.disk.files import Files
-    from kvoffloadd.tiers.disk.format import SegmentHeader
+    from kvoffloadd.tiers.disk.format import SegmentHeader, SpaceId
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +74,14 @@ class Home:
         Raises:
             OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
         """
-        try:
-            self.manifest = await read_manifest(self.path)
-        except DiskVersionError:
-            raise
-        except DiskError as error:
-            log.warning("disk %s: %s: what it holds is not served", self.path, error)
-            self.manifest = None
+        async with self._writing:  # whatever is still writing one from before the root was let go
+            try:
+                self.manifest = await read_manifest(self._here)
+            except DiskVersionError:
+                raise
+            except DiskError as error:
+                log.warning("disk %s: %s: what it holds is not served", self.path, error)
+                self.manifest = None
         if self.manifest is None:
             if self._uuid:
                 raise DiskError(f"{self.path} has no manifest any more: is its file system mounted?")
@@ -97,8 +97,28 @@ class Home:
         """Make the manifest of a new root durable; OSError passes through."""
         if self.manifest is None:
             raise DiskError(f"{self.path} is off")
-        await write_manifest(self.path, self.manifest)
+        await write_manifest(self._here, self.manifest)
         self._uuid = self.manifest.root_uuid
+
+    @property
+    def uuid(self) -> bytes:
+        """Of the root, as its manifest has it; empty while it is off."""
+        return self.manifest.root_uuid if self.manifest is not None else b""
+
+    @property
+    def _here(self) -> Path:
+        """The directory, wherever it is by now: another one may be at `path`."""
+        return _path_of(self._directory_fd)
+
+    def has_noted(self, space: SpaceId) -> bool:
+        """The manifest that is durable has the epoch of this space: its records may be written here. Elsewhere whoever
+        finds them would not know of the clear that they came after.
+        """
+        return self.manifest is not None and self.manifest.epoch_of(space.fingerprint) == space.epoch
+
+    def may_note(self, space: SpaceId) -> bool:
+        """It has, or the manifest that is being written may."""
+        return self.has_noted(space) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
         """Make clears durable, even where nobody waits for it any more: there is one name for what is half written.
@@ -123,9 +143,16 @@ class Home:
         async with self._writing:
             if self.manifest is None:
                 raise DiskError(f"{self.path} is off")
-            if manifest != self.manifest:
-                await write_manifest(self.path, manifest)
-                self.manifest = manifest
+            if manifest == self.manifest:
+                return
+            directory_fd = os.dup(self._directory_fd)  # the root may be let go meanwhile
+            try:
+                await write_manifest(_path_of(directory_fd), manifest)
+            finally:
+                os.close(directory_fd)
+            if self.manifest is None:
+                raise DiskError(f"{self.path} is off")
+            self.manifest = manifest
 
     def segment_names(self) -> list[str]:
         """Files that look like segments; blocks."""
@@ -194,6 +221,11 @@ class Home:
             files.close(fd)
             files.unlink(self._directory_fd, "probe")
 
+    def turn_away(self) -> None:
+        """Let a root go that is not to be used: the next one here may be another."""
+        self.leave()
+        self._uuid = b""
+
     def leave(self) -> None:
         """Let the directory go. The caller guarantees that no thread uses its descriptors any more."""
         for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
@@ -201,3 +233,8 @@ class Home:
                 os.close(fd)
         self.segments_fd = self._directory_fd = self._lock_fd = -1
         self.manifest = None
+
+
+def _path_of(directory_fd: int) -> Path:
+    """A path that leads to this directory as long as the descriptor is open."""
+    return Path(f"/proc/self/fd/{directory_fd}")

@@ -1,6 +1,6 @@
 """The durable facts of a root: which one it is, and what was cleared. A small text that a person can read.
 
-A record is served only if its epoch is not older than its namespace's: without the manifest, nothing is.
+A record is served only if its epoch is its namespace's: without the manifest, nothing is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import aiofiles.os
 import msgspec
 import xxhash
 
+from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.tiers.disk.files import DiskManifestError, DiskVersionError
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _BYTES_MAX = 256 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """`base_epoch`: of the last clear of everything; `epochs`: of later clears of single namespaces, by fingerprint;
-    `last_epoch`: the highest one that was ever used.
+    """`epochs`: of namespaces, by fingerprint; `base_epoch`: of all others. `last_epoch`: the highest one that whoever
+    wrote this had heard of.
     """
 
     root_uuid: bytes
@@ -41,13 +42,13 @@ class Manifest:
     last_epoch: int
     epochs: dict[bytes, int] = field(default_factory=dict)
 
-    def threshold(self, fingerprint: bytes) -> int:
-        """Records of an older epoch than this are dead."""
-        return max(self.base_epoch, self.epochs.get(fingerprint, 0))
+    def epoch_of(self, fingerprint: bytes) -> int:
+        """Records of another epoch than this are dead."""
+        return self.epochs.get(fingerprint, self.base_epoch)
 
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-_Epoch = Annotated[int, msgspec.Meta(ge=0)]
+_Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 
 
 class _Version(msgspec.Struct):
@@ -86,10 +87,11 @@ async def write_manifest(path: Path, manifest: Manifest) -> None:
     """
     loop = asyncio.get_running_loop()
     temporary = path / _TEMPORARY_NAME
+    encoded = await loop.run_in_executor(None, encode_manifest, manifest)  # thousands of clears take milliseconds
     with suppress(FileNotFoundError):
         await aiofiles.os.unlink(temporary)
     async with aiofiles.open(temporary, "xb", opener=_open) as stream:
-        await stream.write(encode_manifest(manifest))
+        await stream.write(encoded)
         await stream.flush()
         await loop.run_in_executor(None, os.fsync, stream.fileno())
     await aiofiles.os.replace(temporary, path / MANIFEST_NAME)

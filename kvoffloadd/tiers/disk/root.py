@@ -107,7 +107,7 @@ class Root:
         self._void: list[tuple[str, int]] = []  # segment files without contents: name, bytes
         self._foreign_bytes = 0
         self.kept_pages = 0  # at the end of the open segment, for records that move on
-        self.is_known = False  # all that may ever be served from here was looked at
+        self.epochs: dict[bytes, int] = {}  # see `Census`
         self._trusted = True
         self._grow_after = 0.0
         self._preparing = False
@@ -142,7 +142,7 @@ class Root:
         census = await take_census(self.home, self._files, self.read_lane, self._numbers, trusted=self._trusted)
         if not self._trusted:
             await self._begin_anew(census.void)
-        self._void, self._foreign_bytes, self.is_known = census.void, census.foreign_bytes, census.is_complete
+        self._void, self._foreign_bytes, self.epochs = census.void, census.foreign_bytes, census.epochs
         kept = census.kept
         self.segments = {segment.ordinal: segment for segment, _ in kept}
         while self.used_bytes > self.capacity_bytes and (self._void or kept):
@@ -301,7 +301,7 @@ class Root:
         taken; with an error none of them is valid.
         """
         segment = self._open
-        if self.state != State.OK or segment is None:
+        if self.state != State.OK or segment is None or not self.home.has_noted(batch.space):
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)

@@ -1,0 +1,50 @@
+"""A clear, from the instant at which it takes effect to the moment at which it is durable. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Coroutine, Iterator
+    from typing import Any
+
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.catalog import Shelf
+
+
+def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:
+    """Clear the namespaces with these fingerprints, None: all, whether they are open or not. When this returns nothing
+    that was stored before hits; run the coroutine to its end, whoever asked for the clear. Its result: what memory
+    dropped, (keys, bytes).
+
+    Raises:
+        LimitError: nothing was changed.
+        NotDurableError: (the coroutine) it holds here, but some root could not note it.
+    """
+    namespaces = [n for n in cache.namespaces.values() if names is None or n.fingerprint in names]
+    cache.check_clear(namespaces)
+    if names is None:
+        cache.epochs.advance_all()
+    else:
+        for name in names:
+            cache.epochs.advance(name)
+    cache.forget_clears()
+    shelves = cache.disk.begin_clear(names) if cache.disk else []
+    walks = [cache.clear(namespace) for namespace in namespaces]
+    for walk in walks:
+        next(walk)
+    cache.remember()
+    return _finish(cache, walks, shelves)
+
+
+async def _finish(cache: Cache, walks: list[Iterator[tuple[int, int]]], shelves: list[Shelf]) -> tuple[int, int]:
+    keys = held_bytes = 0
+    for walk in walks:
+        for some_keys, some_bytes in walk:
+            keys += some_keys
+            held_bytes += some_bytes
+            await asyncio.sleep(0)
+    if cache.disk:
+        await cache.disk.finish_clear(shelves)
+    return keys, held_bytes
