@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.disk import Disk, DiskSettings, away_keys
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.cache.promotion import Fetch, Urgency
@@ -25,6 +27,7 @@ from kvoffloadd.tiers.disk.root import OVERHEAD_BYTES, Root, RootSettings
 from kvoffloadd.tiers.disk.segment import Numbers, Segment
 from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.tiers.pool import Pool
 
 from .fakes import FirstInFirstOut, keys_of
 
@@ -86,7 +89,7 @@ class Gate:
 
 class SteeredFiles(FaultyFiles):
     """Reads and writes of records stop at their gates, and are remembered by how many records they take; the next
-    `failing_writes` of them fail.
+    `failing_writes` of them fail. Files that are `unreadable`, by name, can't be opened.
     """
 
     def __init__(self, switch: Path) -> None:
@@ -96,12 +99,18 @@ class SteeredFiles(FaultyFiles):
         self.reads: list[int] = []
         self.writes: list[int] = []
         self.failing_writes = 0
+        self.unreadable: set[str] = set()
 
     def plant(self, text: str) -> None:
         """Faults from now on, as in FaultyFiles; none: no text."""
         fresh = self.switch.with_suffix(".new")
         fresh.write_text(text)
         fresh.replace(self.switch)
+
+    def open(self, directory_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
+        if name in self.unreadable:
+            raise OSError(errno.EIO, "planted")
+        return super().open(directory_fd, name, create=create, direct=direct, write=write)
 
     def read(self, fd: int, offset: int, buffers: Sequence[Any]) -> int:
         if len(buffers) > 1:  # a header page and a payload at least
@@ -127,15 +136,25 @@ def payload_of(space: Space, number: int, part: int) -> bytes:
 
 
 class Tier:
-    """Cache, roots and disk in `folder`. `holds`, `reserved`: what the test itself holds, for the audit."""
+    """Cache, roots and disk in `folder`, or with roots in `paths`. `holds`, `reserved`: what the test itself holds, for
+    the audit.
+    """
 
-    def __init__(self, folder: Path, shape: Shape | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shape: Shape | None = None,
+        *,
+        paths: Sequence[Path] | None = None,
+        pool: Pool | None = None,
+        **settings: Any,
+    ) -> None:
         self.shape = shape or Shape()
         self.folder = folder
         self.loop = asyncio.get_running_loop()
         self.files = SteeredFiles(folder / "faults")
         self.holds = self.reserved = 0
-        memory = MemoryTier(self.shape.pages * PAGE_BYTES, self.shape.slab_pages * PAGE_BYTES)
+        memory = MemoryTier(self.shape.pages * PAGE_BYTES, self.shape.slab_pages * PAGE_BYTES, pool)
         self.cache = Cache(memory, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
         numbers = Numbers()
         each = RootSettings(
@@ -144,11 +163,11 @@ class Tier:
             write_threads=self.shape.threads,
             direct=None,
             min_free_bytes=0,
-            retry_s=0.05,
+            retry_s=settings.get("retry_s", 0.05),
         )
         self.roots = [
-            Root(folder / f"root{n}", self.shape.capacity_bytes, each, self.files, self.loop, numbers)
-            for n in range(self.shape.roots)
+            Root(path, self.shape.capacity_bytes, each, self.files, self.loop, numbers)
+            for path in paths or [folder / f"root{n}" for n in range(self.shape.roots)]
         ]
         self.disk = Disk(self.cache, self.roots, numbers, replace(SETTINGS, **settings), self.loop, seed=9)
         self.tasks: list[asyncio.Task[None]] = []
@@ -172,7 +191,16 @@ class Tier:
     # --- life ---
 
     async def start(self) -> Tier:
+        """With what the pool has, if it is old."""
+        pool = self.cache.tier.pool
+        estate = estate_of(pool.names()) if pool.is_old else None
+        if estate is not None:
+            self.cache.epochs.merge(estate.base, estate.last, estate.epochs)
         await self.disk.start(self._spawn)
+        if pool.is_old:
+            self.disk.demotion.adopted(adopt(self.cache, estate))
+        else:
+            self.cache.remember()
         return self
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -226,8 +254,14 @@ class Tier:
         of_key = self.cache.entries.index.keys[rows, 1].tolist()
         part_of = (reserved - self.cache.entries.first[rows]).tolist()
         for record, number, part in zip(reserved.tolist(), of_key, part_of, strict=True):
-            self.slot(record, space.part_bytes[part])[:] = np.frombuffer(payload_of(space, number, part), np.uint8)
+            self.slot(record, space.part_bytes[part])[:] = np.frombuffer(self.payload(space, number, part), np.uint8)
         return self.cache.commit(reserved)
+
+    def payload(self, space: Space, number: int, part: int) -> bytes:
+        return payload_of(space, number, part)
+
+    def check_payload(self, space: Space, number: int, part: int, payload: bytes) -> None:
+        assert payload == payload_of(space, number, part), f"key {number} is wrong"
 
     def hash(self, parts: I64Array) -> Sums:
         """As the hash lane does; `take` comes some time later."""
@@ -281,7 +315,7 @@ class Tier:
         for number, row in zip(hits, found.hit_rows.tolist(), strict=True):
             for part, size in enumerate(space.part_bytes):
                 record = int(self.cache.entries.first[row]) + part
-                assert self.slot(record, size).tobytes() == payload_of(space, number, part), f"key {number} is wrong"
+                self.check_payload(space, number, part, self.slot(record, size).tobytes())
         return hits
 
     # --- from disk ---
@@ -306,21 +340,8 @@ class Tier:
     # --- clears ---
 
     async def clear(self, *namespaces: Namespace) -> None:
-        """As the session does it; none: all."""
-        epochs = self.cache.epochs
-        if namespaces:
-            for namespace in namespaces:
-                epochs.advance(namespace.fingerprint)
-        else:
-            epochs.advance_all()
-        shelves = self.disk.begin_clear(list(namespaces) or None)
-        walks = [self.cache.clear(namespace) for namespace in namespaces or self.cache.namespaces.values()]
-        for walk in walks:
-            next(walk)
-        for walk in walks:
-            for _ in walk:
-                await asyncio.sleep(0)
-        await self.disk.finish_clear(shelves)
+        """Of these; none: of all."""
+        await clear(self.cache, [namespace.fingerprint for namespace in namespaces] or None)
 
     # --- waiting ---
 

@@ -98,6 +98,7 @@ def test_a_clear_holds_from_its_first_step_on() -> None:
     store(cache, space, keys_of(1))
     cache.epochs.advance(NAME)
     next(cache.clear(namespace))
+    cache.remember()
     store(cache, namespace.spaces[0], keys_of(2))
     after, estate = heir(cache)
     adopt(after, estate)

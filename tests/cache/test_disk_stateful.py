@@ -52,7 +52,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="kvo-"))
         self.runner = asyncio.Runner()
         self.shape = Shape(pages=48, slab_pages=16, segment_pages=16, roots=roots, threads=2)
-        self.settings = {"rewrite_hot": rewrite_hot, "on_evict": on_evict, "second_use": second_use}
+        self.settings: dict[str, Any] = {"rewrite_hot": rewrite_hot, "on_evict": on_evict, "second_use": second_use}
         self.stored: list[set[int]] = [set() for _ in SIZES]
         self.is_sound = True  # no damage and no faults so far
         self.fails = False

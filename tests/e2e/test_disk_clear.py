@@ -177,10 +177,81 @@ def test_a_clear_that_can_not_be_noted_is_told(start_daemon: Start, root: Path, 
     assert all_miss(worker(daemon), lots[0])
 
 
+def test_what_was_stored_after_a_clear_that_was_not_noted(start_daemon: Start, root: Path, lots: list[Keys]) -> None:
+    """The daemon dies before the manifest can be written again; the next clear, which is durable, reaches all of it."""
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
+    rank = worker(daemon)
+    trap = root / "manifest.new" / "x"
+    trap.mkdir(parents=True)
+    with pytest.raises(RemoteError, match="not for good"):
+        rank.client.clear()
+    assert rank.store_keys(lots[0]).outcome is Outcome.DONE
+    until(lambda: disk(daemon)["not_demoted"].get("clear not noted") == len(lots[0]), "nothing is written")
+    daemon.leave_guests()
+    daemon.kill()
+    trap.rmdir()
+    trap.parent.rmdir()
+    daemon.start()
+    rank = worker(daemon)
+    rank.client.clear()
+    store_on_disk(daemon, rank, lots[1])
+    again(daemon, "kill")
+    rank = worker(daemon)
+    assert all_miss(rank, lots[0])
+    assert served(rank, lots[1]).all()
+
+
+def test_a_root_that_was_out_comes_back(start_daemon: Start, root: Path, tmp_path: Path, lots: list[Keys]) -> None:
+    """As OPERATIONS.md says it is done; with a restart in between, and what is stored meanwhile."""
+    other = tmp_path / "other"
+    first = start_daemon(*disk_settings((root, 64 * MIB)))
+    rank = worker(first)
+    for _ in range(3):
+        rank.client.clear()
+    store_on_disk(first, rank, lots[0])
+    first.leave_guests()
+    assert first.stop() == 0
+    second = start_daemon(*disk_settings((other, 64 * MIB)))
+    rank = worker(second)
+    rank.client.clear()
+    again(second, "stop")
+    rank = worker(second)
+    store_on_disk(second, rank, lots[1])
+    second.leave_guests()
+    assert second.stop() == 0
+    both = start_daemon(*disk_settings((root, 64 * MIB), (other, 64 * MIB)))
+    rank = worker(both)
+    assert all_miss(rank, lots[0])
+    assert served(rank, lots[1]).all()
+
+
+def test_adopted_keys_that_a_late_root_knows_were_cleared(
+    start_daemon: Start, root: Path, tmp_path: Path, lots: list[Keys]
+) -> None:
+    pools = [f"memory.pool_file={tmp_path / name}" for name in ("one", "two")]
+    first = start_daemon(*disk_settings((root, 64 * MIB)), pools[0])
+    store_on_disk(first, worker(first), lots[0])
+    first.leave_guests()
+    assert first.stop() == 0
+    second = start_daemon(*disk_settings((root, 64 * MIB)), pools[1])
+    worker(second).client.clear()
+    second.leave_guests()
+    assert second.stop() == 0
+    root.chmod(0o755)  # it is refused for now
+    third = start_daemon(*disk_settings((root, 64 * MIB)), pools[0])
+    rank = worker(third)
+    assert rank.states(lots[0]) == [HIT] * len(lots[0])
+    assert rank.store_keys(lots[1]).outcome is Outcome.DONE
+    root.chmod(0o700)
+    until(lambda: disk(third)["roots"][0]["state"] == "ok", "the root is there")
+    assert all_miss(rank, lots[0])
+    assert served(rank, lots[1]).all(), "what was stored in this run stays"
+
+
 def test_what_could_not_be_read_at_a_start_stays_cleared(
     start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]
 ) -> None:
-    """A start that sees no record of a namespace may not forget that it was cleared."""
+    """All of it. A root of which a part can't be read is in tests/cache/test_disk_history.py."""
     settings = (*disk_settings((root, 64 * MIB)), "disk.direct=false")
     daemon = start_daemon(*settings, faults=f"disk={switch.path}")
     rank = worker(daemon)

@@ -80,7 +80,7 @@ def test_after_a_clear_nothing_old_hits(daemon: Daemon, keys: Keys) -> None:
     assert (cleared.keys, cleared.bytes) == (8, 8 * 4096)
     assert rank.states(keys) == [MISS] * 8
     assert len(rank.client.snapshot(0)) == 0
-    assert daemon.status()["namespaces"][0]["epoch"] == before + 1
+    assert daemon.status()["namespaces"][0]["epoch"] > before
     assert daemon.status()["memory"]["used_bytes"] == 0
     assert rank.store_keys(keys).bytes == 8 * 4096
     assert rank.loads_right(keys)

@@ -1,0 +1,314 @@
+"""Roots, pools and daemons that meet again: which clears they know of, and what counts then. One case each; a model of
+all of them together is in test_clears_stateful.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.cache import cache as cache_module
+from kvoffloadd.cache import epochs as epochs_module
+from kvoffloadd.cache import spaces
+from kvoffloadd.cache.clearing import clear
+from kvoffloadd.errors import LimitError, NotDurableError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.manifest import read_manifest, write_manifest
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Shape, Tier
+
+A, B = (bytes([n]) * 16 for n in (1, 2))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def blocked(path: Path) -> Path:
+    """A manifest can't be written here until this is removed."""
+    at = path / "manifest.new"
+    (at / "x").mkdir(parents=True)
+    return at
+
+
+async def comes_late(tier: Tier, path: Path) -> None:
+    """A root that was refused."""
+    os.chmod(path, 0o700)
+    root = next(root for root in tier.roots if root.path == path)
+    await tier.until(lambda: root.state == State.OK and not tier.disk._arriving.locked())
+
+
+# --- what was taken out and put back ---
+
+
+async def test_a_clear_holds_for_a_root_that_was_out(open_tier: Open, paths: list[Path]) -> None:
+    first = await open_tier(paths=[paths[1]])
+    await first.store_away(first.space(A), 1, 2)
+    await first.close()
+    second = await open_tier(paths=[paths[0]])
+    await second.clear(second.space(A).namespace)
+    await second.close()
+    third = await open_tier(paths=[paths[0]])
+    await third.close()
+    both = await open_tier(paths=paths)
+    assert both.states(both.space(A), 1, 2) == [MISS, MISS]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+async def test_the_later_clear_holds_not_the_one_of_many(open_tier: Open, paths: list[Path], order: int) -> None:
+    first = await open_tier(paths=[paths[1]])
+    for _ in range(5):
+        await first.clear(first.space(A).namespace)
+    await first.store_away(first.space(A), 1)
+    await first.close()
+    second = await open_tier(paths=[paths[0]])
+    await second.clear(second.space(A).namespace)
+    await second.store_away(second.space(A), 2)
+    await second.close()
+    both = await open_tier(paths=paths[::order])
+    assert both.states(both.space(A), 1, 2) == [MISS, PENDING]
+    await both.drop()
+    alone = await open_tier(paths=[paths[1]])
+    assert alone.states(alone.space(A), 1, 2) == [MISS, MISS], "it has been told"
+
+
+async def test_the_second_root_with_one_uuid_is_off(open_tier: Open, paths: list[Path]) -> None:
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1)
+    await first.close()
+    shutil.copytree(paths[0], paths[1])
+    alone = await open_tier(paths=[paths[1]])
+    await alone.clear(alone.space(A).namespace)
+    await alone.close()
+    both = await open_tier(paths=paths)
+    assert [root.state for root in both.roots] == [State.OK, State.OFF]
+    assert both.roots[1].health.reason == f"it is a copy of {paths[0]}, which is in use"
+    assert both.states(both.space(A), 1) == [MISS], "what the copy knows of clears counts"
+    with pytest.raises(NotDurableError):
+        await both.clear(both.space(A).namespace)
+    shutil.rmtree(paths[1])
+    paths[1].mkdir(mode=0o700)
+    await both.until(lambda: both.roots[1].state == State.OK)
+
+
+async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths: list[Path]) -> None:
+    """It is not used, and its manifest stays what it is, also by a clear before anybody has noticed."""
+    for path, name in zip(paths, (A, B), strict=True):
+        tier = await open_tier(paths=[path])
+        await tier.clear(tier.space(name).namespace)
+        await tier.store_away(tier.space(name), 1)
+        await tier.close()
+    tier = await open_tier(paths=[paths[0]])
+    other = await read_manifest(paths[1])
+    away = paths[0].with_name("away")
+    paths[0].rename(away)
+    paths[1].rename(paths[0])
+    await clear(tier.cache, [tier.space(A).namespace.fingerprint])
+    assert await read_manifest(paths[0]) == other
+    mine = await read_manifest(away)
+    assert mine is not None
+    assert mine.epoch_of(A) == tier.space(A).namespace.epoch
+    await tier.until(lambda: "another root" in tier.root.health.reason)
+    assert tier.states(tier.space(B), 1) == [MISS]
+    assert await read_manifest(paths[0]) == other
+
+
+# --- what comes late ---
+
+
+async def test_a_late_root_retires_what_it_knows_was_cleared(open_tier: Open, paths: list[Path]) -> None:
+    """Keys that came from a disk go, from memory and from that disk; what was stored in this run stays."""
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1, 2, 3)
+    await first.store_away(first.space(B), 1)
+    await first.close()
+    second = await open_tier(paths=[paths[1]])
+    await second.clear(second.space(A).namespace)
+    await second.store_away(second.space(A), 7)
+    await second.close()
+    paths[1].chmod(0o755)
+    tier = await open_tier(paths=paths)
+    space = tier.space(A)
+    assert sorted(await tier.fetch(space, 1, 2)) == [1, 2]
+    assert await tier.fetch(tier.space(B), 1) == [1]
+    old = space.shelf
+    assert old is not None
+    tier.store(space, 5)
+    await tier.quiet()
+    await comes_late(tier, paths[1])
+    assert tier.states(space, 1, 2, 3, 5, 7) == [MISS, MISS, MISS, HIT, PENDING]
+    assert tier.served(tier.space(B), 1) == [1]
+    assert not old.open
+    assert old.id not in tier.disk.catalog.shelves, "what it took is free"
+    assert tier.cache.counters.keys_cleared == 2
+    await tier.close()
+    alone = await open_tier(paths=[paths[0]])
+    assert alone.states(alone.space(A), 1, 2, 3) == [MISS] * 3, "the others have been told"
+
+
+async def test_keys_that_are_being_read_when_a_late_root_knows_better(open_tier: Open, paths: list[Path]) -> None:
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1)
+    await first.close()
+    second = await open_tier(paths=[paths[1]])
+    await second.clear()
+    await second.close()
+    paths[1].chmod(0o755)
+    tier = await open_tier(paths=paths)
+    tier.files.reading.close()
+    fetched = asyncio.ensure_future(tier.fetch(tier.space(A), 1))
+    await tier.until(tier.files.reading.entered.is_set)
+    await comes_late(tier, paths[1])
+    tier.files.reading.open()
+    assert await fetched == []
+    assert tier.states(tier.space(A), 1) == [MISS]
+
+
+# --- what could not be noted ---
+
+
+async def test_nothing_goes_where_its_clear_is_not_noted(open_tier: Open, paths: list[Path]) -> None:
+    tier = await open_tier(paths=paths)
+    tier.store(tier.space(A), 1)
+    await tier.quiet()
+    trap = blocked(paths[0])
+    with pytest.raises(NotDurableError):
+        await tier.clear(tier.space(A).namespace)
+    tier.store(tier.space(A), *range(2, 8))
+    await tier.quiet()
+    assert {tier.place(tier.space(A), number)[0].path for number in range(2, 8)} == {paths[1]}
+    trap_too = blocked(paths[1])
+    with pytest.raises(NotDurableError):
+        await tier.clear()
+    tier.store(tier.space(A), 8)
+    await tier.quiet()
+    assert tier.on_disk(tier.space(A), 8) == []
+    assert tier.not_demoted == {"clear not noted": 1}
+    tier.store(tier.space(B), 8)
+    for at in (trap, trap_too):
+        shutil.rmtree(at)
+    space = tier.space(A).shelf
+    assert space is not None
+    await tier.until(lambda: all(root.home.has_noted(space.name) for root in tier.roots))
+    tier.store(tier.space(A), 9)
+    await tier.quiet()
+    assert tier.on_disk(tier.space(A), 9) == [9]
+    await tier.close()
+    again = await open_tier(paths=paths)
+    assert again.states(again.space(A), 1, 2, 8, 9) == [MISS, MISS, PENDING, PENDING]
+
+
+async def test_a_record_of_a_clear_that_no_manifest_knows_proves_it(open_tier: Open, paths: list[Path]) -> None:
+    """Somebody has put an older manifest back."""
+    tier = await open_tier(paths=[paths[0]])
+    await tier.store_away(tier.space(A), 1)
+    old = (paths[0] / "manifest").read_bytes()
+    await tier.clear(tier.space(A).namespace)
+    await tier.store_away(tier.space(A), 2)
+    epoch = tier.space(A).namespace.epoch
+    await tier.close()
+    (paths[0] / "manifest").write_bytes(old)
+    again = await open_tier(paths=[paths[0]])
+    assert again.states(again.space(A), 1, 2) == [MISS, PENDING]
+    assert again.space(A).namespace.epoch == again.cache.epochs.last == epoch
+    now = await read_manifest(paths[0])
+    assert now is not None
+    assert now.epoch_of(A) == epoch
+    await again.clear(again.space(A).namespace)
+    assert again.space(A).namespace.epoch > epoch
+
+
+async def test_a_manifest_that_was_counted_is_gone_on_with(open_tier: Open, paths: list[Path]) -> None:
+    """As an earlier version wrote them: numbers from 1 on."""
+    tier = await open_tier(paths=[paths[0]])
+    await tier.close()
+    manifest = await read_manifest(paths[0])
+    assert manifest is not None
+    await write_manifest(paths[0], replace(manifest, base_epoch=2, last_epoch=3, epochs={A: 3}))
+    second = await open_tier(paths=[paths[0]])
+    assert (second.space(A).namespace.epoch, second.space(B).namespace.epoch) == (3, 2)
+    await second.store_away(second.space(A), 1)
+    await second.store_away(second.space(B), 1)
+    await second.clear(second.space(B).namespace)
+    await second.close()
+    third = await open_tier(paths=[paths[0]])
+    assert third.states(third.space(A), 1) == [PENDING]
+    assert third.states(third.space(B), 1) == [MISS]
+
+
+# --- what can't be read for a while ---
+
+
+@pytest.mark.parametrize("how", ["an error", "garbage"])
+async def test_a_segment_that_reads_badly_once(open_tier: Open, paths: list[Path], how: str) -> None:
+    """Of two: nothing of the namespace is seen at a start, and it stays cleared when all of it is there again."""
+    shape = Shape(segment_pages=16)
+    tier = await open_tier(shape, paths=[paths[0]])
+    await tier.store_away(tier.space(A), 1)
+    hidden = paths[0] / "segments" / tier.place(tier.space(A), 1)[1].name
+    await tier.store_away(tier.space(B), *range(12))
+    seen = {tier.place(tier.space(B), number)[1].name for number in range(12)} - {hidden.name}
+    await tier.clear(tier.space(A).namespace)
+    await tier.close()
+    good = hidden.read_bytes()
+    if how == "garbage":
+        page = b"\x5a" * PAGE_BYTES
+        hidden.write_bytes(good[:8] + page[8:] + good[PAGE_BYTES:-PAGE_BYTES] + page)  # a header of ours, and damaged
+    second = Tier(paths[0].parent, shape, paths=[paths[0]])
+    second.files.unreadable = {hidden.name} if how == "an error" else set()
+    await second.start()
+    assert second.root.state == State.OK
+    assert seen & {segment.name for segment in second.root.segments.values()}
+    await second.drop()
+    hidden.write_bytes(good)
+    third = await open_tier(shape, paths=[paths[0]])
+    assert third.states(third.space(A), 1) == [MISS]
+    assert third.states(third.space(B), 11) == [PENDING]
+
+
+# --- what is forgotten ---
+
+
+async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a root that was out has of a forgotten namespace is void; what is left anywhere here stays."""
+    for module in (epochs_module, cache_module):
+        monkeypatch.setattr(module, "REMEMBERED_MAX", 3)
+    out = await open_tier(paths=[paths[1]])
+    await out.store_away(out.space(A), 1)
+    await out.store_away(out.space(b"z" * 16), 1)
+    await out.close()
+    tier = await open_tier(paths=[paths[0]])
+    await tier.store_away(tier.space(B), 1)
+    await tier.clear(tier.space(A).namespace)
+    for n in range(8):
+        await clear(tier.cache, [bytes([100 + n]) * 16])
+    assert tier.cache.epochs.base, "they were forgotten"
+    assert len(tier.cache.epochs.by_namespace) < 8
+    await tier.close()
+    both = await open_tier(paths=paths)
+    assert both.states(both.space(B), 1) == [PENDING]
+    assert both.states(both.space(A), 1) == [MISS]
+
+
+async def test_a_clear_that_finds_no_numbers_changes_nothing(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(paths=[paths[0]])
+    await tier.store_away(tier.space(A), 1)
+    tier.space(B)
+    monkeypatch.setattr(spaces, "NUMBERS", 3)
+    before = (paths[0] / "manifest").read_bytes()
+    with pytest.raises(LimitError, match="there can be 3"):
+        await tier.clear()
+    assert tier.states(tier.space(A), 1) == [PENDING]
+    assert (tier.cache.epochs.last, (paths[0] / "manifest").read_bytes()) == (0, before)
+    await tier.clear(tier.space(A).namespace)
+    assert tier.states(tier.space(A), 1) == [MISS]

@@ -1,0 +1,74 @@
+"""A clear is the daemon's: it goes on to its end, whatever becomes of who asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache import entries
+from kvoffloadd.cache.audit import check
+from kvoffloadd.config import Config
+from kvoffloadd.model import GroupKind, GroupSchema
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.session import Session
+from tests.cache.fakes import keys_of, make_cache, store
+
+
+def context_of(cache: Any) -> Context:
+    """As much of a daemon as a clear needs."""
+    nothing: Any = None
+    return Context(
+        config=Config(),
+        boot_id=b"b" * 16,
+        loop=asyncio.get_running_loop(),
+        cache=cache,
+        transfers=nothing,
+        host=nothing,
+        gpus=nothing,
+        signals=nothing,
+        hash_lane=nothing,
+        fatal=nothing,
+        accounts=Accounts(caps(Config().limits)),
+        lag=nothing,
+    )
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """Before it has begun nothing is changed; after that all of it is done, and told."""
+    monkeypatch.setattr(entries, "STEP_ROWS", 4)  # many steps
+    cache = make_cache()
+    context = context_of(cache)
+    session = Session(context, Peer(1, context.own_uid, 0, -1), Outbox(1 << 20), lambda message: None)
+    spec = m.NamespaceSpec(model="m")
+    hello = m.Hello(seq=1, version=1, role="scheduler", instance=b"i" * 16, namespace=spec)
+    assert isinstance(session.handle(hello, []), m.Welcome)
+    (namespace,) = cache.namespaces.values()
+    namespace.listeners = 1
+    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
+    cache.learn_part(space, 0, 4096)
+    store(cache, space, keys_of(*range(40)))
+    cache.entries.events.clear()
+    answer = session.handle(m.Clear(seq=2), [])
+    assert asyncio.iscoroutine(answer)
+    task = asyncio.ensure_future(answer)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    begun = len(context.clears)
+    assert begun == bool(turns)
+    await asyncio.gather(*context.clears)
+    assert space.rows == space.keys == (0 if begun else 40)
+    assert sum(len(event.removed) for event in cache.entries.events) == (40 * 32 if begun else 0)
+    assert cache.epochs.of(namespace.fingerprint) == namespace.epoch
+    assert bool(namespace.epoch) == bool(begun)
+    assert not context.clears
+    assert check(cache, 0, 0) == []
