@@ -162,6 +162,19 @@ class ClearMachine(RuleBasedStateMachine):
         else:
             self.crash()
 
+    @precondition(lambda self: self.tier is None)
+    @rule(config=configs, name=roots, pool=pools, n=which, some=numbers)
+    def a_run_with_a_late_root(self, config: list[str], name: str, pool: int | None, n: int, some: list[int]) -> None:
+        """What others have is in use when it comes."""
+        self.put_back_all_if_down()
+        late = [name] if self.path(name).exists() else []
+        self.begin_run(list(dict.fromkeys([*config, name])), late, pool)
+        self.store(n, some, waits=True)
+        self.look()
+        self.arrive(name)
+        self.look()
+        self.end(flush=True)
+
     def begin_run(self, config: list[str], late: list[str], pool: int | None) -> None:
         self.put_back_all_if_down()
         late = [name for name in late if name in config and self.path(name).exists()]
