@@ -38,6 +38,7 @@ from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.reload import Reload
+from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.systemd import Systemd
 from kvoffloadd.tiers.disk.faults import FaultyFiles
@@ -291,6 +292,7 @@ class Daemon:
             fatal=self._fatal,
             accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
+            turns=Turns(loop),
         )
 
     def _add_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:

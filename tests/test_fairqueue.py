@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.fairqueue import NEWCOMERS_SHARE, FairQueue
@@ -28,6 +28,7 @@ def flows_of(taken: list[Item]) -> list[int]:
     return [flow for flow, _ in taken]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(LEAST, TURN)), max_size=60), st.randoms())
 def test_each_item_comes_once_in_order_of_its_flow(pushed: list[tuple[int, int]], chance: object) -> None:
     queue: FairQueue[Item] = FairQueue(TURN)
@@ -47,6 +48,7 @@ def test_each_item_comes_once_in_order_of_its_flow(pushed: list[tuple[int, int]]
     assert len(queue) == 0
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([1, 2, 8]), min_size=2, max_size=6),
     st.lists(st.lists(st.integers(LEAST, TURN), min_size=1, max_size=8), min_size=6, max_size=6),
@@ -70,6 +72,7 @@ def test_flows_that_wait_all_the_time_share_as_they_should(divisors: list[int], 
             assert abs(served[one] - served[other]) <= most
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(LEAST, TURN), min_size=1, max_size=20),
     st.integers(1, 8),

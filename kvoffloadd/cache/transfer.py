@@ -7,6 +7,7 @@ name; the hash lane reads slots. Both tell the loop when they are done, and only
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 VERIFY_URGENT = 0
 """Before what is sealed: see `sealing`."""
+
+
+STUCK_LOOKS = 10
+"""A chunk that has not ended is looked at so many times before it is given up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -386,6 +391,24 @@ class Transfers:
                     await self._until(partial(self.sealing.is_sealed, self.sealing.last))
         except TimeoutError:
             return False
+        return True
+
+    async def end(self, transfers: set[Transfer], stuck_s: float) -> bool:
+        """Wait until these transfers, of which nothing more is to begin, have ended. False: a thread has been at one
+        chunk of one of them for `stuck_s` seconds, and may be at it for ever.
+
+        However long it takes until the loop hears of their ends, or chunks of others have ended, is no reason. Time in
+        which the process did not run, or the loop did not turn, counts as one look.
+        """
+        look_s, stuck = stuck_s / STUCK_LOOKS, 0
+        began_s = time.monotonic()
+        while not await self.settle(transfers, look_s):
+            now, since_s = time.monotonic(), began_s
+            began_s = now
+            busy_s = max((t.copy.busy_s(now) for t in transfers if t.copy is not None and not t.finished), default=0.0)
+            stuck = stuck + 1 if busy_s >= now - since_s else 0
+            if stuck >= STUCK_LOOKS:
+                return False
         return True
 
     async def _until(self, ended: Callable[[], bool]) -> None:

@@ -29,6 +29,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
+from kvoffloadd.server.turns import TURN_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -41,8 +42,7 @@ log = logging.getLogger(__name__)
 _READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * m.FDS_PER_FRAME_MAX)
 MESSAGES_PER_TURN = 32
-TURN_S = 0.0005
-"""What one session may serve before others have their turn: so many messages, and none that begins later than this."""
+"""What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
 FLUSH_S = 1.0
@@ -63,8 +63,8 @@ class PeerConnection:
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._reading = self._writing = False
-        self._pumping = self._pump_scheduled = False
-        self._backlog = False
+        self._serving = self._backlog = False
+        self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
 
@@ -101,13 +101,18 @@ class PeerConnection:
         except FramingError as error:
             self._refuse(error)
             return
-        self._pump()
+        self._context.turns.begin(self)
 
-    def _pump(self) -> None:
+    @property
+    def flow(self) -> tuple[int, int, int]:
+        """See `turns.Served`."""
+        return self._peer.uid, self.session.instance_id, self.session.id
+
+    def serve(self) -> None:
         """Serve what has arrived, a bounded number of messages per turn, while the peer reads its replies."""
-        self._pump_scheduled = False
-        self._pumping = self._backlog = True
-        turn_ends = time.monotonic() + TURN_S
+        self._serving = self._backlog = True
+        began_s = time.monotonic()
+        turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
             if self._ending or self._outbox.congested or (served and time.monotonic() > turn_ends):
                 break
@@ -126,12 +131,13 @@ class PeerConnection:
             if self.session.role:
                 self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
-        self._pumping = False
+        self._serving = False
+        self.turn_us = int((time.monotonic() - began_s) * 1e6)
         self._flush()
 
     def _steer(self) -> None:
         """Read only from a peer that reads what it is told, and only when all that it said before is served."""
-        if self._ending or self._pumping:
+        if self._ending or self._serving:
             return
         if self._outbox.congested or self._backlog:
             self._pause_reading()
@@ -140,9 +146,8 @@ class PeerConnection:
         elif not self._reading:
             self._resume_reading()
             self._watch_partial()
-        if self._backlog and not self._outbox.congested and not self._pump_scheduled:
-            self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+        if self._backlog and not self._outbox.congested:
+            self._context.turns.queue(self)
 
     def _serve(self, message: m.Message, fds: list[int]) -> None:
         seq: int = getattr(message, "seq", 0)
@@ -292,6 +297,7 @@ class PeerConnection:
             log.log(level, "session %(session)d of pid %(pid)d ends: %(reason)s", about)
             self._pause_reading()
             self._stop_timer()
+            self._context.turns.forget(self)
             if self._peer.pidfd >= 0:
                 self._loop.remove_reader(self._peer.pidfd)
             self._ending = self._context.spawn(self._end())

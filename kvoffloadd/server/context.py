@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvoffloadd.server.account import Accounts
     from kvoffloadd.server.lag import Lag
     from kvoffloadd.server.session import Session
+    from kvoffloadd.server.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Context:
     fatal: Callable[[str], None]
     accounts: Accounts
     lag: Lag
+    turns: Turns
     instances: Instances = field(default_factory=Instances)
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)

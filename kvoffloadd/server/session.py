@@ -108,6 +108,11 @@ class Session:
         """Root, or the daemon's own user."""
         return self.peer.uid in (0, self._context.own_uid)
 
+    @property
+    def instance_id(self) -> int:
+        """Its engine's number; 0 before its hello and after its end."""
+        return self._instance.id if self._instance else 0
+
     # --- hello, memory, registration ---
 
     def _hello(self, message: m.Hello) -> m.Reply:
@@ -342,7 +347,7 @@ class Session:
         if self._pins is not None:
             self._pins.close()
         running = self._jobs.cancel_all() if self._jobs else set()
-        if not await context.transfers.settle(running, context.config.copy.worker_drain_s):
+        if not await context.transfers.end(running, context.config.copy.worker_drain_s):
             context.counters.drains_late += 1
             context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")
             return
@@ -362,7 +367,7 @@ class Session:
         """For `status`."""
         return {
             "session": self.id,
-            "instance": self._instance.id if self._instance else 0,
+            "instance": self.instance_id,
             "pid": self.peer.pid,
             "uid": self.peer.uid,
             "role": self.role,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from kvoffloadd.client import Outcome
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
+from tests.server.scene import BLOCKS, Scene, ids, keys
 
 Start = Callable[..., Daemon]
 FLOOD = 200
@@ -35,3 +37,30 @@ def test_a_load_does_not_wait_for_all_that_another_engine_asked_for(start_daemon
         greedy.client.cancel(job)
     for job in flood:
         greedy.wait(job)
+
+
+SILENT = 20
+
+
+def ask_in_silence(scene: Scene) -> None:
+    """Ask for what is expensive, and read no answer, until nothing more fits into the socket."""
+    packed, blocks = keys(*range(100, 100 + BLOCKS)), ids(*range(BLOCKS))
+    scene.peer.socket.settimeout(0.2)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            scene.peer.begin("store", **scene.job(groups=[{"group": 0, "keys": packed, "blocks": blocks}]))
+            scene.peer.begin("pin", groups=[{"group": 0, "keys": packed}])
+            scene.peer.begin("snapshot", group=0)
+            scene.peer.begin("status")
+
+
+def test_sessions_that_read_no_answer_cost_the_others_nothing(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    modest = daemon.welcome(Rank(daemon.socket))
+    mine = new_keys(np.random.default_rng(7), 16)
+    for number in range(SILENT):
+        ask_in_silence(Scene(daemon, f"silent {number}"))
+        assert modest.store_keys(mine).outcome is Outcome.DONE
+        assert modest.loads_right(mine)
+    modest.close()
+    assert daemon.alive

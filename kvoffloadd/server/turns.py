@@ -1,0 +1,81 @@
+"""The loop's time for requests: shared by user, then engine, then session, as lanes share theirs.
+
+A loop that served each readable socket as it comes would share by the number of sockets, and a turn of it would take
+as long as a request of each: many sessions that ask for much would keep everybody, and all completions, waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from kvoffloadd.fairqueue import FairQueue
+
+if TYPE_CHECKING:
+    import asyncio
+
+TURN_S = 0.0005
+"""What one session may serve before others have their turn: no request begins later than this."""
+
+ROUND_S = 0.002
+"""What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""
+
+
+class Served(Protocol):
+    """A connection with requests that have arrived. `flow`: its user, its engine, itself. `turn_us`: what its last turn
+    took, which it pays for with the next one.
+    """
+
+    turn_us: int
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def flow(self) -> tuple[int, int, int]: ...
+
+    def serve(self) -> None:
+        """One turn."""
+
+
+class Turns:
+    """Event loop only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: FairQueue[Served] = FairQueue(int(TURN_S * 1e6))
+        self._round_ends = 0.0
+        self._scheduled = False
+
+    def begin(self, served: Served) -> None:
+        """Serves it once: at once where nobody waits and this turn of the loop has time left, else when it is due."""
+        if self._scheduled and (len(self._queue) or time.monotonic() >= self._round_ends):
+            self.queue(served)
+            return
+        if not self._scheduled:
+            self._schedule()
+        served.serve()
+
+    def queue(self, served: Served) -> None:
+        """Serves it once, later, when it is due."""
+        self._queue.push([(key, 1) for key in served.flow], served, max(served.turn_us, 1))
+        if not self._scheduled:
+            self._schedule()
+
+    def forget(self, served: Served) -> None:
+        """It has ended."""
+        self._queue.remove(served)
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        self._round_ends = time.monotonic() + ROUND_S
+        self._loop.call_soon(self._round)
+
+    def _round(self) -> None:
+        ends = time.monotonic() + ROUND_S
+        while (served := self._queue.take()) is not None:
+            served.serve()
+            if time.monotonic() >= ends:
+                break
+        self._scheduled = False
+        if len(self._queue):
+            self._schedule()

@@ -1,0 +1,87 @@
+"""How long the end of copies is waited for: as long as it takes, unless a thread is stuck at one chunk of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.transfer import STUCK_LOOKS, Transfer, Transfers
+from kvoffloadd.lanes import DAEMON
+from kvoffloadd.model import Direction
+
+from .fakes import make_cache
+
+STUCK_S = 0.05
+
+
+class FakeCopy:
+    """`busy`: for how long a thread has been at its chunk, each time that it is asked."""
+
+    def __init__(self, busy: Callable[[], float]) -> None:
+        self.asked = 0
+        self._busy = busy
+        self._asked = asyncio.Event()
+
+    def cancel(self) -> None: ...
+
+    async def until_asked(self, times: int) -> None:
+        while self.asked < times:
+            self._asked.clear()
+            await self._asked.wait()
+
+    def busy_s(self, now: float) -> float:
+        self.asked += 1
+        self._asked.set()
+        return self._busy()
+
+
+def running(copy: FakeCopy | None) -> tuple[Transfers, Transfer]:
+    nobody: Any = None
+    transfers = Transfers(make_cache(), nobody, nobody, False)
+    none = np.zeros(0, np.int64)
+    rows, bad = np.zeros(0, np.uint32), np.zeros(0, bool)
+    return transfers, Transfer(Direction.STORE, none, rows, lambda _: None, bad, DAEMON, copy=copy)
+
+
+async def test_a_copy_that_is_stuck() -> None:
+    copy = FakeCopy(lambda: 1e6)
+    transfers, transfer = running(copy)
+    async with asyncio.timeout(20):
+        assert not await transfers.end({transfer}, STUCK_S)
+    assert copy.asked == STUCK_LOOKS, "time alone is no reason: the process may not have run"
+
+
+@pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4])
+async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
+    """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin."""
+    copy = FakeCopy(lambda: busy_s)
+    transfers, transfer = running(copy)
+    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    async with asyncio.timeout(20):
+        await copy.until_asked(3 * STUCK_LOOKS)
+        transfer.finished = True
+        assert await ending
+
+
+async def test_a_job_without_a_copy_yet() -> None:
+    transfers, transfer = running(None)
+    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    await asyncio.sleep(3 * STUCK_S)
+    transfer.finished = True
+    async with asyncio.timeout(20):
+        assert await ending
+
+
+async def test_a_chunk_that_ends_at_last() -> None:
+    looks = iter([1e6] * (STUCK_LOOKS - 1) + [0.0] + [1e6] * (STUCK_LOOKS - 1))
+    copy = FakeCopy(lambda: next(looks, 0.0))
+    transfers, transfer = running(copy)
+    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    async with asyncio.timeout(20):
+        await copy.until_asked(3 * STUCK_LOOKS)
+        transfer.finished = True
+        assert await ending
