@@ -36,6 +36,7 @@ def context_of(cache: Any) -> Context:
         fatal=nothing,
         accounts=Accounts(caps(Config().limits)),
         lag=nothing,
+        turns=nothing,
     )
 
 
