@@ -107,6 +107,7 @@ class PolicyCache:
         self._busy[touched] = True
         victims = self._policy.victims(wanted, self._evictable)
         self._busy[touched] = False
+        self._policy.readmit(touched)
         self._policy.remove(victims)
         self._row[self._owner[victims]] = -1
         self._free[self._num_free : self._num_free + len(victims)] = victims

@@ -108,6 +108,12 @@ def _check_spaces(cache: Cache) -> list[str]:
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())
     if queued != np.count_nonzero(live):
         findings.append(f"eviction: policies hold {queued} keys, {np.count_nonzero(live)} are live")
+    aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
+    parts = entries.parts.state[: entries.parts.runs.used]
+    in_flight = int(np.count_nonzero((parts == PartState.RESERVED) | (parts == PartState.WRITING)))
+    in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
+    if aside > in_use:
+        findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use")
     return findings
 
 

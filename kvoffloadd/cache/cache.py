@@ -19,7 +19,7 @@ from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
 from kvoffloadd.cache.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.ghosts import Reason
-from kvoffloadd.cache.index import count_down, count_up, distinct
+from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.errors import LimitError, SchemaError
@@ -36,7 +36,7 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
@@ -66,6 +66,7 @@ class CacheCounters:
 
 # As plain ints: comparing an array with an enum member costs more than the rest of a lookup.
 _MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
+NO_ROWS = np.zeros(0, np.uint32)
 _RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
 
 
@@ -103,6 +104,23 @@ class Reservation(Payloads):
     """What was reserved, key by key, part by part; `states` per key."""
 
     states: U8Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Parts of some keys of a space, for which slots are asked. `keys` are distinct; `positions`: u32 of each, where it
+    stands in its prompt.
+    """
+
+    space: Space
+    keys: U64Array
+    parts: U16Array
+    positions: U32Array
+
+    @classmethod
+    def from_first(cls, space: Space, keys: U64Array, parts: U16Array, first: int) -> Wanted:
+        """Keys that follow one another in their prompt, from this position on."""
+        return cls(space, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
 
 
 class Cache:
@@ -233,6 +251,7 @@ class Cache:
         """End a `hold`. Keys that were retired meanwhile go now."""
         count_down(self.entries.leases, rows)
         self.entries.bury(rows)
+        self.eviction.readmit(rows)
 
     def use(self, space: Space, found: Found, first: int) -> None:
         """Tell the policy that a request uses the keys that hit; `first`: position of the first key in its prompt."""
@@ -241,7 +260,7 @@ class Cache:
             return
         rows = found.rows[at].astype(np.uint32)
         if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
-            once = np.sort(np.unique(rows, return_index=True)[1])
+            once = first_of_each(rows)
             at, rows = at[once], rows[once]
         space.queue.policy.touch(rows, (at + first).astype(np.uint32))
         if self.disk:
@@ -268,60 +287,64 @@ class Cache:
     # --- writing: reserve, begin, then commit or abort ---
 
     def reserve(
-        self, space: Space, keys: U64Array, wanted: U16Array, first: int, positions: U32Array | None = None
+        self, space: Space, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
     ) -> Reservation:
-        """Slots for the `wanted` parts of each key, in key order, evicting exactly what is needed.
+        """`reserve_all` of one group. `first` is the position of its first key, or `positions` has each one's."""
+        if positions is None:
+            return self.reserve_all([Wanted.from_first(space, keys, parts, first)])[0]
+        return self.reserve_all([Wanted(space, keys, parts, positions)])[0]
+
+    def reserve_all(self, request: Sequence[Wanted]) -> list[Reservation]:
+        """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
+        names. Its groups are distinct.
 
         States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
-        keys behind the last one that could be served, and for all if the index can't hold those that are new. `keys`
-        are distinct; `first` is the position of the first one in its prompt, or `positions` has each one's.
+        keys of a group behind the last one that could be served, and for all if the index can't hold those that are
+        new.
 
         Raises:
             SchemaError: no rank has told the payload size of a wanted part yet.
-            InternalError: the space is retired.
+            InternalError: a space is retired.
         """
-        self.entries.check_current(space)
-        unknown = [p for p in wanted.tolist() if not space.part_bytes[p]]
-        if unknown:
-            raise SchemaError(f"no rank has registered part {unknown[0]} of group {space.schema.group} yet")
-        if positions is None:
-            positions = np.arange(first, first + len(keys), dtype=np.uint32)
-        rows = self.entries.find(space, keys)
-        states = np.full(len(keys), _RESERVED, np.uint8)
-        empty = np.ones((len(keys), len(wanted)), bool)
+        for wanted in request:
+            self.entries.check_current(wanted.space)
+            unknown = [p for p in wanted.parts.tolist() if not wanted.space.part_bytes[p]]
+            if unknown:
+                raise SchemaError(f"no rank has registered part {unknown[0]} of group {wanted.space.schema.group} yet")
+        rows = [self.entries.find(wanted.space, wanted.keys) for wanted in request]
+        named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
+        self.hold(named)
+        made = [self._reserve(wanted, found) for wanted, found in zip(request, rows, strict=True)]
+        self.unhold(named)
+        return made
+
+    def _reserve(self, wanted: Wanted, rows: I64Array) -> Reservation:
+        """Of one group, whose keys have these rows so far."""
+        states = np.full(len(rows), _RESERVED, np.uint8)
+        empty = np.ones((len(rows), len(wanted.parts)), bool)
         held = np.flatnonzero(rows >= 0)
         if len(held):
-            now = self.entries.parts.state[self.entries.records(rows[held], wanted)]
+            now = self.entries.parts.state[self.entries.records(rows[held], wanted.parts)]
             empty[held] = now == PartState.EMPTY
             states[held[~empty[held].any(axis=1)]] = _HIT
             writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
             states[held[writing]] = _PENDING
         at = np.flatnonzero(states == _RESERVED)
-        self.hold(rows[held].astype(np.uint32))  # what this request names is no victim of it
-        served = self._reserve_slots(space, keys, rows, empty, at, wanted, positions)
-        self.unhold(rows[held].astype(np.uint32))
+        served = self._reserve_slots(wanted, rows, empty, at)
         states[at[served:]] = _NO_SPACE
         self.counters.keys_without_space += len(at) - served
         at = at[:served]
         which, columns = np.nonzero(empty[at])
-        return Reservation(self.entries.records(rows[at], wanted)[which, columns], at[which], columns, states)
+        return Reservation(self.entries.records(rows[at], wanted.parts)[which, columns], at[which], columns, states)
 
-    def _reserve_slots(
-        self,
-        space: Space,
-        keys: U64Array,
-        rows: I64Array,
-        empty: BoolArray,
-        at: I64Array,
-        wanted: U16Array,
-        positions: U32Array,
-    ) -> int:
+    def _reserve_slots(self, wanted: Wanted, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
         """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
         many of the keys got all of theirs; the others got none.
 
         One slot size after the other, each one's slots taken before the next one looks for room.
         """
-        sizes = np.array([slot_pages(space.part_bytes[p]) for p in wanted.tolist()], np.int64)
+        space, keys, parts = wanted.space, wanted.keys, wanted.parts
+        sizes = np.array([slot_pages(space.part_bytes[p]) for p in parts.tolist()], np.int64)
         served = min(len(at), self.entries.parts.room(space.schema.parts))
         inserted = False
         for size in distinct(sizes).tolist():
@@ -332,14 +355,14 @@ class Cache:
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
                 try:
-                    rows[new] = self.entries.insert(space, keys[new], positions[new])
+                    rows[new] = self.entries.insert(space, keys[new], wanted.positions[new])
                 except LimitError:
                     return 0  # for the index has no room for them, though memory has
                 inserted = True
             else:
-                self._undo(self.entries.records(rows[at[fits:served]], wanted)[empty[at[fits:served]]])
+                self._undo(self.entries.records(rows[at[fits:served]], parts)[empty[at[fits:served]]])
             served = fits
-            records = self.entries.records(rows[at[:served]], wanted)
+            records = self.entries.records(rows[at[:served]], parts)
             self._give_slots(records[:, columns][empty[at[:served]][:, columns]], size)
         return served
 
@@ -369,6 +392,7 @@ class Cache:
         live = entries.live(rows)
         entries.tell(live[entries.complete(live)], added=True)
         entries.bury(rows)
+        self.eviction.readmit(rows)
         return kept
 
     def abort(self, parts: I64Array) -> None:
@@ -380,6 +404,7 @@ class Cache:
         live = entries.live(rows)
         entries.retire(live[entries.vacant(live)])
         entries.bury(rows)
+        self.eviction.readmit(rows)
 
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
         """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""

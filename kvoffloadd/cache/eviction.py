@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvoffloadd.cache.index import distinct
+from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.namespace import Queue
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ class Eviction:
                 break
             free = self._tier.num_free(size)
         return min(free, wanted)
+
+    def readmit(self, rows: U32Array) -> None:
+        """Somebody has let go of these rows, given in prompt order: those that nobody holds may go again."""
+        if not any(queue.policy.num_aside for queue in self.queues.values()):
+            return
+        rows = rows[first_of_each(rows)]
+        rows = rows[self._entries.evictable(rows)]
+        for space, at in self._entries.by_space(rows):
+            if space.queue:
+                space.queue.policy.readmit(rows[at])
 
     def _evict(self, size: int, slots: int) -> bool:
         for queue in self.queues.values():

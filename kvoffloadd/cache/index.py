@@ -308,6 +308,12 @@ def distinct(numbers: Numbers) -> Numbers:
     return found
 
 
+def first_of_each(numbers: npt.NDArray[Any]) -> I64Array:
+    """Where each number occurs first, ascending."""
+    found: I64Array = np.sort(np.unique(numbers, return_index=True)[1])
+    return found
+
+
 def count_up(counts: Numbers, at: I64Array | U32Array) -> None:
     """Add 1 at each of these places, as often as it is named."""
     # With other dtypes `ufunc.at` takes thirty times as long.

@@ -8,6 +8,8 @@ import numpy as np
 
 from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U32Array
 
+TOKENS_MAX = (1 << 32) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class GroupHits:
@@ -21,7 +23,7 @@ class GroupHits:
 
 
 def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
-    """Every prefix length, in tokens, that all the groups can serve, longest first.
+    """Every prefix length, in tokens up to TOKENS_MAX, that all the groups can serve, longest first.
 
     A boundary lies behind a whole number of keys of every group, and behind what is held locally. Full attention needs
     every key before it; a sliding window the last `window_keys` before it; chunked attention those since the start of
@@ -29,7 +31,8 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     """
     common: I64Array | None = None
     for group in groups:
-        lengths = _servable_lengths(group) * group.schema.tokens_per_key
+        lengths = _servable_lengths(group) * group.schema.tokens_per_key  # below 2**56
+        lengths = lengths[lengths <= TOKENS_MAX]
         common = lengths if common is None else np.intersect1d(common, lengths, assume_unique=True)
     if common is None:
         return np.zeros(0, np.uint32)

@@ -297,6 +297,10 @@ class Promotion:
         fetch.done()
         self._let_go(fetch)
 
+    def keep(self, fetch: Fetch, rows: U32Array) -> None:
+        """Hold what the same request names and memory has, as long as the fetch goes on: it makes no room for it."""
+        self._hold(fetch, rows)
+
     def _let_go(self, fetch: Fetch) -> None:
         fetch.slices.clear()
         self._fetches.discard(fetch)

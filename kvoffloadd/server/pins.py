@@ -140,7 +140,10 @@ class Pins:
         """Bring from disk what is there."""
         reserved = self._reserve(answered)
         if answered.num_away:
-            self._fetch(Waiting(seq, answered, None, 0, reserved), Urgency.PREFETCH)
+            waiting = Waiting(seq, answered, None, 0, reserved)
+            self._fetch(waiting, Urgency.PREFETCH)
+            if waiting.fetch is not None:
+                self._promotion.keep(waiting.fetch, answered.rows)
         return self._found(seq, answered, None)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgpack
 import numpy as np
 
+from kvoffloadd.cache.cache import Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.errors import (
     DrainingError,
@@ -211,10 +212,10 @@ class Session:
                 raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
             if has_duplicates(keys):
                 raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
-            plans.append((space, first, keys, np.array(wanted, np.uint16)))
-        most = sum(len(keys) * len(wanted) for _, _, keys, wanted in plans)
+            plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
+        most = sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
-        reserved = [self._context.cache.reserve(space, keys, wanted, first) for space, first, keys, wanted in plans]
+        reserved = self._context.cache.reserve_all(plans)
         parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
         self._account.refund("leases", most - len(parts))
         lease = self._own_instance().leases.add_write(parts).id if len(parts) else 0

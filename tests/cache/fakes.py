@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
 from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
@@ -36,6 +38,13 @@ class FirstInFirstOut:
         rows = np.array(list(self.rows), np.uint32)
         return rows[evictable(rows)][:wanted]
 
+    def readmit(self, rows: U32Array) -> None:
+        pass
+
+    @property
+    def num_aside(self) -> int:
+        return 0
+
     def resize(self, capacity_rows: int) -> None:
         pass
 
@@ -43,8 +52,11 @@ class FirstInFirstOut:
         return len(self.rows)
 
 
-def make_cache(pages: int = 64, slab_pages: int = 16, pool: Pool | None = None) -> Cache:
+def make_cache(pages: int = 64, slab_pages: int = 16, pool: Pool | None = None, policy: str = "") -> Cache:
+    """`policy`: by its name, instead of the simplest."""
     tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES, pool)
+    if policy:
+        return Cache(tier, partial(create_policy, policy), seed=7)
     return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.cache import Cache, Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
 
@@ -64,6 +66,74 @@ def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
     assert not len(reservation.parts)
     assert states(cache, space, *range(302)) == [H] * 300 + [M] * 2
     assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_held_can_go_once_it_is_let_go(policy: str) -> None:
+    cache = make_cache(pages=8, slab_pages=4, policy=policy)
+    _, space = make_space(cache)
+
+    def one_more(number: int) -> tuple[list[int], I64Array]:
+        reservation = cache.reserve(space, keys_of(number), ONE, 0)
+        return reservation.states.tolist(), reservation.parts
+
+    reserved = cache.reserve(space, keys_of(*range(8)), ONE, 0).parts
+    assert one_more(8)[0] == [N], "all is being written"
+    cache.begin(reserved)
+    cache.commit(reserved)
+    assert [one_more(number)[0] for number in range(100, 109)] == [[R]] * 8 + [[N]]
+    cache.abort(np.flatnonzero(cache.entries.parts.state == PartState.RESERVED))
+    store(cache, space, *range(8))
+    rows = cache.find(space, keys_of(*range(8))).hit_rows
+    cache.hold(rows)
+    cache.hold(rows[:4])
+    assert one_more(8)[0] == [N], "all is leased"
+    cache.unhold(np.concatenate([rows, rows[:2]]))
+    found = [one_more(8 + n) for n in range(8)]
+    assert [state for state, _ in found] == [[R]] * 6 + [[N]] * 2
+    for _, parts in found[:6]:
+        cache.abort(parts)
+    cache.unhold(rows[2:4])
+    assert one_more(20)[0] == [R]
+    assert check(cache, 0, reserved=1) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_key_of_which_one_part_is_not_written_can_go(policy: str) -> None:
+    cache = make_cache(pages=4, slab_pages=4, policy=policy)
+    _, space = make_space(cache, pages=(1, 1))
+    store(cache, space, 1, 2)
+    first = cache.reserve(space, keys_of(7), ONE, 0).parts
+    cache.begin(first)
+    cache.commit(first)
+    second = cache.reserve(space, keys_of(7), BOTH[1:], 0).parts
+    assert cache.reserve(space, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
+    cache.abort(second)
+    assert cache.reserve(space, keys_of(9), BOTH, 0).states.tolist() == [R]
+    assert check(cache, 0, reserved=4) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> None:
+    cache = make_cache(pages=8, slab_pages=4, policy=policy)
+    namespace, one = make_space(cache)
+    two = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
+    cache.learn_part(two, 0, 4096)
+    store(cache, two, 1, 2, 3)
+    store(cache, one, 4, 5, 6, 7)
+    request = [
+        Wanted.from_first(one, keys_of(4, 8, 9), ONE, 0),
+        Wanted.from_first(two, keys_of(1, 2, 10, 11, 12, 13), ONE, 0),
+    ]
+    found = [made.states.tolist() for made in cache.reserve_all(request)]
+    assert found == [[H, R, R], [H, H, R, R, R, N]], "three of eight are named, and five are taken"
+    assert states(cache, one, 4) == [H]
+    assert states(cache, two, 1, 2, 3) == [H, H, M]
+    assert check(cache, 0, reserved=5) == []
+    assert cache.reserve_all([]) == []
     cache.tier.close()
 
 

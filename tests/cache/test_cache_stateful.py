@@ -13,6 +13,7 @@ from kvoffloadd.cache.adoption import Estate, adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.tiers.pool import Pool
 
@@ -31,9 +32,9 @@ def pool_arena(cache: Cache) -> U64Array:
 class CacheMachine(RuleBasedStateMachine):
     """The model: what each committed part's slot must hold, and who holds what."""
 
-    @initialize()
-    def begin(self) -> None:
-        self.cache = make_cache(pages=48, slab_pages=8)
+    @initialize(policy=st.sampled_from(["", *sorted(POLICIES)]))
+    def begin(self, policy: str) -> None:
+        self.cache = make_cache(pages=48, slab_pages=8, policy=policy)
         made = [make_space(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
         self.namespaces = [namespace for namespace, _ in made]
         self.reserved: list[tuple[int, I64Array]] = []

@@ -72,3 +72,14 @@ def test_what_is_held_locally_counts_as_there() -> None:
     sliding = GroupHits(GroupSchema(1, GroupKind.SLIDING, 64, 16), 50, np.ones(13, bool))
     assert restorable_boundaries([full, sliding])[0] == 63 * 64
     assert restorable_boundaries([full, sliding])[-1] == 51 * 64
+
+
+@pytest.mark.parametrize("kind", list(GroupKind))
+def test_what_the_protocol_can_not_tell_is_not_offered(kind: GroupKind) -> None:
+    """A boundary is a u32. The last keys of this prompt end behind the last one that can be told."""
+    schema = GroupSchema(0, kind, 16, window_keys=1)
+    first = (1 << 28) - 3
+    held = [GroupHits(schema, first, np.ones(9, bool))]
+    assert restorable_boundaries(held).tolist() == [(1 << 32) - 16, (1 << 32) - 32]
+    largest = GroupSchema(0, kind, (1 << 24) - 1, window_keys=1)
+    assert not len(restorable_boundaries([GroupHits(largest, (1 << 31) - 1, np.ones(9, bool))]))

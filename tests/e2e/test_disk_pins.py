@@ -165,6 +165,17 @@ def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
     assert served(rank, away[came:]).all()
 
 
+def test_a_prefetch_evicts_nothing_that_it_names(rank: Rank, keys: Keys) -> None:
+    """What it brings comes in the place of what it does not name."""
+    away = only_on_disk(rank, keys)
+    there = keys[[state == HIT for state in rank.states(keys)]][:200]
+    found = rank.client.prefetch({0: np.concatenate([there, away[:200]])})
+    assert (found.promoting, found.states[0].tolist().count(HIT)) == (200, len(there))
+    states = rank.client.wait_ready(found, HANG_S).states[0].tolist()
+    assert states == [HIT] * SLOTS + [MISS] * (len(there) + 200 - SLOTS)
+    assert rank.states(there) == [HIT] * len(there)
+
+
 def test_what_is_stored_meanwhile_is_not_told_to_be_held(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:

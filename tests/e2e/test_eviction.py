@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvoffloadd.client import KeyState, NamespaceSpec, Outcome
+from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
@@ -68,6 +68,18 @@ def test_what_a_request_names_is_no_victim_of_it(rank: Rank, rng: np.random.Gene
     wanted = [HIT] * 10 + [RESERVED] * 4 + [NO_SPACE] * 2 + [HIT] * 2
     assert rank.store_keys(both).states[0].tolist() == wanted
     assert rank.states(both) == [HIT] * 14 + [MISS] * 2 + [HIT] * 2
+
+
+def test_what_a_request_names_in_another_group_is_no_victim_of_it(small: Daemon, rng: np.random.Generator) -> None:
+    rank = small.welcome(Rank(small.socket, [Group(n, GroupKind.FULL, 16, refs=(Ref(n, 0, 4096),)) for n in range(2)]))
+    keys, others = new_keys(rng, 12), new_keys(rng, 12)
+    rank.store_keys(keys)
+    reserved = rank.client.reserve({0: keys, 1: others})
+    rank.client.release(reserved.lease)
+    found = [of_group.tolist() for of_group in reserved.states]
+    assert found == [[HIT] * 12, [RESERVED] * 4 + [NO_SPACE] * 8]
+    assert rank.states(keys) == [HIT] * 12
+    assert evicted(small) == 0
 
 
 def test_pinned_keys_outlive_any_pressure(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:

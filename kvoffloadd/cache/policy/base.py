@@ -34,9 +34,18 @@ class Policy(Protocol):
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
         """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
 
-        Fewer only if fewer evictable rows exist. The rows stay held until `remove`: a caller that changes its mind
-        has changed nothing but hints of order. `evictable` is a vectorised predicate: leased and in-flight keys say no.
+        Fewer only if fewer evictable rows exist, or if it met so many in use on the way that the next call is to go
+        on. The rows stay held until `remove`: a caller that changes its mind has changed nothing but hints of order.
+        `evictable` is a vectorised predicate: leased and in-flight keys say no. Rows that say no are set aside, so that
+        no call meets them again: whoever lets go of a row that is held calls `readmit`.
         """
+
+    def readmit(self, rows: U32Array) -> None:
+        """These rows, given in prompt order, are evictable again. Those that were set aside count as used now."""
+
+    @property
+    def num_aside(self) -> int:
+        """Rows set aside; while there are none, `readmit` does nothing."""
 
     def resize(self, capacity_rows: int) -> None:
         """The tier is now expected to hold about this many rows; at least 1.

@@ -82,11 +82,11 @@ class HitDensityPolicy:
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        """See `Policy`. Rows in use that were met on the way count as used now, so that no call meets them soon."""
+        """See `Policy`."""
         selection = Selection(wanted, evictable)
         fronts = [Front(self._queues, queue, selection.block) for queue in range(NUM_CLASSES)]
         worth = [self._worth(front) for front in fronts]
-        while selection.missing:
+        while not selection.done:
             least = min(worth)
             if least == float("inf"):
                 break
@@ -96,9 +96,17 @@ class HitDensityPolicy:
             front.skip(selection.offer(rows[: self._same_worth(rows)], front.queue))
             worth[front.queue] = self._worth(front)
         for queue, rows in selection.in_use():
-            self._stamp[rows] = self._now
-            self._queues.move(queue, rows)
+            self._queues.set_aside(queue, rows)
         return selection.chosen()
+
+    def readmit(self, rows: U32Array) -> None:
+        """See `Policy`."""
+        self._stamp[self._queues.readmit(rows[::-1])] = self._now
+
+    @property
+    def num_aside(self) -> int:
+        """See `Policy`."""
+        return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
         """See `Policy`. Forgets the use counts of keys not held if the memory for them changes."""
@@ -175,7 +183,7 @@ class HitDensityPolicy:
 class Front:
     """How far one call of `victims` has come in one queue. Reads the queue no further than it is asked to."""
 
-    def __init__(self, queues: RowQueues, queue: int, block: int) -> None:
+    def __init__(self, queues: RowQueues, queue: int, block: Callable[[], int]) -> None:
         self.queue = queue
         self._first = queues.head(queue)
         self._blocks = queues.scan(queue, block)

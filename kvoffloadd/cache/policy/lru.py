@@ -33,16 +33,25 @@ class Lru:
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        """See `Policy`. Rows in use that were met on the way move to the young end, so that no call meets them soon."""
+        """See `Policy`."""
         selection = Selection(wanted, evictable)
         if wanted > 0:
             for rows in self._queues.scan(0, selection.block):
                 selection.offer(rows)
-                if not selection.missing:
+                if selection.done:
                     break
         for queue, rows in selection.in_use():
-            self._queues.move(queue, rows)
+            self._queues.set_aside(queue, rows)
         return selection.chosen()
+
+    def readmit(self, rows: U32Array) -> None:
+        """See `Policy`."""
+        self._queues.readmit(rows[::-1])
+
+    @property
+    def num_aside(self) -> int:
+        """See `Policy`."""
+        return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
         """See `Policy`. Changes nothing."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from kvoffloadd.model import BoolArray, U32Array
+    from kvoffloadd.model import BoolArray, U8Array, U32Array
 
 NOWHERE = 0xFFFFFFFF
 """As a row's place: in no queue. As a chunk: none."""
@@ -18,22 +18,29 @@ MERGE_TRIES = 8
 
 
 class RowQueues:
-    """`num_queues` queues, oldest row first; a row is in one of them or in none.
+    """`num_queues` queues, oldest row first; a row is in one of them, aside, or in none.
 
     A row's place is an index into the pool, and a pool entry counts only while its row says that it is there. So
     taking a row out touches its own columns alone, wherever it lies, and leaves a stale entry behind. A chunk goes back
     to the pool when its last row leaves it. While more than half of all entries are stale, every chunk that is taken
     pays for a few tries to merge neighbours, so no call ever sweeps the pool.
 
-    Memory: 4 bytes per row below the highest one used, and 4 bytes per entry of the chunks in use.
+    A row that is aside is in no queue, but belongs to one: `readmit` puts it at that one's end.
+
+    Memory: 5 bytes per row below the highest one used, and 4 bytes per entry of the chunks in use.
     """
 
     def __init__(self, num_queues: int, max_rows: int, chunk_rows: int = 1024) -> None:
-        """`chunk_rows`: entries per chunk, a power of two. Nothing of the pool is committed before it is used."""
+        """`num_queues` is below 255; `chunk_rows`: entries per chunk, a power of two. Nothing of the pool is committed
+        before it is used.
+        """
+        self._aside = num_queues  # the last queue, which is nobody's
+        num_queues += 1
         self._shift = chunk_rows.bit_length() - 1
         self._chunk_rows = chunk_rows
         num_chunks = 4 * (-(-max_rows // chunk_rows) + num_queues + 1)
         self._place = np.zeros(max_rows, np.uint32)  # place + 1, so that fresh zero pages mean "in no queue"
+        self._home: U8Array = np.zeros(max_rows, np.uint8)  # of a row that is aside: its queue + 1
         self._pool = np.zeros(num_chunks << self._shift, np.uint32)
         # Per chunk; lists, as they are used one item at a time. Only the last chunk of a queue may have no live rows.
         self._live = [0] * num_chunks
@@ -57,8 +64,13 @@ class RowQueues:
         return sum(self._sizes)
 
     def size(self, queue: int) -> int:
-        """Rows in this queue."""
+        """Rows in this queue, without those aside."""
         return self._sizes[queue]
+
+    @property
+    def num_aside(self) -> int:
+        """Rows aside, of all queues."""
+        return self._sizes[self._aside]
 
     @property
     def chunks_in_use(self) -> int:
@@ -80,9 +92,11 @@ class RowQueues:
             at += count
 
     def discard(self, rows: U32Array) -> None:
-        """Take distinct rows out of the queues that hold them; each must be in one."""
+        """Take distinct rows out of where they are; each must be in a queue or aside."""
         if not len(rows):
             return
+        if self.num_aside:
+            self._home[rows] = 0
         chunks = (self._place[rows] - np.uint32(1)) >> np.uint32(self._shift)
         self._place[rows] = 0
         if chunks[0] == chunks[-1] and (chunks == chunks[0]).all():  # the common case: a prompt's keys lie together
@@ -92,9 +106,26 @@ class RowQueues:
             self._leave(chunk, count)
 
     def move(self, queue: int, rows: U32Array) -> None:
-        """Put distinct rows that are in some queue behind all others of this one, `rows[0]` first."""
+        """Put distinct rows that are in some queue or aside behind all others of this one, `rows[0]` first."""
         self.discard(rows)
         self.append(queue, rows)
+
+    def set_aside(self, queue: int, rows: U32Array) -> None:
+        """Take distinct rows that are in some queue or aside out of every scan's way; they belong to this queue."""
+        self.move(self._aside, rows)
+        self._home[rows] = queue + 1
+
+    def readmit(self, rows: U32Array) -> U32Array:
+        """Put those of the distinct rows that are aside behind all others of their queues, the first one first. Returns
+        them.
+        """
+        if not self.num_aside:
+            return rows[:0]
+        homes = self._home[rows]
+        rows, homes = rows[homes > 0], homes[homes > 0]
+        for home in np.unique(homes).tolist():
+            self.move(home - 1, rows[homes == home])
+        return rows
 
     def head(self, queue: int) -> int:
         """The oldest row, or NOWHERE if the queue is empty."""
@@ -110,14 +141,14 @@ class RowQueues:
             row = int(self._pool[base + start])
         return row
 
-    def scan(self, queue: int, block: int) -> Iterator[U32Array]:
-        """The rows, oldest first, at most `block` at a time. Nothing may be changed until the scan is over."""
+    def scan(self, queue: int, block: Callable[[], int]) -> Iterator[U32Array]:
+        """The rows, oldest first, at most `block()` at a time. Nothing may be changed until the scan is over."""
         chunk = self._first[queue]
         while chunk != NOWHERE:
             base = chunk << self._shift
             at, stop = base + self._start[chunk], base + self._end[chunk]
             while self._live[chunk] and at < stop:
-                until = min(at + block, stop)
+                until = min(at + block(), stop)
                 rows = self._pool[at:until][self._live_mask(at, until)]
                 if len(rows):
                     yield rows

@@ -65,14 +65,23 @@ class S3Fifo:
         """See `Policy`."""
         selection = Selection(wanted, evictable)
         self._chances = max(CHANCES_MIN, 16 * wanted)
-        while selection.missing and (queue := self._source()) is not None:
+        while not selection.done and (queue := self._source()) is not None:
             # One block, since what follows changes the queue.
             self._choose(queue, next(self._queues.scan(queue, selection.block)), selection)
         chosen = selection.chosen()
         self._queues.move(LEAVING, chosen)
         for queue, rows in selection.in_use():
-            self._queues.move(queue, rows)
+            self._queues.set_aside(queue, rows)
         return chosen
+
+    def readmit(self, rows: U32Array) -> None:
+        """See `Policy`. They go to the end of the queue that they were in."""
+        self._queues.readmit(rows[::-1])
+
+    @property
+    def num_aside(self) -> int:
+        """See `Policy`."""
+        return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
         """See `Policy`. Forgets the ghosts."""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 NO_ROWS = np.zeros(0, np.uint32)
 BLOCK_MIN, BLOCK_MAX = 64, 4096
+IN_USE_MAX = 1 << 14
+"""Rows in use that one call of `victims` meets before it ends with what it has, so that it takes milliseconds."""
 
 
 class Selection:
@@ -21,11 +23,20 @@ class Selection:
     def __init__(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> None:
         self.missing = max(0, wanted)
         """Victims still to be found."""
-        self.block = min(max(wanted, BLOCK_MIN), BLOCK_MAX)
-        """Rows to look at in one step."""
+        self._wanted = wanted
         self._evictable = evictable
         self._chosen: list[U32Array] = []
         self._in_use: list[tuple[int, U32Array]] = []
+        self._num_in_use = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing is missing any more, or the search takes too long."""
+        return not self.missing or self._num_in_use >= IN_USE_MAX
+
+    def block(self) -> int:
+        """Rows to look at in the next step: as many as were in vain so far, so that there are few steps."""
+        return min(max(self._wanted, self._num_in_use, BLOCK_MIN), BLOCK_MAX)
 
     def offer(self, rows: U32Array, queue: int = 0) -> int:
         """Choose from rows, first to go first, until none is missing. Returns how many were looked at."""
@@ -33,7 +44,9 @@ class Selection:
         able = np.flatnonzero(yes)[: self.missing]
         looked_at = int(able[-1]) + 1 if len(able) == self.missing else len(rows)
         if len(able) < looked_at:
-            self._in_use.append((queue, rows[:looked_at][~yes[:looked_at]]))
+            in_use = rows[:looked_at][~yes[:looked_at]]
+            self._in_use.append((queue, in_use))
+            self._num_in_use += len(in_use)
         self._chosen.append(rows[able])
         self.missing -= len(able)
         return looked_at

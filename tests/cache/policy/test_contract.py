@@ -55,7 +55,36 @@ def test_victims_are_still_held_until_removed(name: str) -> None:
 def test_nothing_evictable_gives_nothing_and_loses_nothing(name: str) -> None:
     policy = filled(name, 10)
     assert not len(policy.victims(3, none))
+    assert (len(policy), policy.num_aside) == (10, 10)
+    assert not len(policy.victims(99, every)), "nobody has let go of them"
+    policy.readmit(rows_of(*range(10)))
+    assert policy.num_aside == 0
     assert sorted(policy.victims(99, every).tolist()) == list(range(10))
+
+
+@each_policy
+def test_what_is_set_aside_comes_back_in_the_order_of_its_prompt(name: str) -> None:
+    policy = filled(name, 6)
+    policy.victims(6, none)
+    policy.readmit(rows_of(1, 2, 3))
+    assert (len(policy), policy.num_aside) == (6, 3)
+    policy.readmit(rows_of(1))
+    assert policy.victims(6, every).tolist() == [3, 2, 1]
+    policy.remove(rows_of(0, 1))
+    assert (len(policy), policy.num_aside) == (4, 2)
+    policy.readmit(rows_of(5, 4))
+    assert sorted(policy.victims(6, every).tolist()) == [2, 3, 4, 5]
+
+
+@each_policy
+def test_a_row_number_that_was_set_aside_is_used_again(name: str) -> None:
+    policy = filled(name, 4)
+    policy.victims(4, none)
+    policy.remove(rows_of(2))
+    policy.insert(rows_of(2), hashes_of(rows_of(2), 1), rows_of(0))
+    assert policy.num_aside == 3
+    policy.readmit(rows_of(2))
+    assert policy.victims(4, every).tolist() == [2]
 
 
 @each_policy
@@ -134,7 +163,9 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(rows=some_rows)
     def use(self, rows: list[int]) -> None:
+        free = rows_of(*(row for row in self.in_use - set(rows) if row in self.held))
         self.in_use = set(rows)
+        self.policy.readmit(free)
 
     @rule(wanted=st.integers(0, ROWS + 5))
     def choose(self, wanted: int) -> None:
@@ -161,6 +192,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def counts(self) -> None:
         if hasattr(self, "policy"):
             assert len(self.policy) == len(self.held)
+            assert self.policy.num_aside <= len(self.held & self.in_use)
 
 
 TestPolicyMachine = PolicyMachine.TestCase

@@ -36,7 +36,7 @@ def test_order_is_least_recently_used_tails_first(number: int) -> None:
             del order[row]
 
 
-def test_rows_in_use_are_passed_over_and_wait_at_the_young_end() -> None:
+def test_rows_in_use_are_passed_over_and_come_back_at_the_young_end() -> None:
     policy = Lru(10, 10)
     rows = np.arange(6, dtype=np.uint32)
     policy.insert(rows[::-1], rows.astype(np.uint64), rows)
@@ -47,4 +47,6 @@ def test_rows_in_use_are_passed_over_and_wait_at_the_young_end() -> None:
 
     assert policy.victims(2, evictable).tolist() == [1, 3]
     in_use.clear()
+    assert policy.victims(6, evictable).tolist() == [1, 3, 4, 5]
+    policy.readmit(np.array([2, 0], np.uint32))
     assert policy.victims(6, evictable).tolist() == [1, 3, 4, 5, 0, 2]

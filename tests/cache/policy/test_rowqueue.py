@@ -15,39 +15,59 @@ which = st.integers(0, QUEUES - 1)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The model: a list per queue."""
+    """The model: a list per queue; `aside` has the queue of each row that is aside."""
 
     @initialize()
     def begin(self) -> None:
         self.queues = RowQueues(QUEUES, ROWS, CHUNK)
         self.model: list[list[int]] = [[] for _ in range(QUEUES)]
+        self.aside: dict[int, int] = {}
+
+    def known(self, rows: list[int]) -> list[int]:
+        return [row for row in rows if row in self.aside or any(row in held for held in self.model)]
 
     def take_out(self, rows: list[int]) -> None:
+        self.aside = {row: queue for row, queue in self.aside.items() if row not in rows}
         self.model = [[row for row in queue if row not in rows] for queue in self.model]
 
     @rule(queue=which, rows=some_rows)
     def append(self, queue: int, rows: list[int]) -> None:
-        new = [row for row in rows if not any(row in held for held in self.model)]
+        new = [row for row in rows if row not in self.known(rows)]
         self.queues.append(queue, np.array(new, np.uint32))
         self.model[queue] += new
 
     @rule(queue=which, rows=some_rows)
     def move(self, queue: int, rows: list[int]) -> None:
-        known = [row for row in rows if any(row in held for held in self.model)]
+        known = self.known(rows)
         self.queues.move(queue, np.array(known, np.uint32))
         self.take_out(known)
         self.model[queue] += known
 
     @rule(rows=some_rows)
     def discard(self, rows: list[int]) -> None:
-        known = [row for row in rows if any(row in held for held in self.model)]
+        known = self.known(rows)
         self.queues.discard(np.array(known, np.uint32))
         self.take_out(known)
+
+    @rule(queue=which, rows=some_rows)
+    def set_aside(self, queue: int, rows: list[int]) -> None:
+        known = self.known(rows)
+        self.queues.set_aside(queue, np.array(known, np.uint32))
+        self.take_out(known)
+        self.aside.update(dict.fromkeys(known, queue))
+
+    @rule(rows=some_rows)
+    def readmit(self, rows: list[int]) -> None:
+        known = self.known(rows)
+        back = [row for row in known if row in self.aside]
+        assert self.queues.readmit(np.array(known, np.uint32)).tolist() == back
+        for row in back:
+            self.model[self.aside.pop(row)].append(row)
 
     @rule(block=st.integers(1, 9))
     def scan(self, block: int) -> None:
         for queue, expected in enumerate(self.model):
-            blocks = [rows.tolist() for rows in self.queues.scan(queue, block)]
+            blocks = [rows.tolist() for rows in self.queues.scan(queue, lambda: block)]
             assert all(0 < len(rows) <= block for rows in blocks)
             assert [row for rows in blocks for row in rows] == expected
 
@@ -57,7 +77,8 @@ class QueueMachine(RuleBasedStateMachine):
             for queue, expected in enumerate(self.model):
                 assert self.queues.size(queue) == len(expected)
                 assert self.queues.head(queue) == (expected[0] if expected else NOWHERE)
-            assert len(self.queues) == sum(map(len, self.model))
+            assert self.queues.num_aside == len(self.aside)
+            assert len(self.queues) == sum(map(len, self.model)) + len(self.aside)
 
 
 TestQueueMachine = QueueMachine.TestCase
