@@ -204,6 +204,7 @@ class Daemon:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
         context = self._start(loop)
+        loop.set_exception_handler(context.on_loop_error)
         endpoint = _serve_metrics(context)
         await self._take_over(context)
         path = self._config.server.socket

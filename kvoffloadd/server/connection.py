@@ -165,9 +165,9 @@ class PeerConnection:
                 fds = []
         except KvOffloadError as error:
             self._reply_error(error, seq)
-        except Exception:
+        except Exception as error:
             log.exception("a request failed by a bug of ours")
-            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+            self._reply_bug(error, seq)
         finally:
             _close_all(fds)
 
@@ -193,9 +193,9 @@ class PeerConnection:
             self._send(reply)
         except KvOffloadError as error:
             self._reply_error(error, seq)
-        except Exception:
+        except Exception as error:
             log.exception("a request failed by a bug of ours")
-            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+            self._reply_bug(error, seq)
         if last:
             self.end("the peer said bye")
 
@@ -225,6 +225,10 @@ class PeerConnection:
         self._send(m.Error(seq=seq, code=error.code, message=text, fault=error.fault, retryable=error.retryable))
         if error.ends_session:
             self.end(text)
+
+    def _reply_bug(self, error: Exception, seq: int) -> None:
+        self._context.end_if_unsure(error)
+        self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
 
     def _refuse(self, error: FramingError) -> None:
         """The stream is unusable: say so and go."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.lease import ReadLease, WriteLease
+from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.instance import Instances
 from kvoffloadd.server.status import tell
 
@@ -89,8 +90,24 @@ class Context:
 
     def _ended(self, errors_are_told: bool, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not errors_are_told:
-            log.error("a background task failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not errors_are_told:
+            log.error("a background task failed", exc_info=error)
+            self.end_if_unsure(error)
+
+    def end_if_unsure(self, error: BaseException) -> None:
+        """For whatever was not raised on purpose, once it is logged: the daemon does not serve from tables that may be
+        half-written.
+        """
+        if leaves_cache_unsure(error):
+            self.fatal(f"a bug in the cache, whose tables may be half-written: {type(error).__name__}: {error}")
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
+        """The loop's exception handler: of callbacks, of lanes' completions among them."""
+        loop.default_exception_handler(about)
+        error = about.get("exception")
+        if error is not None:
+            self.end_if_unsure(error)
 
     @property
     def devices(self) -> list[Device]:

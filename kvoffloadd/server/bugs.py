@@ -1,0 +1,23 @@
+"""Errors that nobody raised on purpose, and what they cost. Pure."""
+
+from __future__ import annotations
+
+import traceback
+
+from kvoffloadd.errors import KvOffloadError
+
+_CACHE, _DISK = "kvoffloadd.cache.", "kvoffloadd.tiers.disk."
+_PURE = ("kvoffloadd.cache.keys", "kvoffloadd.cache.keyhash", "kvoffloadd.cache.lookup")
+
+
+def leaves_cache_unsure(error: BaseException) -> bool:
+    """Whether this error came out of the cache's own code, or what it calls, so that its tables may be half-written.
+
+    Not if it was raised on purpose, which changes nothing; nor if it came from a disk that the cache had called, whose
+    state is its own, or out of the cache's pure functions.
+    """
+    if isinstance(error, KvOffloadError | OSError):
+        return False
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    stateful = [name for name in names if name.startswith((_CACHE, _DISK)) and name not in _PURE]
+    return bool(stateful) and stateful[-1].startswith(_CACHE)

@@ -1,0 +1,124 @@
+"""Bugs, planted: one in the cache, whose tables may be half-written, ends the process; another costs a request."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import KeyState
+from kvoffloadd.errors import ClientError, RemoteError
+from tests.e2e.disk import disk_settings
+from tests.e2e.process import Daemon
+from tests.e2e.rank import Rank, new_keys
+
+EXIT_FATAL = 70
+Plant = Callable[[str], Daemon]
+
+
+class Planted(Daemon):
+    """A daemon in which the function of this name fails, once the file `switch` is there."""
+
+    def __init__(self, folder: Path, function: str) -> None:
+        self.switch = folder / "switch"
+        self._function = function
+        super().__init__(folder, *disk_settings((folder / "disk", 64 << 20)))
+
+    def start(self) -> None:
+        """See `Daemon`."""
+        module, owner, name = self._function.split(":")
+        lines = (
+            f"import os, sys, {module} as module",
+            f"owner = eval({owner or 'module'!r}, vars(module) | {{'module': module}})",
+            f"right = owner.{name}",
+            "def wrong(*arguments, **options):",
+            f"    if os.path.exists({os.fspath(self.switch)!r}): [][7]",
+            "    return right(*arguments, **options)",
+            f"owner.{name} = wrong",
+            "from kvoffloadd.cli import main",
+            "sys.exit(main(sys.argv[1:]))",
+        )
+        self._command[1:3] = ["-c", "\n".join(lines)]
+        super().start()
+
+
+@pytest.fixture
+def plant() -> Iterator[Plant]:
+    daemons: list[Daemon] = []
+
+    def make(function: str) -> Daemon:
+        daemons.append(Planted(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")), function))
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.destroy()
+
+
+def use(rank: Rank, seed: int) -> None:
+    """Store, pin some that are there and some that are not, clear."""
+    keys = new_keys(np.random.default_rng(seed), 8)
+    rank.store_keys(keys[:6])
+    found = rank.client.pin({0: keys})
+    if found.lease:
+        rank.client.release(found.lease)
+    rank.client.clear()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param("kvoffloadd.cache.index:Index:_place", id="a request, between rows and table"),
+        pytest.param("kvoffloadd.cache.cache:Cache:_touch_slots", id="a completion, between states and events"),
+        pytest.param("kvoffloadd.tiers.memory:MemoryTier:take", id="memory that the cache keeps"),
+        pytest.param("kvoffloadd.cache.ghosts:Ghosts:why", id="a callback of the loop"),
+        pytest.param("kvoffloadd.cache.entries:Entries:vacate", id="a request that goes on later"),
+        pytest.param("kvoffloadd.cache.demotion:Demotion:_append", id="a task that nobody waits for"),
+    ],
+)
+def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: str) -> None:
+    daemon = plant(function)
+    assert isinstance(daemon, Planted)
+    rank = daemon.welcome(Rank(daemon.socket, role="worker"))
+    use(rank, seed)
+    daemon.switch.touch()
+    with suppress(ClientError):  # it may be gone before the last answer
+        use(rank, seed + 1)
+    assert daemon.wait() == EXIT_FATAL
+    assert "exiting: a bug in the cache, whose tables may be half-written: IndexError" in daemon.log()
+    assert "in wrong" in daemon.log(), "the stack is there"
+    daemon.leave_guests()
+    daemon.switch.unlink()
+    daemon.start()
+    use(daemon.welcome(Rank(daemon.socket)), seed)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param("kvoffloadd.server.pins::find_all", id="the server"),
+        pytest.param("kvoffloadd.cache.lookup::_servable_lengths", id="a pure function of the cache"),
+    ],
+)
+def test_a_bug_elsewhere_costs_the_request(plant: Plant, rng_keys: np.ndarray, function: str) -> None:
+    daemon = plant(function)
+    assert isinstance(daemon, Planted)
+    rank = daemon.welcome(Rank(daemon.socket))
+    rank.store_keys(rng_keys)
+    daemon.switch.touch()
+    with pytest.raises(RemoteError, match="internal"):
+        rank.states(rng_keys)
+    daemon.switch.unlink()
+    assert rank.states(rng_keys) == [KeyState.HIT] * len(rng_keys)
+    assert daemon.alive
+    assert daemon.verify() == ()
+
+
+@pytest.fixture
+def rng_keys(seed: int) -> np.ndarray:
+    return new_keys(np.random.default_rng(seed), 8)
