@@ -41,7 +41,8 @@ class KeyHash:
     def __call__(self, space: int | U16Array, keys: U64Array) -> U64Array:
         """u64 per key. `keys`: (n, WORDS); `space`: of all keys, or of each."""
         sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
-        sums += np.asarray(space, np.uint64)[..., None] * self._of_space + self._offset
+        spaces = space[:, None] if isinstance(space, np.ndarray) else np.uint64(space)
+        sums += spaces * self._of_space + self._offset
         h: U64Array = sums[:, 0] >> _HALF_BITS
         h |= sums[:, 1] & _HIGH_HALF
         h ^= h >> np.uint64(32)

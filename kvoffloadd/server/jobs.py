@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.cache import Payloads, Reservation
+from kvoffloadd.cache.cache import Payloads, Reservation, Wanted
 from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
@@ -102,7 +102,7 @@ class Jobs:
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = [self._leased(share, lease) for share in shares] if lease else None
         charge = self._charge(shares)
-        taken = leased or [self._reserve(share) for share in shares]
+        taken = leased or self._reserve(shares)
         parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
         work = BlockWork([self._list(s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
         if lease:
@@ -305,8 +305,9 @@ class Jobs:
 
     # --- plans ---
 
-    def _reserve(self, share: GroupJob) -> Reservation:
-        return self.context.cache.reserve(share.space, share.keys, share.group.parts, share.first)
+    def _reserve(self, shares: list[GroupJob]) -> list[Reservation]:
+        wanted = [Wanted.from_first(share.space, share.keys, share.group.parts, share.first) for share in shares]
+        return self.context.cache.reserve_all(wanted)
 
     def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
         """What this rank holds of the keys at these places."""

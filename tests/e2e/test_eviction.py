@@ -70,14 +70,21 @@ def test_what_a_request_names_is_no_victim_of_it(rank: Rank, rng: np.random.Gene
     assert rank.states(both) == [HIT] * 14 + [MISS] * 2 + [HIT] * 2
 
 
-def test_what_a_request_names_in_another_group_is_no_victim_of_it(small: Daemon, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("by", ["store", "reserve"])
+def test_what_a_request_names_in_another_group_is_no_victim_of_it(
+    small: Daemon, rng: np.random.Generator, by: str
+) -> None:
     rank = small.welcome(Rank(small.socket, [Group(n, GroupKind.FULL, 16, refs=(Ref(n, 0, 4096),)) for n in range(2)]))
     keys, others = new_keys(rng, 12), new_keys(rng, 12)
     rank.store_keys(keys)
-    reserved = rank.client.reserve({0: keys, 1: others})
-    rank.client.release(reserved.lease)
-    found = [of_group.tolist() for of_group in reserved.states]
-    assert found == [[HIT] * 12, [RESERVED] * 4 + [NO_SPACE] * 8]
+    if by == "store":
+        both = {group: (mine, rank.blocks_of(group, 0, 12)) for group, mine in ((0, keys), (1, others))}
+        states = rank.store(both).states
+    else:
+        reserved = rank.client.reserve({0: keys, 1: others})
+        states = reserved.states
+        rank.client.release(reserved.lease)
+    assert [of_group.tolist() for of_group in states] == [[HIT] * 12, [RESERVED] * 4 + [NO_SPACE] * 8]
     assert rank.states(keys) == [HIT] * 12
     assert evicted(small) == 0
 
