@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvoffloadd.model import U8Array
 
 CHUNK_BYTES = 2 << 20
-_BUSY_BYTES, _BUSY_BYTES_PER_S = 64 << 20, 1e12
+_BUSY_BYTES, _BUSY_SAMPLE, _BUSY_SAMPLES = 64 << 20, 64, 3
 _NON_BLOCKING = 1
 _DEVICE, _READ_WRITE, _PINNED = 1, 3, 1
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -34,6 +35,7 @@ class Gpu:
         self.use()
         self.stream = int(driver().call("cuStreamCreate", _NON_BLOCKING))
         self._busy_work = 0
+        self._busy_bytes_per_s = 0.0
 
     def use(self) -> None:
         """Make the context current in this thread."""
@@ -50,9 +52,26 @@ class Gpu:
         if software is not None:
             driver().check("softcuda_delay", software.softcuda_delay(self.stream, round(seconds * 1e9)))
             return
-        self._busy_work = self._busy_work or int(driver().call("cuMemAlloc", _BUSY_BYTES))
-        for _ in range(int(seconds * _BUSY_BYTES_PER_S / _BUSY_BYTES)):
-            driver().call("cuMemsetD8Async", self._busy_work, 0, _BUSY_BYTES, self.stream)
+        if not self._busy_work:
+            self._busy_work = int(driver().call("cuMemAlloc", _BUSY_BYTES))
+            self._busy_bytes_per_s = self._measure_busy_work()
+        self._be_busy(round(seconds * self._busy_bytes_per_s / _BUSY_BYTES), self.stream)
+
+    def _be_busy(self, times: int, stream: int) -> None:
+        for _ in range(times):
+            driver().call("cuMemsetD8Async", self._busy_work, 0, _BUSY_BYTES, stream)
+
+    def _measure_busy_work(self) -> float:
+        """How fast this GPU does it: in a stream of its own, since the other one may be waiting for something."""
+        stream = int(driver().call("cuStreamCreate", _NON_BLOCKING))
+        fastest_s = float("inf")
+        for _ in range(1 + _BUSY_SAMPLES):  # the first wakes it up
+            begun_s = time.perf_counter()
+            self._be_busy(_BUSY_SAMPLE, stream)
+            driver().call("cuStreamSynchronize", stream)
+            fastest_s = min(fastest_s, time.perf_counter() - begun_s)
+        driver().call("cuStreamDestroy", stream)
+        return _BUSY_SAMPLE * _BUSY_BYTES / fastest_s
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:

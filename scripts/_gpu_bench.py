@@ -20,6 +20,7 @@ from _bench import KEY_BYTES, judged, keys_of, print_bounds, print_grid
 from _daemon import DaemonProcess, private_folder
 from _gpu import Gpu, GpuBuffer, gpu_is_usable
 from _gpu_memory import Pinned
+from _gpu_results import keep
 from _output import print_json
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Outcome, Ref, Timeline
@@ -264,6 +265,12 @@ def in_time(cases: Sequence[T], limit_s: float, left_out: list[str]) -> Iterator
             left_out += map(str, cases[number:])
             return
         yield case
+
+
+def done(case: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+    """A case has ended: it stays, whatever becomes of the others."""
+    cases.append(case)
+    keep({"case": case})
 
 
 def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from _gpu_bench import (
     Shape,
     await_pinned,
     daemon,
+    done,
     gb_per_s,
     in_time,
     parse,
@@ -103,11 +104,14 @@ def main() -> int:
     rows = [size for size in ROW_BYTES if not arguments.rows or size // KIB in arguments.rows]
     if arguments.quick:
         rows = rows[::3]
+    cases: list[dict[str, Any]] = []
     left_out: list[str] = []
     with daemon(arguments.bytes) as socket:
         # The largest first: they have bounds.
         largest_first = in_time(rows[::-1], arguments.seconds, left_out)
-        cases = [run_case(gpu, socket, row_bytes, arguments) for row_bytes in largest_first][::-1]
+        for row_bytes in largest_first:
+            done(run_case(gpu, socket, row_bytes, arguments), cases)
+    cases.reverse()
     plain = [f"plain {kind}" for kind in PLAIN]
     speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *plain))] for case in cases]
     ratios = [[case["name"], *(f"{case['ratio_to_limit'][kind]:.2f}" for kind in KINDS)] for case in cases]

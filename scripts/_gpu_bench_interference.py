@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from _bench import median_ratio
 from _daemon import private_folder
 from _gpu import Gpu, software_driver
-from _gpu_bench import KIB, GpuWorkload, Shape, await_pinned, daemon, in_time, parse, parser, table, tell
+from _gpu_bench import KIB, GpuWorkload, Shape, await_pinned, daemon, done, in_time, parse, parser, table, tell
 from _worker_process import WorkerProcess
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def main() -> int:
             await_pinned(socket)
             worker.store()
             found = measure(kernels, worker, arguments.rounds, seconds)
-            cases += [{"row_bytes": row_bytes, **one} for one in found]
+            for one in found:
+                done({"row_bytes": row_bytes, **one}, cases)
             worker.close()
         kernels.end()
     lines = [[f"{one['row_bytes'] // KIB} KiB", *list(one.values())[1:]] for one in cases]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from _bench import at_most, p50, p99
 from _daemon import private_folder
 from _gpu import Gpu, software_driver
-from _gpu_bench import GIB, KIB, MIB, WAIT_S, GpuWorkload, Shape, await_pinned, daemon, parse, parser, table, tell
+from _gpu_bench import GIB, KIB, MIB, WAIT_S, GpuWorkload, Shape, await_pinned, daemon, done, parse, parser, table, tell
 from _gpu_memory import Pinned, Rows
+from _gpu_results import keep
 from _gpu_worker_process import GpuWorker
 
 from kvoffloadd.client import Client
@@ -128,11 +129,18 @@ def main() -> int:
     gpu = Gpu()
     Pinned(4096).close()  # the driver's first registration takes longer
     sizes = (8 * MIB,) if arguments.quick else PIN_BYTES
-    pins = [pinning(size) for size in sizes]
+    pins: list[dict[str, Any]] = []
+    for size in sizes:
+        done(pinning(size), pins)
     with daemon(arguments.bytes) as socket, private_folder() as folder:
         trips = round_trips(gpu, socket, 20 if arguments.quick else 500)
+        keep({"case": {"round trips, p50 in s": {name: p50(all_) for name, all_ in trips.items()}}})
         deaths = Deaths(gpu, socket, Path(folder), arguments.bytes)
-        ends = {kind: [deaths.one(kind) for _ in range(arguments.rounds)] for kind in ("ipc", "vmm")}
+        ends: dict[str, list[dict[str, float]]] = {"ipc": [], "vmm": []}
+        for kind, all_ends in ends.items():
+            for _ in range(arguments.rounds):
+                all_ends.append(deaths.one(kind))
+                keep({"case": {"killed": kind, **all_ends[-1]}})
     pin_lines = [
         [f"{pin['bytes'] / GIB:g} GiB", *(f"{seconds / pin['bytes'] * GIB:.3f}" for name, seconds in pin.items()
          if name != "bytes")]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _bench import at_most, p50
 from _gpu import Gpu, GpuBuffer
-from _gpu_bench import LAYERS, MIB, parse, parser, table, tell
+from _gpu_bench import LAYERS, MIB, done, parse, parser, table, tell
 from _gpu_memory import Pinned
 
 from kvoffloadd.device.cuda.driver import Driver
@@ -92,7 +92,7 @@ def main() -> int:
         planner = Planner(arena, buffer.address, keys, batch)
         for direction in Direction:
             figures = measure(gpu, driver, planner, direction, arguments.rounds)
-            costs.append({"batch": batch, "direction": direction.value, "us": figures})
+            done({"batch": batch, "direction": direction.value, "us": figures}, costs)
     lines = [[f"{one['batch']:,}", one["direction"], *one["us"].values()] for one in costs]
     columns = ("copies in a call", "direction", "plan", "submit", "one by one")
     title = f"microseconds of processor time for each descriptor of {ROW_BYTES:,} bytes"

@@ -20,6 +20,7 @@ from _gpu_bench import (  # fmt: skip
     Shape,
     await_pinned,
     daemon,
+    done,
     gb_per_s,
     in_time,
     parse,
@@ -75,7 +76,7 @@ def main() -> int:
             for row_bytes in rows:
                 for scattered in (True, False) if not settings else (True,):
                     found = run_case(gpu, socket, Shape(row_bytes, scattered, blocks_per_key=BLOCKS_PER_KEY), arguments)
-                    cases.append({"name": name if scattered else f"{name}, coalesced", **found})
+                    done({"name": name if scattered else f"{name}, coalesced", **found}, cases)
     lines = [
         [f"{case['row_bytes'] // KIB} KiB", case["name"]]
         + [f"{case['gb_per_s'][kind]:.1f} ({case['ratio_to_limit'][kind]:.2f})" for kind in KINDS]

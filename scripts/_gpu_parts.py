@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SET_CHILD_SUBREAPER = 36
 _TERM_S = 3.0
+_LAST_LINES = 40
 RESULTS_VARIABLE = "KVOFFLOADD_TEST_RESULTS"
 
 
@@ -45,7 +46,7 @@ class Part:
 @dataclass(slots=True)
 class Ended:
     """How it went. `state`: "ran", "failed", "crashed", "timed out", "cut short" or "not run". `figures`: the JSON
-    object that it printed; `tests`: a row for each.
+    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines`: of the log.
     """
 
     part: Part
@@ -54,6 +55,8 @@ class Ended:
     remark: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     tests: list[dict[str, Any]] = field(default_factory=list)
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
@@ -67,10 +70,9 @@ class Ended:
     def rows(self) -> list[dict[str, Any]]:
         """As lines of results.jsonl."""
         state = {"part": self.part.name, "state": self.state, "seconds": round(self.seconds, 2), "remark": self.remark}
-        return [state, *({"part": self.part.name, **test} for test in self.tests), *self._figures()]
-
-    def _figures(self) -> list[dict[str, Any]]:
-        return [{"part": self.part.name, "figures": self.figures}] if self.figures else []
+        name = {"part": self.part.name}
+        figures = [{"figures": self.figures}] if self.figures else [{"case": case} for case in self.cases]
+        return [state, *({**name, **row} for row in (*self.tests, *figures))]
 
 
 def adopt_orphans() -> None:
@@ -86,6 +88,7 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path) -
         with out.open("wb") as stdout, log.open("ab") as stderr:
             stderr.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
             stderr.flush()
+            first = stderr.tell()
             child = subprocess.Popen(
                 part.command,
                 env={**environment, RESULTS_VARIABLE: str(rows)},
@@ -96,7 +99,12 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path) -
             )
             status = _await(child, limit_s)
         ended = Ended(part, "ran", time.monotonic() - began)
-        ended.tests = [json.loads(line) for line in _text(rows).splitlines() if line.endswith("}")]
+        kept = [json.loads(line) for line in _text(rows).splitlines() if line.endswith("}")]
+        ended.tests = [row for row in kept if "test" in row]
+        ended.cases = [row["case"] for row in kept if "case" in row]
+        with log.open("rb") as printed:
+            printed.seek(first)
+            ended.last_lines = printed.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         ended.figures = _object(_text(out))
     _judge(ended, status, limit_s)
     return ended

@@ -97,9 +97,15 @@ def _report(
 
 
 def _part(ended: Ended) -> Iterable[str]:
-    if not (ended.tests or ended.figures):
+    if ended.is_good and not (ended.tests or ended.figures):
         return
     yield f"## {ended.part.title}\n"
+    if not ended.figures and ended.cases:
+        yield "What came before it ended:\n"
+        yield _block(json.dumps(case) for case in ended.cases)
+    if not ended.is_good:
+        yield "The last lines of its log:\n"
+        yield _block(ended.last_lines)
     for one in ended.figures.get("tables", ()):
         yield f"{one['title']}:\n"
         yield _grid(one["columns"], one["rows"])
@@ -122,7 +128,14 @@ def _short(name: str) -> str:
 
 def _remark(test: dict[str, Any]) -> str:
     properties = [f"{name}: {value}" for name, value in test["properties"].items()]
-    return "; ".join([*properties, *([test["reason"].splitlines()[0]] if test["reason"] else [])])
+    lines = [line.strip() for line in test["reason"].splitlines() if line.strip()]
+    # Of a worker's failure the first line says where it was seen, the last one what it was.
+    reason = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return "; ".join([*properties, *([reason] if reason else [])])
+
+
+def _block(lines: Iterable[str]) -> str:
+    return "\n".join(["", *(f"    {line}" for line in lines), ""])
 
 
 def _grid(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,4 +1,5 @@
-"""A pytest plugin: a line of JSON for each test as it ends, into the file that KVOFFLOADD_TEST_RESULTS names.
+"""A line of JSON for each result as it comes, into the file that KVOFFLOADD_TEST_RESULTS names: of tests, as a pytest
+plugin, and of benchmarks' cases.
 
 Unlike a report at the end, it outlives a run that is killed.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -16,9 +17,16 @@ if TYPE_CHECKING:
 VARIABLE = "KVOFFLOADD_TEST_RESULTS"
 
 
+def keep(row: dict[str, Any]) -> None:
+    """Write one down; where nobody asks for it: do nothing."""
+    if VARIABLE in os.environ:
+        with Path(os.environ[VARIABLE]).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, default=str) + "\n")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Called for setup, call and teardown of each test: told once, unless more than one of them fails."""
-    if VARIABLE not in os.environ or (report.when != "call" and report.passed):
+    if report.when != "call" and report.passed:
         return
     reason = ""
     if report.skipped and isinstance(report.longrepr, tuple):
@@ -34,5 +42,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "reason": reason,
         "properties": dict(report.user_properties),
     }
-    with Path(os.environ[VARIABLE]).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row, default=str) + "\n")
+    keep(row)

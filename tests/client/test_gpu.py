@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import _gpu
 import numpy as np
 import pytest
 from _gpu import Gpu, GpuBuffer
@@ -186,6 +187,24 @@ def test_strides_that_are_not_said_are_those_of_c(gpu: Gpu) -> None:
     tensor = GpuTensor.adopt(Described(shape=(4, 2, 8), typestr="<f2", data=(memory.address, False), strides=None))
     assert (tensor.num_blocks, tensor.page_bytes, tensor.stride_bytes) == (4, 32, 32)
     memory.free()
+
+
+def test_a_delay_is_as_long_on_every_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver has none: by how fast this GPU does work of no use, also while the stream waits."""
+    monkeypatch.setattr(_gpu, "software_driver", lambda: None)
+    monkeypatch.setattr(_gpu, "_BUSY_BYTES", 4096)
+    other = Gpu()
+    softcuda.load().delay(other.stream, 0.2)
+    began = time.monotonic()
+    other.delay(0.0)  # measures
+    assert time.monotonic() < began + SOON_S
+    assert 1e5 < other._busy_bytes_per_s < 1e15
+    other.synchronize()
+    other.use()
+    counted: list[int] = []
+    monkeypatch.setattr(other, "_be_busy", lambda times, _stream: counted.append(times))
+    other.delay(2.0)
+    assert counted == [round(2.0 * other._busy_bytes_per_s / 4096)]
 
 
 # --- timelines -------------------------------------------------------------------------------------------------

@@ -14,8 +14,11 @@ import pytest
 from _gpu_parts import Ended, Part
 from _gpu_plot import bandwidth
 from _gpu_report import write
+from _gpu_worker_process import WorkerError
 
-from tests.e2e.process import ROOT
+from tests.e2e.process import ROOT, Daemon
+from tests.gpu.conftest import StartWorker
+from tests.gpu.layouts import PLAIN
 
 LIMIT_S = 50.0
 
@@ -27,7 +30,8 @@ import _gpu_parts
 _gpu_parts.adopt_orphans()
 part = _gpu_parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
 ended = _gpu_parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
-print(json.dumps({"state": ended.state, "remark": ended.remark, "figures": ended.figures, "seconds": ended.seconds}))
+names = "state", "remark", "figures", "cases", "last_lines", "seconds"
+print(json.dumps({name: getattr(ended, name) for name in names}))
 """
 _LEAVE_BEHIND = """
 import subprocess, sys, time
@@ -72,6 +76,49 @@ def test_a_part_that_hangs_ends_with_all_that_it_began(tmp_path: Path) -> None:
     assert not Path(f"/proc/{left}").exists()
 
 
+_CUT = """
+import sys, time
+from _gpu_bench import done
+done({"rows": 4096, "gb_per_s": 12.5}, [])
+print("about to hang", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("of another part\n")
+    ended = run(_CUT, log, limit_s=5.0)
+    assert ended["state"] == "timed out"
+    assert ended["cases"] == [{"rows": 4096, "gb_per_s": 12.5}]
+    assert ended["last_lines"][-1] == "about to hang"
+    assert "of another part" not in ended["last_lines"]
+
+
+def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
+    worker = start_worker(gpu_daemon)
+    with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*_gpu_worker"):
+        worker.call("no_such_thing")
+    with pytest.raises(WorkerError, match=r"^AttributeError"):
+        worker.call("share")  # it has not begun
+    worker.begin("ipc", PLAIN.size_bytes, PLAIN.tensors)
+    worker.call("share")
+
+
+def test_what_the_machine_says_is_never_fatal(tmp_path: Path) -> None:
+    """A driver that opens no memory and makes no batches: lines with its errors, and all other steps."""
+    command = [sys.executable, str(ROOT / "scripts" / "_gpu_bench_contact.py"), "--quick", "--json"]
+    environment = {**os.environ, "SOFTCUDA_FAULTS": "open_error=999,no_batch"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    cases = {case.pop("step"): case for case in json.loads(done.stdout)["cases"]}
+    assert cases.keys() == {"versions", "attributes", "context", "pinning", "sharing"}
+    assert cases["versions"]["batched copies"] is False
+    assert "CUDA_ERROR_UNKNOWN" in cases["sharing"]["open"]
+    assert cases["sharing"]["virtual memory"] == "4 chunks"
+    assert cases["sharing"]["context works after all"] is True
+    assert all("failed" not in case for case in cases.values()), cases
+
+
 def case(row_kib: int, speed: float) -> dict[str, Any]:
     kinds = ("store", "stores", "load", "both", "plain store", "plain load", "plain both")
     return {"name": f"{row_kib} KiB", "gb_per_s": dict.fromkeys(kinds, speed)}
@@ -99,12 +146,16 @@ def test_the_report_tells_of_every_part(tmp_path: Path) -> None:
     }
     tests = Ended(part("tests"), "failed", 2.0, "1 failed")
     tests.tests = [{"test": "a.py::b", "outcome": "failed", "seconds": 1, "reason": "why\nso", "properties": {"n": 5}}]
-    write(tmp_path, "GPU check", [("gpu", "none")], [copy, tests, Ended(part("e2e"), "not run")], "All is lost.")
+    life = Ended(part("life"), "timed out", cases=[{"killed": "ipc"}], last_lines=["| why it hung"])
+    all_ = [copy, tests, Ended(part("e2e"), "not run"), life]
+    write(tmp_path, "GPU check", [("gpu", "none")], all_, "All is lost.")
     report = (tmp_path / "report.md").read_text()
-    for text in ("All is lost.", "| 4 \\| KiB |", "MISSED", "n: 5; why |", "| e2e | not run |", "bandwidth.svg"):
+    for text in ("All is lost.", "| 4 \\| KiB |", "MISSED", "n: 5; why ... so |", "| e2e | not run |", "bandwidth.svg",
+                 '    {"killed": "ipc"}', "    | why it hung"):  # fmt: skip
         assert text in report
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [row["part"] for row in rows] == ["copy", "copy", "tests", "tests", "e2e"]
+    assert [row["part"] for row in rows] == ["copy", "copy", "tests", "tests", "e2e", "life", "life"]
+    assert rows[-1]["case"] == {"killed": "ipc"}
 
 
 def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
