@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from enum import IntEnum
 from typing import Any
 
@@ -27,6 +28,15 @@ _STICKY = frozenset(
 """After one of these every further call fails: only a new process helps (CUDA driver API, CUresult). A call that is
 given something of another process's may return some of them for that alone: `context_works` tells.
 """
+
+
+_GIL_FREE = (12, 9, 1)
+"""The first cuda-bindings that work without the GIL."""
+
+
+def holds_gil(bindings_version: str) -> bool:
+    """Whether that version of cuda-bindings keeps all threads waiting for as long as a call takes."""
+    return tuple(int(number) for number in re.findall(r"\d+", bindings_version)[:3]) < _GIL_FREE
 
 
 class PointerAttribute(IntEnum):
@@ -62,9 +72,10 @@ class CudaDriver:
         except ImportError as error:
             raise DeviceError(f"cuda-bindings is not installed ({error}): pip install kvoffloadd[cuda13]") from None
         try:
-            self.call("cuInit", 0)
+            (status,) = self.api.cuInit(0)
         except RuntimeError as error:  # cuda-bindings: the library can't be loaded
             raise DeviceError(f"there is no CUDA driver: {error}") from None
+        self.check("cuInit", int(status))
         self._attribute = self.entry("cuPointerGetAttribute", 4000, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -72,8 +83,12 @@ class CudaDriver:
 
         Raises:
             CudaError: it failed.
+            DeviceError: the driver, or cuda-bindings in this version, does not have it, or not so.
         """
-        status, *values = getattr(self.api, name)(*arguments)
+        try:
+            status, *values = getattr(self.api, name)(*arguments)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise DeviceError(f"{name} can't be called with cuda-bindings {self.bindings_version}: {error}") from error
         if int(status) != SUCCESS:
             raise CudaError(name, status.name)
         return values[0] if len(values) == 1 else tuple(values) or None
@@ -110,6 +125,11 @@ class CudaDriver:
         value = ctypes.c_uint64()
         self.check("cuPointerGetAttribute", self._attribute(ctypes.byref(value), which, address))
         return value.value
+
+    @property
+    def bindings_version(self) -> str:
+        """Of cuda-bindings."""
+        return str(importlib.import_module("cuda.bindings").__version__)
 
     def context_works(self) -> bool:
         """Whether the current context can still be used. Blocks until what has been submitted in it has ended."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.cudadriver import CudaDriver
+from kvoffloadd.cudadriver import CudaDriver, holds_gil
 from kvoffloadd.errors import DeviceError
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +62,21 @@ def test_every_module_can_be_imported(bare: dict[str, str]) -> None:
 
 def test_a_host_worker_stores_and_loads(bare: dict[str, str], socket_dir: Path) -> None:
     assert "host" in python(bare, STORE_AND_LOAD, str(socket_dir))
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [
+        ("12.8.0", True),
+        ("12.9.0", True),
+        ("12.9.1", False),
+        ("12.9.10", False),
+        ("13.0.3", False),
+        ("13.5.0rc1", False),
+    ],
+)
+def test_versions_of_cuda_bindings_that_hold_the_gil(version: str, holds: bool) -> None:
+    assert holds_gil(version) is holds
 
 
 def test_whoever_asks_for_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.cudadriver import CudaError, holds_gil
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
@@ -94,6 +94,11 @@ class CudaGpus:
                 driver, self._ordinals = await self._loop.run_in_executor(None, _load)
         except TimeoutError:
             raise DeviceError(f"the driver does not answer within {self._config.stuck_s} s") from None
+        if holds_gil(driver.bindings_version):
+            log.warning(
+                "cuda-bindings %s: the daemon stands still during each call to the driver; install 12.9.2 or newer",
+                driver.bindings_version,
+            )
         self._driver = driver
         return driver
 

@@ -13,6 +13,7 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies
+from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 from tests import softcuda
@@ -190,6 +191,14 @@ def driver_of(made: CopyStream) -> Driver:
 def test_an_unknown_error_has_its_number(driver: Driver) -> None:
     with pytest.raises(CudaError, match="CUresult 4711"):
         driver.check("cuSomething", 4711)
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("cuNoSuchCall", ()), ("cuDeviceGet", ("first",))])
+def test_a_call_that_cuda_bindings_lack_is_a_device_error(
+    driver: Driver, name: str, arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(DeviceError, match=rf"{name} can't be called with cuda-bindings \d+\."):
+        driver.call(name, *arguments)
 
 
 def test_a_call_that_the_driver_lacks_is_none(driver: Driver) -> None:
