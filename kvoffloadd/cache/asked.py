@@ -62,6 +62,7 @@ class _Batch:
     """Keys of one request and group that were missed, and not looked at closely yet. `absent`: those without a row."""
 
     asked: Asked
+    uid: int
     fingerprint: bytes
     group: int
     keys: U64Array
@@ -99,7 +100,8 @@ class Lookups:
         asked.missed[Reason.PENDING] += len(keys) - hits - on_disk - len(missed)
         asked.missed[Reason.INCOMPLETE] += len(missed) - int(np.count_nonzero(absent))
         if len(missed):
-            batch = _Batch(asked, space.namespace.fingerprint, space.schema.group, keys[missed], absent)
+            namespace = space.namespace
+            batch = _Batch(asked, namespace.uid, namespace.fingerprint, space.schema.group, keys[missed], absent)
             self._waiting.append(batch)
 
     def figures(self, uid: int | None = None) -> list[dict[str, Any]]:
@@ -110,9 +112,9 @@ class Lookups:
             rows.append(self._others)
         return [asked.figures() for asked in rows]
 
-    def totals(self) -> dict[str, int]:
-        """Of all namespaces: keys that hit, that were under way or on disk, and that were missed."""
-        rows = [*self._by_fingerprint.values(), self._others]
+    def totals(self, uid: int | None = None) -> dict[str, int]:
+        """Of all namespaces (None: of all users): keys that hit, that were under way or on disk, that were missed."""
+        rows = [asked for asked in (*self._by_fingerprint.values(), self._others) if uid in (None, asked.uid)]
         hits, pending = sum(a.hits for a in rows), sum(a.on_disk + a.missed[Reason.PENDING] for a in rows)
         missed = sum(a.keys for a in rows) - hits - pending
         return {"keys_hit": hits, "keys_pending": pending, "keys_missed": missed}
@@ -136,7 +138,7 @@ class Lookups:
             h = self._ghosts.hash(group, np.concatenate([batch.keys for batch in batches]))
             absent = np.concatenate([batch.absent for batch in batches])
             why = np.full(len(h), Reason.INCOMPLETE, np.uint8)
-            why[absent] = self._ghosts.why(fingerprint, h[absent])
+            why[absent] = self._ghosts.why(batches[0].uid, fingerprint, h[absent])
             for reason, count in enumerate(np.bincount(why[absent]).tolist()):
                 asked.missed[reason] += count
             asked.new.add(h[_NEVER_THERE[why]])

@@ -209,7 +209,7 @@ class Entries:
             space.keys += len(at) if added else -len(at)
             keys = self.index.keys[rows[at]]
             if added:
-                self.ghosts.came(space.namespace.fingerprint, space.schema.group, keys)
+                self.ghosts.came(space.namespace.uid, space.namespace.fingerprint, space.schema.group, keys)
             else:
                 self.ghosts.went(space.namespace.fingerprint, space.schema.group, keys, why)
             if space.namespace.listeners:

@@ -47,7 +47,8 @@ REASONS = (
 
 
 class Ghosts:
-    """Keys that were complete once: how each went, by namespace; and which namespace had each first.
+    """Keys that were complete once: how each went, by namespace; and which of its user's namespaces had each first.
+    Nothing that is told of one user depends on what another has stored: keys name prompts.
 
     `seed`, below 2**128, is the secret of the hash. Keys are (n, WORDS) u64; a key of another group is another key.
     """
@@ -63,9 +64,11 @@ class Ghosts:
         """u64 per key, the same in every namespace. All bits count."""
         return self._hash(group, keys)
 
-    def came(self, fingerprint: bytes, group: int, keys: U64Array) -> None:
-        """These keys are complete in this namespace. Where another one had them before, that is what stays known."""
-        h = self.hash(group, keys)
+    def came(self, uid: int, fingerprint: bytes, group: int, keys: U64Array) -> None:
+        """These keys are complete in this namespace. Where another one of the user had them before, that is what stays
+        known.
+        """
+        h = self._of_user(uid, self.hash(group, keys))
         slots, marks = _slots(h, _STORED_BITS), _names(h)
         known = self._stored[slots]
         self._stored[slots] = np.where(_differ(known, marks), marks | self._number(fingerprint), known)
@@ -75,12 +78,13 @@ class Ghosts:
         h = self._own(fingerprint, self.hash(group, keys))
         self._gone[_slots(h, _GONE_BITS)] = _marks(h) | np.uint16(reason)
 
-    def why(self, fingerprint: bytes, h: U64Array) -> U8Array:
+    def why(self, uid: int, fingerprint: bytes, h: U64Array) -> U8Array:
         """The reason for each key, by its `hash`, that was not held when this namespace asked for it. That may have
         been some time ago: what it has stored itself since changes nothing. Changes nothing.
         """
-        marks = _names(h)
-        stored = self._stored[_slots(h, _STORED_BITS)]
+        of_user = self._of_user(uid, h)
+        marks = _names(of_user)
+        stored = self._stored[_slots(of_user, _STORED_BITS)]
         others = ~_differ(stored, marks) & (stored ^ marks != self._number(fingerprint))
         reasons = np.where(others, np.uint8(Reason.OTHER_NAMESPACE), np.uint8(Reason.NEVER_STORED))
         own = self._own(fingerprint, h)
@@ -89,23 +93,26 @@ class Ghosts:
         reasons[went] = how[went]
         return reasons
 
-    def _own(self, fingerprint: bytes, h: U64Array) -> U64Array:
-        """The hashes of keys with their namespace."""
-        own: U64Array = (h ^ self._salt(fingerprint)) * _GOLDEN
+    def _own(self, owner: bytes, h: U64Array) -> U64Array:
+        """The hashes of keys with their namespace, or user."""
+        own: U64Array = (h ^ self._salt(owner)) * _GOLDEN
         own ^= own >> np.uint64(32)
         return own
+
+    def _of_user(self, uid: int, h: U64Array) -> U64Array:
+        return self._own(b"uid %d" % uid, h)
 
     def _number(self, fingerprint: bytes) -> np.uint32:
         """What stands for a namespace in a slot; never 0, which is an empty one."""
         return np.uint32(int(self._salt(fingerprint)) % ((1 << _NAMESPACE_BITS) - 1) + 1)
 
-    def _salt(self, fingerprint: bytes) -> np.uint64:
-        salt = self._salts.get(fingerprint)
+    def _salt(self, owner: bytes) -> np.uint64:
+        salt = self._salts.get(owner)
         if salt is None:
             if len(self._salts) >= _SALTS_MAX:
                 self._salts.clear()
-            digest = hashlib.blake2b(fingerprint, digest_size=8, key=self._secret).digest()
-            salt = self._salts[fingerprint] = np.uint64(int.from_bytes(digest, "little"))
+            digest = hashlib.blake2b(owner, digest_size=8, key=self._secret).digest()
+            salt = self._salts[owner] = np.uint64(int.from_bytes(digest, "little"))
         return salt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,12 @@ class WriteLease:
 
 
 class Leases:
-    """The leases of one instance, by id. Ids are unique in the daemon's life, so that one instance can't guess
-    another's into use.
+    """The leases of one instance, by id. Ids begin anywhere: they tell nothing of how many others have, and an id of
+    another instance, named by mistake, is most likely none of this one.
     """
 
-    _ids = itertools.count(1)
-
     def __init__(self) -> None:
+        self._ids = itertools.count(1 + secrets.randbits(40))
         self._held: dict[int, ReadLease | WriteLease] = {}
 
     def __len__(self) -> int:

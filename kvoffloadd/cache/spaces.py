@@ -66,7 +66,7 @@ class Spaces:
     def check_numbers(self, count: int) -> None:
         """Raises LimitError if there can't be so many more, whoever has them."""
         if len(self._referred) + count > NUMBERS:
-            raise LimitError(f"{len(self._referred)} groups are held by all users, and there can be {NUMBERS}")
+            raise LimitError(f"all users together have as many groups as there can be, {NUMBERS}")
 
     def add(
         self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None

@@ -15,7 +15,10 @@ from kvoffloadd.cache.asked import name_of
 from kvoffloadd.cache.lease import ReadLease
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvoffloadd.server.context import Context
+    from kvoffloadd.server.session import Session
 
 NAMESPACES_TOLD = 1000
 """At most so many, since the frame is bounded."""
@@ -26,10 +29,9 @@ SLOW_S = 0.5
 
 
 def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
-    """Everything; or what one user may know: counters of the whole daemon, and that user's accounts, sessions, jobs and
-    namespaces.
+    """Everything; or what one user may know: that user's own figures, and of the daemon only what nobody else's doings
+    change (how late the loop is, everybody can measure).
     """
-    cache, transfers = context.cache, context.transfers
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
     return {
         "version": __version__,
@@ -37,26 +39,47 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
         "pid": os.getpid(),
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "draining": context.draining,
+        **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
+        "leases": _leases(context, uid),
+        "loop": context.lag.figures(),
+        "accounts": _accounts(context, uid),
+        "sessions": [session.figures() for session in sessions],
+        "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
+        "lookups": context.cache.lookups.figures(uid),
+        "namespaces": _namespaces(context, uid),
+    }
+
+
+def _all_users(context: Context) -> dict[str, Any]:
+    cache, transfers = context.cache, context.transfers
+    return {
         "memory": cache.tier.gauges(),
         "cache": {**cache.figures(), "unsealed": transfers.unsealed},
-        **({"disk": cache.disk.figures()} if cache.disk and uid is None else {}),
+        **({"disk": cache.disk.figures()} if cache.disk else {}),
         "transfers": {
             str(direction): {name: getattr(counters, name) for name in counters.__slots__}
             for direction, counters in transfers.counters.items()
         },
         "running": {"jobs": len(transfers.running), "holds": transfers.holds},
-        "leases": _leases(context),
         "server": {name: getattr(context.counters, name) for name in context.counters.__slots__},
         "devices": {device.kind: device.gauges() for device in context.devices},
-        "lanes": _lanes(context, uid),
-        "loop": context.lag.figures(),
+        "lanes": _lanes(context),
         "hash_lane": {"queued": context.hash_lane.queued, "running": context.hash_lane.running},
-        "accounts": _accounts(context, uid),
         "instances": len(context.instances),
-        "sessions": [session.figures() for session in sessions],
-        "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
-        "lookups": cache.lookups.figures(uid),
-        "namespaces": _namespaces(context, uid),
+    }
+
+
+def _one_user(context: Context, uid: int, sessions: Sequence[Session]) -> dict[str, Any]:
+    cache = context.cache
+    mine = [namespace for namespace in cache.namespaces.values() if namespace.uid == uid]
+    return {
+        "memory": {
+            "capacity_bytes": cache.tier.capacity_bytes,
+            "used_bytes": sum(namespace.bytes for namespace in mine),
+        },
+        "cache": {**cache.lookups.totals(uid), "keys": sum(namespace.keys for namespace in mine)},
+        "running": {"jobs": context.accounts.of(uid).used.get("jobs", 0)},
+        "server": {"requests": sum(session.requests for session in sessions)},
     }
 
 
@@ -65,20 +88,21 @@ def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_TOLD]
 
 
-def _leases(context: Context) -> dict[str, int]:
-    held = [lease for instance in context.instances.all() for lease in instance.leases.all()]
+def _leases(context: Context, uid: int | None) -> dict[str, int]:
+    instances = [instance for instance in context.instances.all() if uid in (None, instance.uid)]
+    held = [lease for instance in instances for lease in instance.leases.all()]
     read = [len(lease.rows) for lease in held if isinstance(lease, ReadLease)]
     write = [len(lease.parts) for lease in held if not isinstance(lease, ReadLease)]
     return {"read": len(read), "keys": sum(read), "write": len(write), "parts": sum(write)}
 
 
-def _lanes(context: Context, uid: int | None) -> dict[str, dict[str, int | float]]:
-    """By what they work on: a device, the arena's payloads, a disk root (which not everybody may know of)."""
+def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
+    """By what they work on: a device, the arena's payloads, a disk root."""
     lanes = {
         f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
     }
     lanes["memory hash"] = context.hash_lane
-    if context.cache.disk and uid is None:
+    if context.cache.disk:
         for root in context.cache.disk.roots:
             lanes |= {f"{root.path} read": root.read_lane, f"{root.path} write": root.write_lane}
     return {name: lane.figures() for name, lane in lanes.items()}

@@ -56,7 +56,7 @@ class History:
         """By direction, between the last two looks."""
         seconds, first, last = self.window(0.0)
         found = {}
-        for direction in DIRECTIONS:
+        for direction in DIRECTIONS if "transfers" in last else ():
             (bytes0, done0), (bytes1, done1) = _moved(first, direction), _moved(last, direction)
             found[direction] = {
                 "bytes": bytes1,
@@ -97,7 +97,7 @@ def figures(history: History) -> Figures:
         "roots": _roots(first, status, seconds),
         "backlog_bytes": disk["backlog_bytes"] if disk else 0,
         "loop": {name: status["loop"][name] for name in ("recent_lag_s", "worst_lag_s")},
-        "server": {name: status["server"][name] for name in ("requests", "errors", "busy", "peers_killed")},
+        "server": {name: status["server"].get(name) for name in ("requests", "errors", "busy", "peers_killed")},
         "requests_per_s": _rate(status["server"]["requests"] - first["server"]["requests"], seconds),
     }
 
@@ -181,7 +181,7 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
 def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:
     """`busy_rate`: share of the threads' time that was work."""
     found = []
-    for name, lane in last["lanes"].items():
+    for name, lane in last.get("lanes", {}).items():
         before = first["lanes"].get(name, lane)
         busy = _rate(lane["busy_s"] - before["busy_s"], seconds) / lane["threads"]
         kept = ("queued", "running", "threads", "oldest_queued_s", "oldest_running_s")

@@ -52,19 +52,24 @@ def render(
     """The whole screen. `figures` None: there never was a daemon; `waiting`: why there is none now."""
     if figures is None:
         return Group(_waiting_line(waiting), Text())
-    left = [_tiers(figures), _throughput(figures, rates), _lookups(figures["lookups"])]
+    left = [
+        _tiers(figures),
+        *([_throughput(figures, rates)] if figures["throughput"] else []),
+        _lookups(figures["lookups"]),
+    ]
     right = [_instances(figures["instances"]), _slow_jobs(figures["slow_jobs"])]
     if figures["roots"]:
         right.insert(1, _roots(figures))
     top = [_head(figures, waiting), _loop(figures)]
     if waiting:
         top.insert(1, _waiting_line(waiting))
+    lanes = [_lanes(figures["lanes"], wide=width >= WIDE)] if figures["lanes"] else []  # nobody but root is told
     if width < WIDE:
-        return Group(*top, *left, *right, _lanes(figures["lanes"], wide=False))
+        return Group(*top, *left, *right, *lanes)
     both = Table.grid(padding=(0, 2), expand=True)
     both.add_column(ratio=1)
     both.add_column(ratio=1)
-    both.add_row(Group(*left, _namespaces(figures["namespaces"])), Group(*right, _lanes(figures["lanes"], wide=True)))
+    both.add_row(Group(*left, _namespaces(figures["namespaces"])), Group(*right, *lanes))
     return Group(*top, both)
 
 
@@ -95,16 +100,15 @@ def _waiting_line(why: str) -> RenderableType:
 def _loop(figures: Figures) -> RenderableType:
     lag = figures["loop"]["recent_lag_s"]
     colour = BAD if lag >= LAG_BAD_S else FAIR if lag >= LAG_FAIR_S else GOOD
-    busy, errors = figures["server"]["busy"], figures["server"]["errors"]
     pieces: list[tuple[str, str, str]] = [
         (format_seconds(lag), "late", colour),
         (format_seconds(figures["loop"]["worst_lag_s"]), "worst", ""),
         (_count(figures["requests_per_s"]), "req/s", ""),
         (_count(figures["jobs"]), "jobs", ""),
         (_count(figures["leases"]["keys"]), "leased", ""),
-        (_count(busy), "busy", FAIR if busy else ""),
-        (_count(errors), "errors", FAIR if errors else ""),
     ]
+    told = [(name, figures["server"][name]) for name in ("busy", "errors")]  # of all users, which only root is told
+    pieces += [(_count(count), name, FAIR if count else "") for name, count in told if count is not None]
     text = Text(" loop ", QUIET, no_wrap=True, overflow="ellipsis")
     for index, (value, name, style) in enumerate(pieces):
         text.append("  " if index else "")

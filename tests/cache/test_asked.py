@@ -202,7 +202,7 @@ class Replay:
         name = self._space.namespace.fingerprint
         self._held[ids] = True
         self._order.append(ids)
-        self._ghosts.came(name, 0, keys)
+        self._ghosts.came(0, name, 0, keys)
         self._free -= len(ids)
         while self._free < 0:
             oldest = self._order.pop(0)

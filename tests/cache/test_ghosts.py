@@ -22,13 +22,13 @@ def some_keys(rng: np.random.Generator, count: int) -> U64Array:
 
 def why(ghosts: Ghosts, name: bytes, keys: U64Array, group: int = 0) -> list[int]:
     """Counts by reason."""
-    counts: list[int] = np.bincount(ghosts.why(name, ghosts.hash(group, keys)), minlength=5).tolist()
+    counts: list[int] = np.bincount(ghosts.why(0, name, ghosts.hash(group, keys)), minlength=5).tolist()
     return counts
 
 
 def test_each_way_of_going_is_remembered(ghosts: Ghosts, seed: int) -> None:
     keys = some_keys(np.random.default_rng(seed), 300)
-    ghosts.came(HERE, 0, keys)
+    ghosts.came(0, HERE, 0, keys)
     for at, reason in enumerate((Reason.EVICTED, Reason.CLEARED, Reason.CORRUPT)):
         ghosts.went(HERE, 0, keys[100 * at :][:100], reason)
     # Two of so few share a slot once in a hundred runs: the first of them is forgotten then.
@@ -45,7 +45,7 @@ def test_the_last_way_counts(ghosts: Ghosts, seed: int) -> None:
 
 def test_namespaces_and_groups_are_told_apart(ghosts: Ghosts, seed: int) -> None:
     keys = some_keys(np.random.default_rng(seed), 10)
-    ghosts.came(HERE, 0, keys)
+    ghosts.came(0, HERE, 0, keys)
     assert why(ghosts, THERE, keys) == [0, 0, 0, 0, 10]
     assert why(ghosts, HERE, keys) == [10, 0, 0, 0, 0]
     assert why(ghosts, THERE, keys, group=1) == [10, 0, 0, 0, 0]
@@ -54,10 +54,20 @@ def test_namespaces_and_groups_are_told_apart(ghosts: Ghosts, seed: int) -> None
     assert why(ghosts, THERE, keys) == [0, 0, 0, 0, 10]
 
 
+def test_what_another_user_has_stored_is_not_told(ghosts: Ghosts, seed: int) -> None:
+    keys = some_keys(np.random.default_rng(seed), 1000)
+    before = ghosts.why(7, HERE, ghosts.hash(0, keys)).tolist()
+    ghosts.came(8, THERE, 0, keys)
+    ghosts.went(THERE, 0, keys[:500], Reason.EVICTED)
+    assert ghosts.why(7, HERE, ghosts.hash(0, keys)).tolist() == before == [0] * 1000
+    ghosts.came(7, b"mine, too".ljust(16), 0, keys)
+    assert ghosts.why(7, HERE, ghosts.hash(0, keys)).tolist().count(Reason.OTHER_NAMESPACE) > 990
+
+
 def test_what_the_asker_stores_later_changes_no_reason(ghosts: Ghosts, seed: int) -> None:
     keys = some_keys(np.random.default_rng(seed), 10)
-    ghosts.came(HERE, 0, keys)
-    ghosts.came(THERE, 0, keys)
+    ghosts.came(0, HERE, 0, keys)
+    ghosts.came(0, THERE, 0, keys)
     assert why(ghosts, THERE, keys) == [0, 0, 0, 0, 10]
     assert why(ghosts, HERE, keys) == [10, 0, 0, 0, 0]
 
@@ -65,7 +75,7 @@ def test_what_the_asker_stores_later_changes_no_reason(ghosts: Ghosts, seed: int
 def test_wrong_reasons_are_as_rare_as_is_said(ghosts: Ghosts, seed: int) -> None:
     rng = np.random.default_rng(seed)
     gone = some_keys(rng, 1 << 20)
-    ghosts.came(THERE, 0, gone)
+    ghosts.came(0, THERE, 0, gone)
     ghosts.went(HERE, 0, gone, Reason.EVICTED)
     never, evicted, _, _, other = why(ghosts, HERE, gone)
     # A quarter of the slots have been written: 1 - 1/4 + ... of the keys still have theirs.

@@ -108,12 +108,99 @@ def test_another_user_s_instance(scene: Scene, stranger: RawPeer) -> None:
     stranger.hello(namespace=scene.namespace)
 
 
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """What is in it, by path."""
+    if isinstance(value, dict):
+        return {k: v for name, one in value.items() for k, v in flat(one, f"{path}.{name}").items()}
+    if isinstance(value, list):
+        return {f"{path}.len": len(value)} | {
+            k: v for n, one in enumerate(value) for k, v in flat(one, f"{path}.{n}").items()
+        }
+    return {path: value}
+
+
+def readable(peer: RawPeer, registration: int) -> dict[str, Any]:
+    """All that an unprivileged peer can ask, of keys that others may have, but for what time tells."""
+    named: list[dict[str, Any]] = [{"group": 0, "keys": keys(*range(100))}]
+    status = peer.ok("status")["status"]
+    del status["uptime_s"], status["loop"]
+    told = {"status": status}
+    for tag in ("lookup", "prefetch", "touch", "pin"):
+        told[tag] = peer.ok(tag, groups=named)
+    peer.ok("release", lease=told["pin"]["lease"]) if told["pin"]["lease"] else None
+    told["reserve"] = peer.ok("reserve", groups=[{"group": 0, "keys": keys(500)}])
+    peer.ok("release", lease=told["reserve"]["lease"])
+    load: dict[str, Any] = {
+        "job": 1,
+        "registration": registration,
+        "groups": [{**named[0], "blocks": ids(*[0xFFFFFFFF] * 100)}],
+    }
+    told["load"] = peer.ok("load", **load)
+    told["completed"] = {**peer.completed(1), "seconds": 0}
+    told["snapshot"] = peer.ok("snapshot", group=0)
+    told["drain"] = peer.ok("drain")
+    for tag, fields in (
+        ("release", {"lease": 1}), ("clear", {"everything": True}), ("verify", {}), ("cancel", {"job": 9}),
+        ("unregister", {"registration": 99}), ("lookup", {"groups": [{"group": 7, "keys": keys(1)}]}),
+    ):  # fmt: skip
+        told[f"{tag} refused"] = peer.ask(tag, **fields)
+    told["pushed"] = len(peer.pushes)
+    derived = (".seq", ".ceiling_rate")  # which counts what was asked, and follows from two other figures
+    return {path: value for path, value in flat(told).items() if not path.endswith(derived)}
+
+
+def test_nothing_tells_one_user_of_another(start_daemon: Callable[..., Daemon]) -> None:
+    """Whatever a peer can read changes by its own asking alone, the same each time, whatever others do meanwhile: they
+    store and pin the very keys that it asks for, are refused, cleared, and evicted.
+    """
+    daemon = start_daemon(f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666")
+    os.chmod(daemon.socket.parent, 0o755)
+    scene = Scene(daemon, "of root")
+    scene.settle()
+    stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
+    stranger.hello(namespace={**scene.namespace, "salt": "of the stranger"})
+    fd = memfd(fcntl.F_SEAL_SHRINK)
+    (allocation,) = stranger.attach([fd])
+    os.close(fd)
+    tensors = [{**scene.tensor, "allocation": allocation}]
+    registration = stranger.ok("register", tensors=tensors, groups=[FULL])["registration"]
+    stranger.ok("subscribe")
+    readable(stranger, registration)
+    first = readable(stranger, registration)
+    second = readable(stranger, registration)
+
+    for number in range(5, 40):
+        scene.store(scene.peer, keys(number), ids(number % 16))
+    scene.settle()
+    others = scene.stranger()
+    leases = [others.ok("pin", groups=[{"group": 0, "keys": keys(*range(60))}])["lease"] for _ in range(3)]
+    others.ok("release", lease=leases[0])
+    others.refused("unknown_name", "lookup", groups=[{"group": 77, "keys": keys(1)}])
+    scene.session().ok("register", tensors=[], groups=[{**FULL, "group": 9, "refs": []}])
+    scene.session().ok("bye")
+    daemon.status()
+    during = readable(stranger, registration)
+    others.close()
+    scene.peer.ok("clear")
+    scene.store(scene.peer, keys(1, 2, 3), ids(0, 1, 2))
+    scene.settle()
+    after = readable(stranger, registration)
+
+    for before, now in ((second, during), (during, after)):
+        assert before.keys() == now.keys() == first.keys()
+        moved = {path for path, value in now.items() if value != before[path]}
+        for path in sorted(moved):
+            assert isinstance(now[path], int | float), (path, before[path], now[path])
+            assert now[path] - before[path] == pytest.approx(second[path] - first[path]), path
+
+
 def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> None:
     stranger.hello(namespace={"model": "of the stranger"})
     theirs = stranger.ok("status")["status"]
     assert {session["uid"] for session in theirs["sessions"]} == {OTHER_UID}
     assert {namespace["uid"] for namespace in theirs["namespaces"]} == {OTHER_UID}
     assert set(theirs["accounts"]) == {str(OTHER_UID)}
+    assert {row["uid"] for row in theirs["lookups"]} <= {OTHER_UID}
     ours = scene.daemon.status()
     assert {session["uid"] for session in ours["sessions"]} == {0, OTHER_UID}
     assert set(ours["accounts"]) == {"0", str(OTHER_UID)}
