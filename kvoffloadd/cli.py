@@ -167,7 +167,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verify_daemon(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.report import ProgressLine, printable
+    from kvoffloadd.log import printable
+    from kvoffloadd.report import ProgressLine
 
     deadline_s = VERIFY_DEADLINE_S if arguments.payloads else None
     if arguments.disk:
@@ -196,7 +197,8 @@ def _findings(count: int) -> str:
 
 def _verify_roots(arguments: argparse.Namespace) -> int:
     """Without a daemon. A root that can't be checked is no reason to leave out the others."""
-    from kvoffloadd.report import ProgressLine, printable
+    from kvoffloadd.log import printable
+    from kvoffloadd.report import ProgressLine
     from kvoffloadd.tiers.disk.repair import check_root
 
     code = EXIT_OK

@@ -1,5 +1,8 @@
 """Logging to standard error: for a terminal, for the journal, or as JSON lines; repeats are held back and counted.
 
+What is logged names what peers sent, and must not pass for a record of ours or move a terminal: whatever is no
+printable character is escaped where lines are made, line breaks too. Lines of tracebacks are indented.
+
 Ownership: a `RepeatFilter` is called by whichever thread logs, under its own lock. Keys and payloads are never logged:
 they are derived from users' prompts.
 """
@@ -124,10 +127,32 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
     kept = getattr(record, "kvo_fields", None)
     if kept is None:
         kept = record.args if isinstance(record.args, Mapping) else {}
-    return {name: value if isinstance(value, int | float) else str(value) for name, value in kept.items()}
+    return {name: value if isinstance(value, int | float) else printable(str(value)) for name, value in kept.items()}
 
 
-class ConsoleFormatter(logging.Formatter):
+def printable(text: str) -> str:
+    """`text` with everything escaped that is no printable character: control characters, line breaks, what turns the
+    direction of writing.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class _Formatter(logging.Formatter):
+    """A record's message is one line, and each line of its traceback is indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        """See `logging.Formatter`."""
+        return "\n".join("  " + printable(line) for line in super().formatException(ei).split("\n"))
+
+
+class ConsoleFormatter(_Formatter):
     """One line for people: local time, level, logger, message; a traceback follows on its own lines."""
 
     default_time_format = "%H:%M:%S"
@@ -137,7 +162,7 @@ class ConsoleFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
 
-class JournalFormatter(logging.Formatter):
+class JournalFormatter(_Formatter):
     """sd-daemon(3): each line starts with its syslog priority; the journal adds time and process."""
 
     def __init__(self) -> None:
@@ -146,10 +171,10 @@ class JournalFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Every line of the record, a traceback's too, with the same priority."""
         prefix = f"<{_priority(record.levelno)}>"
-        return "\n".join(prefix + line for line in super().format(record).splitlines())
+        return "\n".join(prefix + line for line in super().format(record).split("\n"))
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """One JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, what the message names, and
     `traceback` if there is one.
     """
@@ -161,7 +186,7 @@ class JsonFormatter(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
@@ -209,7 +234,7 @@ class JournalHandler(logging.StreamHandler[TextIO]):
         return b"".join(_journal_field(name, str(value)) for name, value in fields.items())
 
 
-_plain = logging.Formatter("%(name)s: %(message)s")
+_plain = _Formatter("%(name)s: %(message)s")
 
 
 def _journal_field(name: str, value: str) -> bytes:

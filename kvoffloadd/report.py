@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffloadd.log import printable
 from kvoffloadd.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -153,11 +154,6 @@ def _format_number(name: str, value: float) -> str:
     if name.endswith("_rate") and 0 <= value <= 1:
         return f"{100 * value:.1f} %"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
-
-
-def printable(text: str) -> str:
-    """`text` without control characters: names come from peers, and a terminal obeys what it is sent."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 class ProgressLine:

@@ -72,8 +72,32 @@ def test_json_is_one_object_a_line() -> None:
         logger.exception("failed")
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert first.pop("time") == pytest.approx(second["time"], abs=5)
-    assert first == {"level": "info", "logger": "kvoffloadd.test", "message": 'says "a\nb"'}
+    assert first == {"level": "info", "logger": "kvoffloadd.test", "message": 'says "a\\nb"'}
     assert second["traceback"].endswith("ValueError: no")
+
+
+def test_what_is_logged_can_t_forge_lines_or_move_a_terminal() -> None:
+    """Every character that is not printed as itself, in a message, a field, or an exception."""
+    evil = "".join(chr(code) for code in [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, 0x202E, 0x2066, 0xD800])
+    text = f"before{evil}\n12:34:56.789 CRITICAL kvoffloadd.daemon: exiting é"
+    for form in ("console", "journal", "json"):
+        stream = logged(form)
+        logger.warning("a peer says %s", text)
+        logger.warning("a peer says %(text)s", {"text": text})
+        try:
+            raise ValueError(text)
+        except ValueError:
+            logger.exception("failed")
+        written = stream.getvalue()
+        assert {c for c in written if not c.isprintable()} == {"\n"}
+        lines = written.splitlines()
+        if form == "json":
+            assert len(lines) == 3
+            assert json.loads(lines[1])["text"].endswith("exiting é")
+        else:
+            own = [line for line in lines if re.match(r"(<\d>kvo|\d\d:)", line)]
+            assert [line.count("a peer says") for line in own] == [1, 1, 0]
+            assert all(line.endswith("exiting é") for line in own[:2])
 
 
 def test_level_and_repeated_setup() -> None:
@@ -227,9 +251,17 @@ def test_the_journal_gets_fields(journal: socket.socket) -> None:
     handler = log.JournalHandler(io.StringIO(), Path(journal.getsockname()))
     handler.handle(record("uid %(uid)d: %(reason)s", {"uid": 7, "reason": "two\nlines"}))
     assert entry(journal.recv(1 << 16)) == {
-        "MESSAGE": "kvoffloadd.test: uid 7: two\nlines", "PRIORITY": "4", "SYSLOG_IDENTIFIER": "kvoffloadd",
-        "LOGGER": "kvoffloadd.test", "KVO_UID": "7", "KVO_REASON": "two\nlines",
+        "MESSAGE": "kvoffloadd.test: uid 7: two\\nlines", "PRIORITY": "4", "SYSLOG_IDENTIFIER": "kvoffloadd",
+        "LOGGER": "kvoffloadd.test", "KVO_UID": "7", "KVO_REASON": "two\\nlines",
     }  # fmt: skip
+    failed = record("failed %(how)s", {"how": "badly"})
+    try:
+        raise ValueError("no")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    handler.handle(failed)
+    first, *_, last = entry(journal.recv(1 << 16))["MESSAGE"].split("\n")
+    assert (first, last) == ("kvoffloadd.test: failed badly", "  ValueError: no")
     handler.handle(record("x" * (1 << 20)))
     assert len(entry(journal.recv(1 << 16))["MESSAGE"]) == log.JOURNAL_MESSAGE_BYTES_MAX
     handler.close()

@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.layout import Attention
+from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_pages
 from kvoffloadd.planner.capacity import RECORD_HEADER_PAGES
-from kvoffloadd.report import printable
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:

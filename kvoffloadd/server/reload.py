@@ -40,7 +40,7 @@ class Reload:
             try:
                 asked = await self._context.loop.run_in_executor(None, self._read)
             except ConfigError as error:
-                log.error("not reloaded, all stays as it was: %s", error)
+                log.error("not reloaded, all stays as it was: %s", "; ".join(map(str.strip, str(error).splitlines())))
             else:
                 self._adopt(asked)
             finally:

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvoffloadd.report import printable
+from kvoffloadd.log import printable
 from kvoffloadd.top.shapes import Bar, Spark
 from kvoffloadd.units import format_bytes, format_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -13,6 +13,7 @@ import pytest
 from kvoffloadd.sharedmem import create_memfd
 from tests.e2e.process import Daemon
 from tests.e2e.raw import NAMESPACE, PREFIX, RawPeer, frame, said
+from tests.e2e.waiting import until
 from tests.server.scene import Scene
 
 FRAME_BYTES_MAX = 4 << 20
@@ -221,3 +222,21 @@ def test_one_byte_at_a_time_is_slow_but_right(scene: Scene) -> None:
     for byte in frame({"type": "ping", "seq": 900}):
         peer.send(bytes([byte]))
     assert peer.answer(900)["type"] == "done"
+
+
+@pytest.mark.parametrize("name", ["x`\n12:34:56.789 WARNING kvoffloadd.daemon: exiting\x1b[31m", "\x9b2J\u202e\r"])
+def test_what_a_peer_sends_is_escaped_in_the_log(start_daemon: Callable[[], Daemon], name: str) -> None:
+    """Here the name of a field, in a frame that ends the session; a descriptor that nobody asked for makes it so."""
+    daemon = start_daemon()
+    fd = create_memfd("forged", 4096)
+    with daemon.peer() as peer:
+        peer.hello(namespace={"model": name})
+        peer.begin("attach", rights=[fd], kind="shm", fds=1, **{name: 1})
+        refused = peer.receive()
+        assert refused is not None
+        assert refused["code"] == "bad_frame"
+    os.close(fd)
+    until(lambda: "ends:" in daemon.log(), "the end is logged")
+    written = daemon.log()
+    assert {c for c in written if not c.isprintable()} == {"\n"}
+    assert not [line for line in written.splitlines() if line.startswith("12:34:56.789")]
