@@ -214,7 +214,7 @@ class Daemon:
         feed = context.spawn(EventFeed(context).run())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd).begin)
+        loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")

@@ -63,7 +63,10 @@ class Push(Message, frozen=True):
 
 
 class NamespaceSpec(Part, frozen=True):
-    """Who may share. The daemon adds the owner's uid and the epoch; every field takes part in the fingerprint."""
+    """Who may share. The daemon adds the owner's uid and the epoch; every field takes part in the fingerprint. Of what
+    is stored, the daemon knows sizes alone: say here what else decides the bytes, such as the order of layers in a
+    group's refs (`layout`), or engines that differ in it take each other's bytes for their own.
+    """
 
     model: Text
     revision: Text = ""

@@ -173,8 +173,7 @@ class PeerConnection:
 
     def _answer(self, reply: m.Reply) -> None:
         if isinstance(reply, m.Welcome):
-            # The frame owns the descriptor until it is sent.
-            self._outbox.put(self._protocol.send(reply), (os.pidfd_open(os.getpid()),))
+            self._outbox.put(self._protocol.send(reply), (self._context.pidfd,))
             self._stop_timer()  # it was for the hello
         else:
             self._send(reply)
@@ -241,7 +240,6 @@ class PeerConnection:
                 if fds:
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
                     size = self._sock.sendmsg([frame], rights)
-                    _close_all(fds)
                 else:
                     size = self._sock.send(frame)
             except (BlockingIOError, InterruptedError):
@@ -293,6 +291,11 @@ class PeerConnection:
         self._context.counters.peers_killed += 1
         self.end("the peer died")
 
+    def turn_away(self, error: KvOffloadError) -> None:
+        """Whoever was let in is not to stay: say why, and end the session."""
+        self._reply_error(error, 0)
+        self.end(str(error))
+
     def end(self, reason: str) -> asyncio.Task[None]:
         """End the session: drain its copies, free what it holds, close the socket. Once; later calls join."""
         if self._ending is None:
@@ -322,9 +325,7 @@ class PeerConnection:
 
     def _discard(self) -> None:
         while self._outbox.frames:
-            frame, fds = self._outbox.frames[0]
-            _close_all(fds)
-            self._outbox.sent(len(frame))
+            self._outbox.sent(len(self._outbox.frames[0][0]))
 
     async def _last_words(self) -> None:
         """Give the peer a moment to read what is queued (an error, the last completions)."""

@@ -49,7 +49,8 @@ class SessionCounters:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Owned by the daemon. `fatal(reason)` ends the process: for what can't be mended while it lives."""
+    """Owned by the daemon. `pidfd`: its own, for peers; one for all, since there may be no other when one says hello.
+    `fatal(reason)` ends the process: for what can't be mended while it lives."""
 
     config: Config
     boot_id: bytes
@@ -70,6 +71,7 @@ class Context:
     draining: bool = False
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     own_uid: int = field(default_factory=os.getuid)
+    pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)

@@ -137,8 +137,7 @@ class Listener:
             return
         charged = int(peer.pid != os.getpid())  # the watchdog's pings take no place from others
         try:
-            if peer.uid not in (0, context.own_uid, *context.config.server.allowed_uids):
-                raise ForbiddenError(f"uid {peer.uid} is not in server.allowed_uids")
+            self._check_uid(peer.uid)
             context.accounts.of(peer.uid).charge("sessions", charged)
         except (ForbiddenError, LimitError) as error:
             context.counters.sessions_refused += 1
@@ -151,6 +150,18 @@ class Listener:
         self._connections.add(connection)
         connection.start()
         context.spawn(self._forget(connection, peer.uid, charged))
+
+    def _check_uid(self, uid: int) -> None:
+        if uid not in (0, self._context.own_uid, *self._context.config.server.allowed_uids):
+            raise ForbiddenError(f"uid {uid} is not in server.allowed_uids")
+
+    def check_all(self) -> None:
+        """End the sessions of users who are not allowed any more."""
+        for connection in list(self._connections):
+            try:
+                self._check_uid(connection.session.peer.uid)
+            except ForbiddenError as error:
+                connection.turn_away(error)
 
     async def _forget(self, connection: PeerConnection, uid: int, charged: int) -> None:
         await connection.ended.wait()

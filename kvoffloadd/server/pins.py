@@ -199,7 +199,6 @@ class Pins:
             fresh = np.concatenate([share.found.rows[share.away].astype(np.uint32) for share in shares])
             cache.hold(fresh)
             lease.rows = np.concatenate([lease.rows, fresh])
-            lease.growing = False
             waiting.charged -= len(fresh)
         for share in shares:
             cache.use(share.space, replace(share.found, hits=share.away), share.first)
@@ -209,6 +208,8 @@ class Pins:
 
     def _end(self, waiting: Waiting) -> None:
         self.waiting.discard(waiting)
+        if waiting.lease is not None:
+            waiting.lease.growing = False  # also if the session has ended: what it waited for will not join
         if waiting.timer is not None:
             waiting.timer.cancel()
         if waiting.fetch is not None:

@@ -22,12 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class Reload:
-    """`read` makes the config anew, as at the start; it may wait for files and for user databases."""
+    """`read` makes the config anew, as at the start; it may wait for files and for user databases. `check_peers` ends
+    sessions that the new config does not allow.
+    """
 
-    def __init__(self, context: Context, read: Callable[[], Config], systemd: Systemd) -> None:
+    def __init__(
+        self, context: Context, read: Callable[[], Config], systemd: Systemd, check_peers: Callable[[], None]
+    ) -> None:
         self._context = context
         self._read = read
         self._systemd = systemd
+        self._check_peers = check_peers
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
@@ -53,6 +58,7 @@ class Reload:
         context.config, changed, waiting = reloaded(was, asked)
         context.accounts.change(caps(context.config.limits))
         context.cache.entries.spaces.groups_max = context.config.limits.groups
+        self._check_peers()
         if context.config.log != was.log:
             logs.setup(context.config.log)
         log.info("reloaded: %s", "; ".join(changed) or "nothing has changed")

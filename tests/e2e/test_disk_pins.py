@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.errors import RemoteError
 from tests.e2e.disk import (
     Switch,
     disk,
@@ -116,6 +117,29 @@ def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, 
     until(lambda: leases(daemon) == 0, "its leases have ended")
     switch.set()
     assert served(rank, mine).all()
+
+
+def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
+    daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
+) -> None:
+    """While a pin waits for the disk, its lease covers whatever its engine's ranks load; when nobody waits any more, no
+    other key.
+    """
+    away = only_on_disk(rank, keys)
+    mine, others = away[:60], away[60:70]
+    token = os.urandom(16)
+    mate = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS, instance=token))
+    assert mate.loads_right(others)  # from now on in memory
+    switch.set("read_delay_s=0.4")
+    scheduler = daemon.peer()
+    scheduler.hello("scheduler", namespace={"model": "e2e"}, instance=token)
+    lease = scheduler.ok("pin", groups=[{"group": 0, "keys": mine.tobytes(), "first": 0}])["lease"]
+    assert mate.loads_right(others, lease=lease)
+    scheduler.close()
+    until(lambda: len(daemon.sessions()) == 2, "the scheduler is gone")
+    with pytest.raises(RemoteError, match="bad_lease"):
+        mate.loads_right(others, lease=lease)
+    switch.set()
 
 
 def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:

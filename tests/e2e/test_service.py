@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client
+from tests.conftest import OTHER_UID
 from tests.e2e import rank as ranks
 from tests.e2e.process import ROOT, Daemon
 from tests.e2e.raw import RawPeer
+from tests.e2e.users import Stranger, needs_root
 from tests.e2e.waiting import until
 from tests.notify import Manager, manager_in
 
@@ -383,6 +385,25 @@ def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
     with RawPeer(configured.service.socket) as peer:
         peer.hello()
     assert configured.service.end() == 0
+
+
+@needs_root
+def test_users_who_are_not_allowed_any_more_have_to_go(configured: Configured) -> None:
+    allowed = f"[server]\nallowed_uids = [{OTHER_UID}, {OTHER_UID + 1}]\n"
+    configured.reload(allowed)
+    socket = configured.service.socket
+    os.chmod(socket.parent, 0o755)
+    os.chmod(socket, 0o666)
+    strangers = [Stranger.connect(socket, OTHER_UID + n) for n in (0, 1)]
+    with RawPeer(socket) as ours:
+        for peer in (ours, *(stranger.peer for stranger in strangers)):
+            peer.hello()
+        configured.reload(f"[server]\nallowed_uids = [{OTHER_UID + 1}]\n")
+        assert f"uid {OTHER_UID} is not in server.allowed_uids" in strangers[0].peer.turned_away("forbidden")
+        strangers[1].peer.ok("ping")
+        ours.ok("ping")
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_caps_hold_for_all_and_limits_for_new_sessions(configured: Configured) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -351,3 +352,18 @@ def test_completions_that_nobody_reads(start_daemon: Start) -> None:
     scene.peer.ok("load", **job)
     assert scene.peer.completed(job["job"])["outcome"] == "partial"
     assert daemon.status()["server"]["busy"] == 1
+
+
+def test_a_hello_needs_no_more_descriptors_than_the_connection(start_daemon: Start) -> None:
+    """The daemon's own pidfd goes with every welcome; for that there is one, not one each."""
+    daemon = start_daemon()
+    peer = daemon.peer()
+    until(lambda: daemon.status()["accounts"][str(UID)]["sessions"] == 2, "it is accepted")
+    highest = max(int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd"))
+    before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    free = set(range(highest)) - {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (min(free, default=highest + 1), before[1]))
+    try:
+        assert peer.hello()["type"] == "welcome"
+    finally:
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
