@@ -5,7 +5,7 @@ Event loop only. What waits is bounded by the memory tier: whoever lost its slot
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,15 +43,19 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sealing:
-    """`changed()` is called when something has been sealed, or dropped. `unsealed`: parts that wait, or are hashed."""
+    """`changed()` is called when something has been sealed, or dropped. `unsealed`: parts that wait, or are hashed;
+    `by_uid`: of each user.
+    """
 
     cache: Cache
     lane: Lane
     changed: Callable[[], None]
     unsealed: int = 0
+    by_uid: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Flow, deque[Batch]] = field(default_factory=dict)
     _tickets: dict[Flow, int] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)  # by number, the oldest first: parts that are not sealed yet
+    _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
     _last: int = 0
     _sift_at: int = SIFT_PARTS
 
@@ -69,8 +73,9 @@ class Sealing:
         if not len(parts):
             return
         self._last += 1
-        self._left[self._last] = len(parts)
+        self._left[self._last], self._uids[self._last] = len(parts), flow.uid
         self.unsealed += len(parts)
+        self.by_uid[flow.uid] += len(parts)
         batch = Batch(self._last, parts, self.cache.entries.parts.generation[parts])
         self._waiting.setdefault(flow, deque()).append(batch)
         if self.unsealed >= self._sift_at:
@@ -150,8 +155,9 @@ class Sealing:
     def _settle(self, number: int, count: int) -> None:
         self.unsealed -= count
         self._left[number] -= count
+        self.by_uid[self._uids[number]] -= count
         if not self._left[number]:
-            del self._left[number]
+            del self._left[number], self._uids[number]
 
 
 def _cut(batch: Batch, count: int) -> tuple[Batch, Batch]:

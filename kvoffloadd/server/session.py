@@ -260,7 +260,9 @@ class Session:
     async def _finish_drain(self, message: m.Drain, jobs: set[Any]) -> m.Reply:
         settled = await self._context.transfers.settle(jobs, message.deadline_s, sealed=True)
         left = sum(not job.finished for job in jobs)
-        return m.Drained(seq=message.seq, jobs=left, unsealed=0 if settled else self._context.transfers.unsealed)
+        sealing = self._context.transfers.sealing
+        unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
+        return m.Drained(seq=message.seq, jobs=left, unsealed=0 if settled else unsealed)
 
     def _scope(self, everything: bool) -> list[Namespace]:
         if not everything:

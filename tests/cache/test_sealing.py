@@ -73,9 +73,11 @@ async def test_checks_before_loads_do_not_starve_seals(scene: Scene, checked_by:
 
 
 async def test_tickets_are_bounded_however_much_waits(scene: Scene) -> None:
+    theirs = Flow(1002, 3)
     for number in range(200):
-        scene.store(number, flow=(ENGINE, OTHER)[number % 2])
+        scene.store(number, flow=(ENGINE, theirs)[number % 2])
     assert scene.sealing.unsealed == 200
+    assert scene.sealing.by_uid == {ENGINE.uid: 100, theirs.uid: 100}
     assert scene.lane.queued <= 2 * TICKETS_PER_THREAD
     await scene.until_sealed(200)
     assert (scene.sealing.unsealed, scene.sealed()) == (0, 200)
@@ -88,7 +90,7 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
     assert scene.sealing.unsealed <= 2 * 256 + SIFT_PARTS + 128
     scene.gate.set()
     await scene.until_sealed(scene.sealing.last)
-    assert scene.sealing.unsealed == 0
+    assert scene.sealing.unsealed == scene.sealing.by_uid.total() == 0
     assert scene.sealed() == 256
 
 
