@@ -27,7 +27,9 @@ ROUNDS = 4
 """In the time after which the service manager gives us up."""
 
 FIRST = -1
-"""Before all other work of a lane: what is asked is whether it moves, not how much it has to do."""
+"""Before the daemon's other work in a lane, and next among users: what is asked is whether the lane moves, not how much
+it has to do.
+"""
 
 CONNECT_RETRY_S = 0.05
 _READ_BYTES = 64 << 10
