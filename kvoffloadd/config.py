@@ -96,6 +96,7 @@ class DiskConfig:
     min_free_bytes: int = _key(GIB, checks.size(0))
     rewrite_hot: bool = _key(True, checks.flag)
     retry_s: float = _key(5.0, checks.seconds(0.05, 3600))
+    stuck_s: float = _key(10.0, checks.seconds(0.1, 3600))
     flush_s: float = _key(10.0, checks.seconds(0, 3600))
 
 

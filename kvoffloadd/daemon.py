@@ -307,6 +307,7 @@ class Daemon:
             direct=None if chosen.direct == "auto" else bool(chosen.direct),
             min_free_bytes=chosen.min_free_bytes,
             retry_s=chosen.retry_s,
+            stuck_s=chosen.stuck_s,
         )
         roots = [Root(root.path, root.capacity_bytes, each, files, loop, numbers) for root in chosen.roots]
         settings = DiskSettings(
@@ -317,6 +318,7 @@ class Daemon:
             backlog_bytes=chosen.backlog_bytes,
             rewrite_hot=chosen.rewrite_hot,
             retry_s=chosen.retry_s,
+            stuck_s=chosen.stuck_s,
         )
         Disk(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 

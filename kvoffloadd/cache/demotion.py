@@ -331,7 +331,7 @@ class Demotion:
     def _written(
         self, write: Write, root: Root, segment: Segment, entries: Records, error: BaseException | None
     ) -> None:
-        if error is None and segment.ordinal in root.segments:
+        if error is None and root.holds(segment):
             parts = entries["part"].astype(np.uint16)
             self._disk.catalog.put(write.shelf, entries["key"], parts, segment.ordinal, entries["page"])
             self.counters.records += len(entries)

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORDS_MAX = 1 << 28
-NOTE_S = 30.0
-"""A root that has not noted a clear by then is not waited for."""
-
 _PENDING = int(KeyState.PENDING)
 
 
@@ -57,6 +54,7 @@ class DiskSettings:
     backlog_bytes: int
     rewrite_hot: bool
     retry_s: float
+    stuck_s: float
 
 
 class Disk:
@@ -156,20 +154,24 @@ class Disk:
     async def _watch(self, root: Root) -> None:
         """For ever: notice when a root goes, and when it comes back."""
         while True:
-            await asyncio.sleep(self._settings.retry_s)
+            await root.probe.pause()
             try:
                 await self._look_after(root)
             except (OSError, KvOffloadError) as error:
                 log.warning("disk %s: %s", root.path, error)
 
     async def _look_after(self, root: Root) -> None:
-        if await root.probe():
+        if await root.probe.look():
+            self.numbers.changed.set()
             await self._save_epochs([root])
             return
-        await root.settle()
+        # Before all that waits for the disk: it may hang.
+        self.promotion.give_up(root)
+        root.give_up()
         for ordinal in list(root.segments):
             await self.reclaim.forget(ordinal)
             self.catalog.close_segment(ordinal)
+        await root.settle()
         await root.take_off()
         async with self._arriving:
             known = await self._open(root)
@@ -263,7 +265,7 @@ class Disk:
         """Where a segment lies; None if its root is off."""
         for root in self.roots:
             segment = root.segments.get(ordinal)
-            if segment is not None:
+            if segment is not None and root.holds(segment):
                 return root, segment
         return None
 
@@ -380,7 +382,7 @@ class Disk:
         if not root.opened:
             return f"{root.path} is off: {root.health.reason}"
         try:
-            async with asyncio.timeout(NOTE_S):
+            async with asyncio.timeout(self._settings.stuck_s):
                 await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else said(error)
@@ -412,6 +414,7 @@ class Disk:
             "records": self.catalog.records,
             "index_bytes": self.catalog.memory_bytes(),
             "backlog_bytes": self.demotion.unwritten_bytes,
+            "quarantined_bytes": self.promotion.quarantined_bytes,
             "demoted": {"keys": demotion.keys, "records": demotion.records, "bytes": demotion.bytes},
             "not_demoted": dict(demotion.not_demoted),
             "promoted": asdict(promotion),

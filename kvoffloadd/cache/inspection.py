@@ -33,7 +33,7 @@ class Inspection:
                 for at in range(0, len(records), CHUNK_RECORDS):
                     some = records[at : at + CHUNK_RECORDS]
                     some = some[(catalog.segment[some] == segment.ordinal) & (catalog.page[some] != 0)]
-                    if not len(some) or segment.ordinal not in root.segments:
+                    if not len(some) or not root.holds(segment):
                         continue
                     pages = catalog.page[some].copy()
                     try:

@@ -2,27 +2,34 @@
 
 Event loop only. The read lanes of the disk's roots write into slots that are reserved here, and nowhere else; until a
 payload is verified its part is in state WRITING, which nobody can read.
+
+A disk may never answer. What it could keep is bounded by windows. Reads that nobody waits for any more are cancelled,
+and when their root goes off nobody waits: their slots are free at once. A read that a thread is inside can't be
+cancelled: it may write into its slots at any time, so that they are quarantined until it ends.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvoffloadd.cache.entries import RowState
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
+from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KeyState
-from kvoffloadd.tiers.disk.records import DAMAGED, OK, READ
+from kvoffloadd.tiers.disk.records import DAMAGED, FAILED, NO_RESOURCES, NOT_READ, OK, READ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvoffloadd.cache.catalog import Shelf
     from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.lanes import Ticket
@@ -36,7 +43,12 @@ SLICE_KEYS = 256
 
 PIECE_BYTES = 4 << 20
 PIECE_RECORDS = 128
-"""What one ticket of a read lane reads at most."""
+PIECE_SHARE = 64
+"""What one ticket of a read lane reads at most: bytes, records, and a fraction (1/n) of memory, since a disk that hangs
+keeps the slots of what its threads read.
+"""
+
+SLICES_PER_WINDOW = 4
 
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 
@@ -49,6 +61,10 @@ class Urgency:
     PREFETCH: Final = 2
     REWRITE: Final = 3
     VERIFY: Final = 4
+
+
+WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
+"""By urgency, a fraction (1/n) of memory: what may be reserved at once for reading, from all roots together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,33 +86,57 @@ class Fetch:
     done: Callable[[], None]
     slices: deque[Away]
     flow: Flow
-    waiting: int = 0
+    readings: set[Reading] = field(default_factory=set)
     rows: list[U32Array] = field(default_factory=list)
     ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Parts of one space that are being read. `rows` are held until its end; `left` parts are not settled yet."""
+    """Parts of one space that are being read. `rows` are held until its end; `left` parts are not settled yet, among
+    them those of `pieces`.
+    """
 
     id: int
     urgent: int
     flow: Flow
+    space: Space
     rows: U32Array
     left: int
     waiters: list[Fetch]
-    tickets: list[tuple[Root, Ticket]] = field(default_factory=list)
+    pieces: dict[Piece, Ticket] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What one ticket reads: `parts`, from `records` of the catalog in one `segment`, as `reads` says. `window`: of
+    which its slots take `num_bytes`. `quarantined`: nobody waits for it any more, but the disk may still write.
+    """
+
+    root: Root
+    segment: int
+    parts: I64Array
+    records: I64Array
+    reads: np.ndarray
+    window: Window[Fetch]
+    num_bytes: int
+    quarantined: bool = False
 
 
 @dataclass(slots=True)
 class PromotionCounters:
-    """Since the start. `damaged`: records that did not verify; `unreadable`: those the disk gave an error for."""
+    """Since the start. Of records that did not come: `damaged` did not verify; for `unreadable` the disk gave an error;
+    `cancelled` were not read, since nobody waited any more or the root did not answer; for `no_resources` the system
+    had no descriptors or memory. The last two are still on disk.
+    """
 
     keys: int = 0
     bytes: int = 0
     without_space: int = 0
     damaged: int = 0
     unreadable: int = 0
+    cancelled: int = 0
+    no_resources: int = 0
 
 
 class Promotion:
@@ -108,7 +148,15 @@ class Promotion:
         self.counters = PromotionCounters()
         self._readings: dict[int, Reading] = {}
         self._fetches: set[Fetch] = set()
+        self._quarantine: set[Piece] = set()
         self._next_id = 1
+        capacity_bytes = disk.cache.tier.capacity_bytes
+        self._piece_bytes = min(PIECE_BYTES, capacity_bytes // PIECE_SHARE)
+        self._windows: dict[tuple[Root, int], Window[Fetch]] = {
+            (root, urgent): Window(capacity_bytes // share // len(disk.roots))
+            for root in disk.roots
+            for urgent, share in WINDOW_SHARES.items()
+        }
 
     @property
     def holds(self) -> int:
@@ -118,8 +166,14 @@ class Promotion:
 
     @property
     def reserved(self) -> int:
-        """Parts that are being read."""
-        return sum(reading.left for reading in self._readings.values())
+        """Parts that are being read, or in quarantine."""
+        quarantined = sum(len(piece.parts) for piece in self._quarantine)
+        return quarantined + sum(reading.left for reading in self._readings.values())
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of slots that nobody can use before a disk has answered."""
+        return sum(piece.num_bytes for piece in self._quarantine)
 
     def under_way(self, rows: I64Array) -> BoolArray:
         """Which of these memory rows are being read from disk."""
@@ -132,8 +186,10 @@ class Promotion:
         """
         slices: deque[Away] = deque()
         for one in away:
-            for at in range(0, len(one.keys), SLICE_KEYS):
-                span = slice(at, at + SLICE_KEYS)
+            limit_bytes = min(window.limit_bytes for (_, of), window in self._windows.items() if of == urgent)
+            step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(one.space.part_bytes))))
+            for at in range(0, len(one.keys), step):
+                span = slice(at, at + step)
                 slices.append(Away(one.space, one.keys[span], one.positions[span]))
         fetch = Fetch(urgent, done, slices, flow)
         self._fetches.add(fetch)
@@ -141,42 +197,95 @@ class Promotion:
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """`done` is not called any more. What is being read goes on."""
-        if not fetch.ended:
-            fetch.ended = True
-            self._let_go(fetch)
+        """`done` is not called any more. What nobody else waits for is not read, unless a thread is at it."""
+        if fetch.ended:
+            return
+        fetch.ended = True
+        for reading in fetch.readings:
+            reading.waiters.remove(fetch)
+            if not reading.waiters:
+                for ticket in reading.pieces.values():
+                    ticket.cancel()
+        fetch.readings.clear()
+        self._let_go(fetch)
+
+    def give_up(self, root: Root) -> None:
+        """This root does not answer: nobody waits for what it was to read any more."""
+        for reading in list(self._readings.values()):
+            for piece, ticket in list(reading.pieces.items()):
+                if piece.root is root and not ticket.cancel():
+                    self._put_in_quarantine(reading, piece)
 
     # --- one slice a turn ---
 
-    def _advance(self, fetch: Fetch) -> None:
-        if fetch.ended:
-            return
-        if fetch.slices:
-            self._start(fetch, fetch.slices.popleft())
-            self._disk.loop.call_soon(self._advance, fetch)
-        else:
+    def _advance(self, fetch: Fetch, *, waited: bool = False) -> None:
+        """`waited`: for a window, so that it is the first to wait again."""
+        full = None
+        if not fetch.slices:
             self._check_end(fetch)
+        elif (full := self._start(fetch, fetch.slices[0])) is None:
+            fetch.slices.popleft()
+            self._disk.loop.call_soon(self._advance, fetch)
+        elif waited:
+            full.waiting.appendleft(fetch)
+        else:
+            full.waiting.append(fetch)
+        if waited and full is None:  # there may be room for another one
+            for window in self._windows.values():
+                self._wake(window)
 
-    def _start(self, fetch: Fetch, away: Away) -> None:
+    def _wake(self, window: Window[Fetch]) -> None:
+        """There is more room in it than before, or somebody else is the first to wait."""
+        while window.waiting:
+            fetch = window.waiting.popleft()
+            if not fetch.ended:
+                self._disk.loop.call_soon(partial(self._advance, fetch, waited=True))
+                return
+
+    def _start(self, fetch: Fetch, away: Away) -> Window[Fetch] | None:
+        """Bring what is on disk of a slice, and wait for what others bring. Returns a window that has no room for it:
+        then nothing was done.
+        """
         cache, space = self._cache, away.space
         if space.retired:
-            return  # cleared meanwhile
+            return None  # cleared meanwhile
         found = cache.find(space, away.keys)
+        at, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if space.shelf is not None:
+            missing = np.flatnonzero(found.states == 0)
+            rows = self._disk.catalog.find(space.shelf, away.keys[missing])
+            at, rows = missing[rows >= 0], rows[rows >= 0]
+            there, needed = self._needed(space, space.shelf, rows.astype(np.uint32))
+            at, rows = at[there], rows[there]
+            for root, num_bytes in needed.items():
+                if not self._windows[root, fetch.urgent].has_room(num_bytes):
+                    return self._windows[root, fetch.urgent]
         if len(found.hit_rows):  # somebody brought them meanwhile
             self._hold(fetch, found.hit_rows)
         held = found.rows[(found.rows >= 0) & ~found.hits]
         for number in distinct(cache.entries.reading[held]).tolist():
             if number:
                 self._join(fetch, self._readings[number])
-        if space.shelf is None:
-            return
-        missing = np.flatnonzero(found.states == 0)
-        rows = self._disk.catalog.find(space.shelf, away.keys[missing])
-        there = rows >= 0
-        at, rows = missing[there], rows[there]
         if len(at):
             self._disk.catalog.mark_used(rows)
             self._read(fetch, Away(space, away.keys[at], away.positions[at]), rows)
+        return None
+
+    def _needed(self, space: Space, shelf: Shelf, rows: U32Array) -> tuple[BoolArray, Counter[Root]]:
+        """Which keys of the catalog lie on roots that work, and how many bytes each root is to read for them."""
+        catalog = self._disk.catalog
+        segments = catalog.segment[catalog.places(shelf, rows)]
+        sizes = np.asarray(space.part_bytes, np.int64)
+        there = np.ones(len(rows), bool)
+        needed: Counter[Root] = Counter()
+        for number in distinct(segments.ravel()).tolist():
+            here = segments == number
+            place = self._disk.segment(number)
+            if place is None:
+                there &= ~here.any(axis=1)
+            else:
+                needed[place[0]] += int((here * sizes).sum())
+        return there, needed
 
     def _read(self, fetch: Fetch, away: Away, catalog_rows: I64Array) -> None:
         """Reserve slots and read into them."""
@@ -190,7 +299,7 @@ class Promotion:
             return
         cache.begin(parts)
         rows = distinct(cache.entries.parts.row[parts])
-        reading = Reading(self._next_id, fetch.urgent, fetch.flow, rows, len(parts), [])
+        reading = Reading(self._next_id, fetch.urgent, fetch.flow, space, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading
         cache.entries.reading[rows] = reading.id
@@ -209,53 +318,97 @@ class Promotion:
         reads["payload_bytes"] = np.asarray(space.part_bytes, np.int64)[numbers]
         reads["address"] = cache.payload_addresses(parts)
         reads["key"] = away.keys[mine][key_of_part]
-        for segment, piece in pieces(catalog.segment[records], reads):
-            self._submit(reading, space, segment, parts[piece], records[piece], reads[piece])
+        for segment, at in pieces(catalog.segment[records], reads, self._piece_bytes):
+            self._submit(reading, segment, parts[at], records[at], reads[at])
 
-    def _submit(
-        self, reading: Reading, space: Space, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray
-    ) -> None:
-        settle = partial(self._settle, reading, space, segment, parts, records, reads)
-        place = self._disk.segment(segment)
-        if place is None or space.shelf is None:
-            self._disk.loop.call_soon(settle, np.full(len(parts), 2, np.uint8), np.zeros((len(parts), 2), np.uint64))
+    def _submit(self, reading: Reading, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray) -> None:
+        place, shelf = self._disk.segment(segment), reading.space.shelf
+        if place is None or shelf is None:  # it goes
+            self._disk.loop.call_soon(self._not_submitted, reading, parts)
             return
         root, found = place
-        ticket = root.reader.read(found, space.shelf.name, reads, reading.urgent, settle, reading.flow)
-        reading.tickets.append((root, ticket))
+        num_bytes = int(reads["payload_bytes"].sum())
+        window = self._windows[root, reading.urgent]
+        window.used_bytes += num_bytes
+        piece = Piece(root, segment, parts, records, reads, window, num_bytes)
+        settle = partial(self._settle, reading, piece)
+        ticket = root.reader.read(found, shelf.name, reads, reading.urgent, settle, reading.flow)
+        reading.pieces[piece] = ticket
 
-    def _settle(
-        self,
-        reading: Reading,
-        space: Space,
-        segment: int,
-        parts: I64Array,
-        records: I64Array,
-        reads: np.ndarray,
-        status: U8Array,
-        digests: U64Array,
-    ) -> None:
-        cache, catalog = self._cache, self._disk.catalog
+    def _not_submitted(self, reading: Reading, parts: I64Array) -> None:
+        self.counters.cancelled += len(parts)
+        self._abort(reading, parts)
+        self._count_down(reading, len(parts))
+
+    def _settle(self, reading: Reading, piece: Piece, status: U8Array, digests: U64Array) -> None:
+        """A read has ended: nothing touches its slots any more."""
+        if piece.quarantined:
+            self._quarantine.remove(piece)
+            self._cache.abort(piece.parts)
+            return
         good = status == OK
         if good.any():
-            generations = cache.entries.parts.generation[parts[good]]
-            cache.commit(parts[good])
-            cache.seal(parts[good], generations, digests[good])
-            self.counters.bytes += int(reads["payload_bytes"][good].sum())
+            parts = piece.parts[good]
+            generations = self._cache.entries.parts.generation[parts]
+            self._cache.commit(parts)
+            self._cache.seal(parts, generations, digests[good])
+            self.counters.bytes += int(piece.reads["payload_bytes"][good].sum())
         if not good.all():
-            bad = ~good
-            cache.abort(parts[bad])
-            damaged = int((status == DAMAGED).sum())
-            self.counters.damaged += damaged
-            self.counters.unreadable += int(bad.sum()) - damaged
-            # Only where the catalog still means this place: the record may have moved on meanwhile.
-            same = (catalog.segment[records] == segment) & (catalog.page[records] == reads["page"])
-            self._disk.lose(records[bad & same], Reason.CORRUPT)
+            self._abort(reading, piece.parts[~good])
+            self._note_failures(reading, piece, status)
+        self._leave(reading, piece)
+
+    def _abort(self, reading: Reading, parts: I64Array) -> None:
+        """These parts did not come. Keys that are gone with them are let go at once: without slots, their rows would be
+        more than there may be.
+        """
+        entries = self._cache.entries
+        rows = distinct(entries.parts.row[parts])
+        self._cache.abort(parts)
+        gone = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
+        reading.rows = np.setdiff1d(reading.rows, gone)
+        entries.reading[gone] = 0
+        self._cache.unhold(gone)
+
+    def _note_failures(self, reading: Reading, piece: Piece, status: U8Array) -> None:
+        """Count what did not come. Records that are bad are dropped; the others can be tried again."""
+        catalog, counters = self._disk.catalog, self.counters
+        damaged, unreadable, cancelled, starved = (
+            int((status == reason).sum()) for reason in (DAMAGED, FAILED, NOT_READ, NO_RESOURCES)
+        )
+        counters.damaged += damaged
+        counters.unreadable += unreadable
+        counters.cancelled += cancelled
+        counters.no_resources += starved
+        bad = (status == DAMAGED) | (status == FAILED)
+        # Only where the catalog still means this place: the record may have moved on meanwhile.
+        bad &= (catalog.segment[piece.records] == piece.segment) & (catalog.page[piece.records] == piece.reads["page"])
+        self._disk.lose(piece.records[bad], Reason.CORRUPT)
+        if damaged or unreadable:
             log.warning(
                 "disk: %d of %d records of group %d did not verify; they are misses now",
-                int(bad.sum()), len(parts), space.schema.group,
+                damaged + unreadable, len(status), reading.space.schema.group,
             )  # fmt: skip
-        reading.left -= len(parts)
+        if starved:
+            log.warning("disk: %d records were not read: the system has no descriptors or memory to spare", starved)
+
+    def _put_in_quarantine(self, reading: Reading, piece: Piece) -> None:
+        """Its keys are misses, and can be stored again in other slots; those it has stay taken until the read ends."""
+        piece.quarantined = True
+        self._quarantine.add(piece)
+        self.counters.cancelled += len(piece.parts)
+        entries = self._cache.entries
+        entries.retire(entries.live(distinct(entries.parts.row[piece.parts])))
+        self._leave(reading, piece)
+
+    def _leave(self, reading: Reading, piece: Piece) -> None:
+        del reading.pieces[piece]
+        piece.window.used_bytes -= piece.num_bytes
+        self._wake(piece.window)
+        self._count_down(reading, len(piece.parts))
+
+    def _count_down(self, reading: Reading, parts: int) -> None:
+        reading.left -= parts
         if not reading.left:
             self._end_reading(reading)
 
@@ -267,9 +420,8 @@ class Promotion:
         self.counters.keys += len(whole)
         del self._readings[reading.id]
         for fetch in reading.waiters:
-            fetch.waiting -= 1
-            if not fetch.ended:
-                self._hold(fetch, whole)
+            fetch.readings.discard(reading)
+            self._hold(fetch, whole)
         self._cache.unhold(reading.rows)
         for fetch in reading.waiters:
             self._check_end(fetch)
@@ -277,21 +429,21 @@ class Promotion:
     # --- who waits ---
 
     def _join(self, fetch: Fetch, reading: Reading) -> None:
-        if fetch in reading.waiters:
+        if reading in fetch.readings:
             return
         reading.waiters.append(fetch)
-        fetch.waiting += 1
+        fetch.readings.add(reading)
         if fetch.urgent < reading.urgent or fetch.flow != reading.flow:
             reading.urgent = min(fetch.urgent, reading.urgent)
-            for root, ticket in reading.tickets:
-                root.reader.lane.hasten(ticket, fetch.flow, fetch.urgent)
+            for piece, ticket in reading.pieces.items():
+                piece.root.reader.lane.hasten(ticket, fetch.flow, fetch.urgent)
 
     def _hold(self, fetch: Fetch, rows: U32Array) -> None:
         self._cache.hold(rows)
         fetch.rows.append(rows)
 
     def _check_end(self, fetch: Fetch) -> None:
-        if fetch.ended or fetch.slices or fetch.waiting:
+        if fetch.ended or fetch.slices or fetch.readings:
             return
         fetch.ended = True
         fetch.done()
@@ -309,7 +461,7 @@ class Promotion:
         fetch.rows.clear()
 
 
-def pieces(segments: U32Array, reads: np.ndarray) -> list[tuple[int, I64Array]]:
+def pieces(segments: U32Array, reads: np.ndarray, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, I64Array]]:
     """Indices of what one ticket reads: one segment, by page, a bounded number of bytes and records."""
     order = np.lexsort((reads["page"], segments))
     ordered = segments[order]
@@ -318,7 +470,7 @@ def pieces(segments: U32Array, reads: np.ndarray) -> list[tuple[int, I64Array]]:
     found = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
         before = np.cumsum(sizes[begin:end]) - sizes[begin:end]
-        by_bytes, by_count = before // PIECE_BYTES, np.arange(end - begin) // PIECE_RECORDS
+        by_bytes, by_count = before // max(piece_bytes, 1), np.arange(end - begin) // PIECE_RECORDS
         cuts = np.flatnonzero((by_bytes[1:] != by_bytes[:-1]) | (by_count[1:] != by_count[:-1])) + 1
         found += [(int(ordered[begin]), piece) for piece in np.split(order[begin:end], cuts)]
     return found

@@ -195,7 +195,7 @@ class Reclaim:
         error: BaseException | None,
     ) -> None:
         catalog = self._disk.catalog
-        if error is None and segment.ordinal in root.segments:
+        if error is None and root.holds(segment):
             catalog.put(shelf, entries["key"], entries["part"].astype(np.uint16), segment.ordinal, entries["page"])
             rows = catalog.find(shelf, entries["key"])
             catalog.used[rows[rows >= 0]] = 0

@@ -243,6 +243,7 @@ def _disk(disk: Status) -> Iterator[Metric]:
         ("disk_records", "records", "Records on disk."),
         ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),
         ("disk_backlog_bytes", "backlog_bytes", "Payload that waits to be written, or is being written."),
+        ("disk_quarantined_bytes", "quarantined_bytes", "Memory that nobody can use before a disk answers."),
     ):
         yield _gauge(name, text, _one(disk[key]) if there else ())
     yield _counter("demoted_keys", "Keys written to disk.", _one(disk["demoted"]["keys"]) if there else ())
@@ -250,7 +251,8 @@ def _disk(disk: Status) -> Iterator[Metric]:
     yield _counter("not_demoted_keys", "Keys that were to be written and were not, by reason.", reasons, "reason")
     promoted = disk.get("promoted", {})
     yield _counter("promoted_keys", "Keys read from disk.", _one(promoted["keys"]) if there else ())
-    failures = [((reason,), promoted[reason]) for reason in ("without_space", "damaged", "unreadable") if there]
+    reasons = ("without_space", "damaged", "unreadable", "cancelled", "no_resources")
+    failures = [((reason,), promoted[reason]) for reason in reasons if there]
     yield _counter("promotion_failures", "Keys (without_space) and records that did not come.", failures, "reason")
     yield _counter(
         "rewritten_records", "Records that moved on when their segment went.", _one(disk["rewritten"]) if there else ()
@@ -270,6 +272,13 @@ def _roots(roots: Iterable[Status]) -> Iterator[Metric]:
     yield _gauge("disk_segments", "Segments.", of("segments"), "root")
     errors = [((root["path"], what), root[f"{what}_errors"]) for root in rows for what in ("read", "write")]
     yield _counter("disk_errors", "Reads and writes that failed.", errors, "root", "operation")
+    damaged = [
+        ((root["path"], what), root[key])
+        for root in rows
+        for what, key in (("records", "damaged_at_start"), ("segments", "damaged_segments"))
+    ]
+    text = "Records and segments that were found damaged when the root was taken in."
+    yield _counter("disk_damaged_at_start", text, damaged, "root", "what")
     moved = [
         ((root["path"], what), root[f"{key}_bytes"])
         for root in rows

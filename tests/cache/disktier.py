@@ -39,6 +39,7 @@ SETTINGS = DiskSettings(
     backlog_bytes=1 << 30,
     rewrite_hot=True,
     retry_s=0.05,
+    stuck_s=60.0,
 )
 
 
@@ -52,6 +53,7 @@ class Shape:
     num_segments: int = 8
     roots: int = 1
     threads: int = 1
+    stuck_s: float = 60.0
 
     @property
     def capacity_bytes(self) -> int:
@@ -72,19 +74,26 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = threading.Event()
+        self._passes = threading.Event()
         self.entered = threading.Event()
         self._open.set()
 
     def close(self) -> None:
         self.entered.clear()
+        self._passes.clear()
         self._open.clear()
 
     def open(self) -> None:
         self._open.set()
 
+    def let_others_pass(self) -> None:
+        """Whoever comes from now on; those who stand there stay."""
+        self._passes.set()
+
     def __call__(self) -> None:
         self.entered.set()
-        self._open.wait(30)
+        if not self._passes.is_set():
+            self._open.wait(30)
 
 
 class SteeredFiles(FaultyFiles):
@@ -164,12 +173,14 @@ class Tier:
             direct=None,
             min_free_bytes=0,
             retry_s=settings.get("retry_s", 0.05),
+            stuck_s=self.shape.stuck_s,
         )
         self.roots = [
             Root(path, self.shape.capacity_bytes, each, self.files, self.loop, numbers)
             for path in paths or [folder / f"root{n}" for n in range(self.shape.roots)]
         ]
-        self.disk = Disk(self.cache, self.roots, numbers, replace(SETTINGS, **settings), self.loop, seed=9)
+        chosen = replace(SETTINGS, stuck_s=self.shape.stuck_s, **settings)
+        self.disk = Disk(self.cache, self.roots, numbers, chosen, self.loop, seed=9)
         self.tasks: list[asyncio.Task[None]] = []
         self.arena = self.cache.tier.pool.arena
         self.is_closed = False
@@ -219,8 +230,8 @@ class Tier:
         for root in self.roots:
             for sealing in list(root._sealing):
                 sealing.cancel()
-            assert await root.read_lane.close(20)
-            assert await root.write_lane.close(20)
+            for lane in root.lanes:
+                assert await lane.close(20)
             for segment in root.segments.values():
                 if segment.fd != -1:
                     os.close(segment.fd)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.probe import READ_FAILURES_MAX
 from kvoffloadd.tiers.disk.records import READ
-from kvoffloadd.tiers.disk.root import READ_FAILURES_MAX
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -71,7 +71,7 @@ async def test_a_load_hastens_what_a_prefetch_has_begun(open_tier: Open) -> None
 
 async def test_a_long_fetch_takes_one_slice_a_turn(open_tier: Open) -> None:
     count = 2 * SLICE_KEYS + 40
-    tier = await open_tier(Shape(pages=2048, segment_pages=512))
+    tier = await open_tier(Shape(pages=16_384, slab_pages=1024, segment_pages=512))
     space = tier.space()
     await tier.store_away(space, *range(count))
     await blocked(tier)
@@ -289,6 +289,18 @@ async def test_what_the_disk_can_not_read_is_a_miss(open_tier: Open) -> None:
     tier.files.plant("")
     assert await tier.fetch(space, *range(4)) == [2, 3]
     assert tier.root.state == State.OK
+
+
+async def test_keys_that_do_not_come_make_room_for_the_next_at_once(open_tier: Open) -> None:
+    """There are as many rows as slots: those of a slice may not pile up while its last record is awaited."""
+    tier = await open_tier(Shape(pages=64, slab_pages=16, num_segments=64, threads=4))
+    space = tier.space()
+    await tier.store_away(space, *range(60))
+    await tier.store_away(space, *range(60, 120))
+    tier.files.plant("read=EIO")
+    assert await tier.fetch(space, *range(120)) == []
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == State.OK)
 
 
 async def test_a_root_that_reads_nothing_is_taken_off_and_comes_back(open_tier: Open) -> None:

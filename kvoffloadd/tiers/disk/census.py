@@ -30,11 +30,14 @@ class Census:
     """`kept`: segments with contents, oldest first. `void`: files of ours without any that can be served, by name, with
     their bytes. `foreign_bytes`: files that are not ours, and stay. `epochs`: by fingerprint, the latest of each
     namespace that a record here names, whether the record counts or not: it was cleared then, whoever remembers.
+    `damaged_*`: what was given up.
     """
 
     kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
     void: list[tuple[str, int]] = field(default_factory=list)
     foreign_bytes: int = 0
+    damaged_records: int = 0
+    damaged_segments: int = 0
     epochs: dict[bytes, int] = field(default_factory=dict)
 
     def note(self, spaces: list[SpaceId]) -> None:
@@ -74,6 +77,10 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
             segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)
             numbers.seen(one.header.number, int(one.entries["sequence"].max()))
             census.kept.append((segment, one))
+        census.damaged_records += one.damaged
+        if one.kind is Kind.DAMAGED:
+            census.damaged_segments += 1
+            log.warning("%s/segments/%s is damaged: what it held is lost", home.path, one.name)
         if one.damaged:
             log.warning("%s/segments/%s: %d damaged records dropped", home.path, one.name, one.damaged)
     census.kept.sort(key=lambda pair: pair[0].header.number)

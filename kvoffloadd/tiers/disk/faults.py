@@ -81,8 +81,10 @@ class FaultyFiles(Files):
 
     def _plant(self, operation: str) -> None:
         errors, delays = self._faults()
-        if operation in delays:
-            time.sleep(delays[operation])
+        until = time.monotonic() + delays.get(operation, 0.0)
+        while operation in delays and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.05))
+            errors, delays = self._faults()  # they may go meanwhile
         if operation in errors:
             self.planted += 1
             number = errors[operation]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DiskError(ResourceError):
@@ -46,6 +47,11 @@ class DiskVersionError(DiskManifestError):
     """A manifest of another format version: it must not be overwritten."""
 
     newer = True
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """Whether the system was out of descriptors or memory: that says nothing about the disk or what is on it."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) in _NO_RESOURCES
 
 
 def is_segment_name(name: str) -> bool:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from typing import TYPE_CHECKING, Final
+
+from kvoffloadd.tiers.disk.files import lacks_resources
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+LASTING_S = 60.0
+"""A root that works for so long has recovered."""
+
+RELAPSES_MAX = 4
+"""So often the time between two tries doubles."""
 
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -39,20 +48,33 @@ class Health:
         self.writes_failed = 0
         self.write_errors = 0
         self._path = path
+        self._ok_since_s = 0.0
+        self._relapses = 0
 
     def become(self, state: str, reason: str = "") -> None:
         """Change; logged."""
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state == State.OK else logging.WARNING
             log.log(level, "disk %s: %s%s", self._path, state, f": {reason}" if reason else "")
+        now = time.monotonic()
+        if state == State.OK and self.state != State.OK:
+            self._ok_since_s = now
+        elif self.state == State.OK and state != State.OK:
+            self._relapses = self._relapses + 1 if now - self._ok_since_s < LASTING_S else 0
         self.state, self.reason = state, reason
+
+    def patience(self) -> int:
+        """How many times as long as usual to wait before a root that fails is tried again: one that fails again and
+        again, soon after it has worked, is tried less and less often.
+        """
+        return 1 if self.state == State.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException) -> bool:
         """Count it, and give up writing where it makes no sense to go on. True: there is no space for more."""
         self.write_errors += 1
-        self.writes_failed += 1
-        if self.state == State.OFF:
+        if self.state == State.OFF or lacks_resources(error):
             return False
+        self.writes_failed += 1
         number = getattr(error, "errno", None)
         if number in _FULL_ERRORS:
             return True

@@ -1,6 +1,6 @@
 """The directory of a root: whose it is, what it remembers of clears, and whether it still is what it was.
 
-Blocking methods run in the write lane's threads, one at a time; the fields change in no other place.
+Blocking methods run in threads. Those of `perform` only read the fields, which change while nothing of it is under way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, probe_direct
@@ -23,10 +23,18 @@ from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manife
 from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.lanes import Lane
     from kvoffloadd.tiers.disk.files import Files
     from kvoffloadd.tiers.disk.format import SegmentHeader, SpaceId
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
+
+FIRST: Final = -1
+"""Urgency of what the rest waits for."""
 
 
 class Home:
@@ -45,6 +53,26 @@ class Home:
         self._uuid = b""
         self._writing = asyncio.Lock()
         self._writes: set[asyncio.Task[None]] = set()
+        self._using: set[asyncio.Task[Any]] = set()
+
+    async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
+        """Run what uses the directory's descriptors before all else that waits in the lane. `idle` tells when it has
+        ended, also where nobody waits for it any more.
+        """
+        task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
+        self._using.add(task)
+        task.add_done_callback(self._used)
+        return await asyncio.shield(task)
+
+    def _used(self, task: asyncio.Task[Any]) -> None:
+        self._using.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits has been told
+
+    async def idle(self) -> None:
+        """Until nothing of `perform` is under way."""
+        while self._using:
+            await asyncio.wait(set(self._using))
 
     def enter(self) -> None:
         """Take the directory, made if it is new; blocks.

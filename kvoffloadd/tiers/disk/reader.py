@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane
+from kvoffloadd.tiers.disk.files import lacks_resources
 from kvoffloadd.tiers.disk.inspect import inspect_records
-from kvoffloadd.tiers.disk.records import FAILED, read_records
+from kvoffloadd.tiers.disk.records import FAILED, NO_RESOURCES, NOT_READ, OK, read_records
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,6 +40,7 @@ class Reader:
         self._files = files
         self._health = health
         self._changed = changed
+        self._inspections: set[asyncio.Future[BoolArray]] = set()
 
     def read(
         self,
@@ -48,7 +51,9 @@ class Reader:
         done: Callable[[U8Array, U64Array], None],
         flow: Flow = BACKGROUND,
     ) -> Ticket:
-        """Read records (records.READ) to their addresses and verify them. `done(status, digests)`, once, later."""
+        """Read records (records.READ) to their addresses and verify them. `done(status, digests)`, once, later: nothing
+        touches the addresses any more then. A ticket that is cancelled has NOT_READ for all.
+        """
         segment.readers += 1
         work = partial(
             read_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, space, wanted,
@@ -59,11 +64,10 @@ class Reader:
             segment.readers -= 1
             self._changed.set()
             if isinstance(result, BaseException):
-                if not isinstance(result, OSError | CancelledWork):
-                    log.error("%s: reading failed", self._home.path, exc_info=result)
-                result = np.full(len(wanted), FAILED, np.uint8), np.zeros((len(wanted), 2), np.uint64)
-            status, digests = result
-            good = status == 0
+                status, digests = self._no_result(result, len(wanted)), np.zeros((len(wanted), 2), np.uint64)
+            else:
+                status, digests = result
+            good = status == OK
             self.read_bytes += int(wanted["payload_bytes"][good].sum())
             failed = int((status == FAILED).sum())
             self.read_errors += failed
@@ -72,21 +76,56 @@ class Reader:
 
         return self.lane.submit(work, finish, flow=flow, urgent=urgent, cost_bytes=int(wanted["payload_bytes"].sum()))
 
+    def _no_result(self, error: BaseException, count: int) -> U8Array:
+        """The status of `count` records whose reading ended with this error."""
+        if isinstance(error, CancelledWork):
+            return np.full(count, NOT_READ, np.uint8)
+        if lacks_resources(error):
+            return np.full(count, NO_RESOURCES, np.uint8)
+        if not isinstance(error, OSError):
+            log.error("%s: reading failed", self._home.path, exc_info=error)
+        return np.full(count, FAILED, np.uint8)
+
     async def inspect(self, segment: Segment, pages: U32Array) -> BoolArray:
-        """Which of the records at these pages are whole. In the background. OSError: nothing is known."""
+        """Which of the records at these pages are whole. In the background.
+
+        Raises:
+            OSError: nothing is known. ETIMEDOUT: `give_up` was called.
+        """
         segment.readers += 1
         work = partial(
             inspect_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, pages,
             direct=self._home.is_direct,
         )  # fmt: skip
-        try:
-            return await self.lane.perform(work, flow=BACKGROUND)
-        except OSError:
-            self.read_errors += 1
-            raise
-        finally:
+        ended: asyncio.Future[BoolArray] = self.lane.loop.create_future()
+
+        def finish(result: BoolArray | BaseException) -> None:
             segment.readers -= 1
             self._changed.set()
+            if isinstance(result, OSError) and not lacks_resources(result):
+                self.read_errors += 1
+            if ended.done():
+                return
+            if isinstance(result, CancelledWork):
+                ended.set_exception(OSError(errno.ECANCELED, "not read"))
+            elif isinstance(result, BaseException):
+                ended.set_exception(result)
+            else:
+                ended.set_result(result)
+
+        ticket = self.lane.submit(work, finish, flow=BACKGROUND)
+        self._inspections.add(ended)
+        try:
+            return await ended
+        finally:
+            self._inspections.discard(ended)
+            ticket.cancel()
+
+    def give_up(self) -> None:
+        """The disk does not answer: whoever waits for `inspect` is told. `read` has its tickets."""
+        for ended in self._inspections:
+            if not ended.done():
+                ended.set_exception(OSError(errno.ETIMEDOUT, "the disk does not answer"))
 
     def figures(self) -> dict[str, int]:
         """For `status`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import aligned_pages
+from kvoffloadd.tiers.disk.files import aligned_pages, lacks_resources
 from kvoffloadd.tiers.disk.format import Records, SpaceId, decode_records, encode_spaces, record_pages
 from kvoffloadd.tiers.hashing import hash_payloads
 
@@ -29,7 +29,11 @@ OK: Final = 0
 DAMAGED: Final = 1
 """What lies there is not the record that was wanted, or not all of it."""
 FAILED: Final = 2
-"""It could not be read: nothing is known about it."""
+"""The disk gave an error for it."""
+NOT_READ: Final = 3
+"""Nobody has tried: its turn had not come when it was cancelled. Nothing is known about it."""
+NO_RESOURCES: Final = 4
+"""The system had no descriptor or no memory to read it with. Nothing is known about it."""
 
 RUN_BYTES = 8 << 20
 """Neighbours are read together up to about this size."""
@@ -69,8 +73,8 @@ def read_records(
 ) -> tuple[U8Array, U64Array]:
     """Read the wanted records (READ) of one segment, each to its address, and check them.
 
-    Returns OK, DAMAGED or FAILED for each, and the checksums (n, 2) of those that are OK. The slots of the others hold
-    anything. Never raises OSError.
+    Returns OK, DAMAGED, FAILED or NO_RESOURCES for each, and the checksums (n, 2) of those that are OK. The slots of
+    the others hold anything. Never raises OSError.
     """
     status = np.full(len(wanted), FAILED, np.uint8)
     digests = np.zeros((len(wanted), 2), np.uint64)
@@ -80,7 +84,8 @@ def read_records(
     order = np.argsort(wanted["page"], kind="stable")
     try:
         fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
-    except OSError:
+    except OSError as error:
+        status[:] = _reason(error)
         return status, digests
     try:
         for run in _runs(wanted, order):
@@ -109,8 +114,12 @@ def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
     return runs
 
 
+def _reason(error: OSError) -> int:
+    return NO_RESOURCES if lacks_resources(error) else FAILED
+
+
 def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8Array, status: U8Array) -> None:
-    """Sets OK for what came whole, DAMAGED for what the file has not, FAILED for what can't be read."""
+    """Sets OK for what came whole, DAMAGED for what the file has not, or the reason why it can't be read."""
     sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
     buffers: list[Any] = []
     for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
@@ -118,9 +127,9 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
         buffers.append((ctypes.c_char * size).from_address(address))
     try:
         came = files.read(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, buffers)
-    except OSError:
-        if len(run) == 1:
-            status[run] = FAILED
+    except OSError as error:
+        if len(run) == 1 or lacks_resources(error):
+            status[run] = _reason(error)
             return
         # One bad place on the disk is no reason to lose its neighbours.
         for at in range(len(run)):

@@ -13,18 +13,19 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import Lane
+from kvoffloadd.lanes import CancelledWork, Lane
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
 from kvoffloadd.tiers.disk.health import Health, State, said
-from kvoffloadd.tiers.disk.home import Home
+from kvoffloadd.tiers.disk.home import FIRST, Home
+from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
 from kvoffloadd.tiers.disk.segment import Segment
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvoffloadd.lanes import Ticket
     from kvoffloadd.model import I64Array, U64Array
     from kvoffloadd.tiers.disk.files import Files
     from kvoffloadd.tiers.disk.manifest import Manifest
@@ -48,12 +50,6 @@ SEGMENTS_MIN = 8
 OVERHEAD_BYTES = 128 << 10
 """Of the capacity, for the manifest, the directories and the block maps of the file system."""
 
-READ_FAILURES_MAX = 16
-"""So many reads in a row that fail with an error: the root is taken off, and tried again later."""
-
-FIRST: Final = -1
-"""Urgency of what the rest waits for."""
-
 
 @dataclass(frozen=True, slots=True)
 class RootSettings:
@@ -65,14 +61,17 @@ class RootSettings:
     direct: bool | None
     min_free_bytes: int
     retry_s: float
+    stuck_s: float
 
 
 @dataclass(slots=True)
 class RootCounters:
-    """Since the start."""
+    """Since the start. `damaged_*`: found whenever the root was taken in."""
 
     written_bytes: int = 0
     segments_recycled: int = 0
+    damaged_at_start: int = 0
+    damaged_segments: int = 0
 
 
 class Root:
@@ -97,6 +96,9 @@ class Root:
         self.changed = numbers.changed
         self.read_lane = Lane(f"read-{path.name}", settings.read_threads, loop)
         self.write_lane = Lane(f"write-{path.name}", settings.write_threads, loop)
+        self.probe = Probe(
+            self.home, self.health, (self.read_lane, self.write_lane), settings.retry_s, settings.stuck_s
+        )
         self.reader = Reader(self.home, files, self.read_lane, self.health, numbers.changed)
         self._settings = settings
         self._files = files
@@ -110,13 +112,18 @@ class Root:
         self.epochs: dict[bytes, int] = {}  # see `Census`
         self._trusted = True
         self._grow_after = 0.0
-        self._preparing = False
+        self._batches: set[Ticket] = set()
         self._sealing: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> str:
         """See `State`."""
         return self.health.state
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All its threads."""
+        return self.read_lane, self.write_lane, self.probe.lane
 
     # --- start ---
 
@@ -143,11 +150,13 @@ class Root:
         if not self._trusted:
             await self._begin_anew(census.void)
         self._void, self._foreign_bytes, self.epochs = census.void, census.foreign_bytes, census.epochs
+        self.counters.damaged_at_start += census.damaged_records
+        self.counters.damaged_segments += census.damaged_segments
         kept = census.kept
         self.segments = {segment.ordinal: segment for segment, _ in kept}
         while self.used_bytes > self.capacity_bytes and (self._void or kept):
             name = self._void.pop()[0] if self._void else self.segments.pop(kept.pop(0)[0].ordinal).name
-            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, name))
+            await self.home.perform(self.write_lane, partial(self._files.unlink, self.home.segments_fd, name))
         for segment, found in kept:
             if may_seal(segment, found):
                 segment.readers += 1  # not to be recycled meanwhile
@@ -157,7 +166,7 @@ class Root:
 
     async def _begin_anew(self, void: list[tuple[str, int]]) -> None:
         """A manifest vouches for all that is here, so the old contents go before there is a new one."""
-        await self.write_lane.perform(partial(self.home.remove, [name for name, _ in void]))
+        await self.home.perform(self.write_lane, partial(self.home.remove, [name for name, _ in void]))
         void.clear()
         await self.home.begin()
         self._trusted = True
@@ -212,7 +221,7 @@ class Root:
         """Remove the last file without contents: what counts is its space."""
         void = self._void.pop()  # what others add meanwhile stays
         try:
-            await self.write_lane.perform(partial(self._files.unlink, self.home.segments_fd, void[0]), urgent=FIRST)
+            await self.home.perform(self.write_lane, partial(self._files.unlink, self.home.segments_fd, void[0]))
         except OSError as error:
             if self.state != State.OFF:
                 self._void.append(void)
@@ -227,8 +236,8 @@ class Root:
         while segment.readers:
             self.changed.clear()
             await self.changed.wait()
-        if self.segments.pop(segment.ordinal, None) is None:
-            return False  # the root was taken off meanwhile
+        if self.state == State.OFF or self.segments.pop(segment.ordinal, None) is None:
+            return False  # it went meanwhile
         self.counters.segments_recycled += 1
         if segment.size_bytes != self.segment_bytes:
             self._void.append((segment.name, segment.size_bytes))
@@ -239,20 +248,16 @@ class Root:
         return SegmentHeader(secrets.token_bytes(16), self._numbers.number(), self.segment_bytes, int(time.time()))
 
     async def _prepare(self, name: str, size_bytes: int, header: SegmentHeader) -> bool:
-        self._preparing = True
         make = partial(self.home.make_segment, name, header, self._settings.min_free_bytes, reuse=bool(size_bytes))
         try:
-            fd = await self.write_lane.perform(make, urgent=FIRST)
+            fd = await self.home.perform(self.write_lane, make)
         except (OSError, KvOffloadError) as error:
             # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
             size = partial(self.home.left_bytes, name, size_bytes)
-            if left_bytes := await self.write_lane.perform(size, urgent=FIRST):
+            if left_bytes := await self.home.perform(self.write_lane, size):
                 self._void.append((name, left_bytes))
             self._write_failed(error)
             return False
-        finally:
-            self._preparing = False
-            self.changed.set()
         if self.state == State.OFF:
             self._files.close(fd)
             return False
@@ -320,25 +325,25 @@ class Root:
         segment.num_entries += count
         segment.writers += 1
         work = partial(_write, self._files, segment, entries, batch.digests[:count], batch.addresses[:count])
-        self.write_lane.submit(work, partial(self._written, segment, entries, done))
+
+        def finish(result: BaseException | None) -> None:
+            self._batches.discard(ticket)
+            self._written(segment, entries, result)
+            done(segment, entries, result)
+
+        ticket = self.write_lane.submit(work, finish)
+        self._batches.add(ticket)
         return count
 
-    def _written(
-        self,
-        segment: Segment,
-        entries: Records,
-        done: Callable[[Segment, Records, BaseException | None], None],
-        result: BaseException | None,
-    ) -> None:
+    def _written(self, segment: Segment, entries: Records, result: BaseException | None) -> None:
         segment.writers -= 1
         if result is None:
             segment.entries.append(entries)
             self.counters.written_bytes += int(entries["payload_bytes"].sum())
             self.health.wrote()
-        else:
+        elif not isinstance(result, CancelledWork):
             segment.broken = True  # no more into this one; what it holds stays readable
             self._write_failed(result)
-        done(segment, entries, result)
         self.changed.set()
 
     def _roll(self, segment: Segment) -> None:
@@ -380,36 +385,28 @@ class Root:
                 self.health.become(State.FULL, said(error))
         self.changed.set()
 
-    async def probe(self) -> bool:
-        """Look whether the root is what it was, and whether it works again. False: it is off, and what it held is not
-        reachable. Pair with `settle`, then `take_off` once nobody names its segments any more; then `open` and
-        `recover` may bring it back.
+    def give_up(self) -> None:
+        """It is off: what waits to be written is not, and who waits for an inspection is told. Pair with `settle`, then
+        `take_off` once nobody names its segments any more; then `open` and `recover` may bring it back.
         """
-        if self.state == State.OFF:
-            return False
-        trouble = await self.read_lane.perform(self.home.trouble)
-        if not trouble and self.health.reads_failed >= READ_FAILURES_MAX:
-            trouble = "reads fail again and again"
-        if trouble:
-            self.health.become(State.OFF, trouble)
-            return False
-        if self.state in (State.READ_ONLY, State.FULL):
-            try:
-                await self.write_lane.perform(self.home.try_write, urgent=FIRST)
-            except OSError as error:
-                self.health.become(self.state, said(error))
-            else:
-                self.health.wrote()
-                self.health.become(State.OK)
-        self.changed.set()
-        return True
+        for ticket in self._batches:
+            ticket.cancel()
+        self.reader.give_up()
+
+    def holds(self, segment: Segment) -> bool:
+        """Whether what is in this segment can be read."""
+        return self.state != State.OFF and segment.ordinal in self.segments
 
     async def take_off(self) -> None:
-        """Let the directory go; segments and contents are forgotten here, not on disk."""
+        """Let the directory go; segments and contents are forgotten here, not on disk. Returns when no thread uses
+        them any more, which a disk that hangs may put off for ever.
+        """
         await self.settle()
-        while self._preparing or any(segment.readers for segment in self.segments.values()):
+        await self.home.idle()
+        while any(segment.readers for segment in self.segments.values()):
             self.changed.clear()
             await self.changed.wait()
+            await self.home.idle()
         self.segments.clear()
         self._void.clear()
         self.health.forget()
@@ -440,7 +437,7 @@ class Root:
             "direct": self.home.is_direct,
             "writing": self.writing,
             "reads_queued": self.read_lane.queued,
-            "slowest_s": round(max(self.read_lane.oldest_running_s(now), self.write_lane.oldest_running_s(now)), 3),
+            "slowest_s": round(max(lane.oldest_running_s(now) for lane in self.lanes), 3),
             **self.reader.figures(),
             **asdict(self.counters),
         }
@@ -455,7 +452,7 @@ class Root:
                     await self.settle()
             except TimeoutError:
                 log.warning("disk %s: segments could not be sealed in time", self.path)
-        ended = await self.read_lane.close(deadline_s) and await self.write_lane.close(deadline_s)
+        ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self.lanes)))
         if ended:
             self.home.leave()
         return ended

@@ -1,0 +1,317 @@
+"""A disk whose reads and writes do not end: what it keeps of memory is bounded, nobody waits for it, and it comes back.
+
+Gates stand for the disk: whoever is at a closed one is inside a system call that nobody can end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Urgency
+from kvoffloadd.errors import NotDurableError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Shape, Tier
+from .fakes import keys_of
+
+BIG = Shape(pages=1024, segment_pages=64, num_segments=16)
+HASTY = Shape(pages=1024, segment_pages=64, num_segments=16, stuck_s=0.4)
+"""1,024 slots of one page; reads take one piece of 16 of them at most."""
+
+PIECE = BIG.pages // PIECE_SHARE
+
+
+def used_slots(tier: Tier) -> int:
+    return tier.cache.tier.gauges()["used_bytes"] // PAGE_BYTES
+
+
+async def hang(tier: Tier) -> None:
+    """The read lane's only thread is at a record of keys 900 and up, and the disk does not answer."""
+    space = tier.space(b"h" * 16)
+    await tier.store_away(space, 900)
+    tier.files.reading.close()
+    tier.begin_fetch(space, 900, done=lambda: None)
+    await tier.until(tier.files.reading.entered.is_set)
+
+
+# --- who waits no more ---
+
+
+async def test_what_nobody_waits_for_gives_its_slots_back_unread(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await tier.store_away(space, *range(100))
+    await hang(tier)
+    for first in range(0, 60, 20):
+        fetch = tier.begin_fetch(space, *range(first, first + 20), done=lambda: None)
+        await tier.until(lambda first=first: tier.states(space, first) == [PENDING] and used_slots(tier) == 21)  # type: ignore[misc]
+        tier.disk.promotion.cancel(fetch)
+        await tier.until(lambda: used_slots(tier) == 1)
+        assert tier.root.read_lane.queued == 0
+    assert tier.disk.promotion.counters.cancelled == 60
+    assert tier.states(space, *range(60)) == [PENDING] * 60, "nothing is known against them: they are on disk"
+    tier.files.reading.open()
+    await tier.quiet()
+    assert await tier.fetch(space, *range(60)) == list(range(60))
+
+
+async def test_what_another_one_waits_for_is_read(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await tier.store_away(space, *range(8))
+    await hang(tier)
+    first = tier.begin_fetch(space, *range(8), done=lambda: None)
+    ended: list[list[int]] = []
+    await tier.until(lambda: tier.root.read_lane.queued)
+    tier.begin_fetch(space, 3, done=lambda: ended.append(tier.served(space, 3)))
+    await asyncio.sleep(0.01)
+    tier.disk.promotion.cancel(first)
+    await asyncio.sleep(0.01)
+    tier.files.reading.open()
+    await tier.quiet()
+    assert ended == [[3]]
+
+
+# --- bounds ---
+
+
+@pytest.mark.parametrize("urgent", sorted(WINDOW_SHARES))
+async def test_reading_takes_a_share_of_memory_and_the_rest_comes_later(open_tier: Open, urgent: int) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await tier.store_away(space, *range(400))
+    await hang(tier)
+    share = BIG.pages // WINDOW_SHARES[urgent]  # type: ignore[index]
+    ended: list[list[int]] = []
+    for first in range(0, 400, 100):
+        numbers = range(first, first + 100)
+        tier.begin_fetch(
+            space, *numbers, urgent=urgent, done=lambda numbers=numbers: ended.append(tier.served(space, *numbers))
+        )
+    for _ in range(200):
+        await asyncio.sleep(0)
+        assert used_slots(tier) <= 1 + share
+    assert used_slots(tier) > share // 2
+    assert tier.audit() == []
+    tier.files.reading.open()
+    await tier.quiet()
+    assert sorted(ended) == [list(range(first, first + 100)) for first in range(0, 400, 100)]
+
+
+async def test_who_waits_for_a_window_is_not_stopped_by_one_who_gave_up(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await tier.store_away(space, *range(300))
+    await hang(tier)
+    fetches = [tier.begin_fetch(space, *range(first, first + 50), done=lambda: None) for first in range(0, 250, 50)]
+    ended: list[int] = []
+    tier.begin_fetch(space, *range(250, 300), done=lambda: ended.extend(tier.served(space, *range(250, 300))))
+    await asyncio.sleep(0.01)
+    for fetch in fetches[1:]:
+        tier.disk.promotion.cancel(fetch)
+    tier.files.reading.open()
+    await tier.quiet()
+    assert ended == list(range(250, 300))
+
+
+async def test_a_payload_larger_than_a_window_comes(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=64, slab_pages=32, segment_pages=64))
+    space = tier.space(sizes=(12 * PAGE_BYTES,))
+    await tier.store_away(space, 1, 2, 3)
+    assert await tier.fetch(space, 1, 2, 3) == [1, 2, 3]
+
+
+# --- a root that is stuck goes off ---
+
+
+async def test_a_read_that_does_not_end_takes_its_root_off_and_keeps_one_piece(open_tier: Open) -> None:
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    await tier.store_away(space, *range(200))
+    tier.files.reading.close()
+    ended: list[list[int]] = []
+    for first in (0, 20):
+        numbers = range(first, first + 20)
+        tier.begin_fetch(space, *numbers, done=lambda numbers=numbers: ended.append(tier.served(space, *numbers)))
+    await tier.until(lambda: tier.root.state == State.OFF)
+    await tier.until(lambda: len(ended) == 2)
+    assert ended == [[], []]
+    await tier.until(lambda: not tier.disk.catalog.records)
+    assert tier.states(space, *range(200)) == [MISS] * 200
+    assert 0 < used_slots(tier) <= PIECE
+    assert tier.disk.promotion.quarantined_bytes == used_slots(tier) * PAGE_BYTES
+    assert tier.audit() == []
+    assert tier.root.health.reason == "the disk does not answer"
+    # Its keys can be stored again, in other slots, as if it were not there.
+    kept = used_slots(tier)
+    tier.store(space, *range(40))
+    assert tier.served(space, *range(40)) == list(range(40))
+    assert used_slots(tier) == kept + 40
+    tier.files.reading.open()
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.disk.promotion.quarantined_bytes == 0
+    assert used_slots(tier) == 40
+    assert tier.served(space, *range(40)) == list(range(40)), "the late read went into slots that were nobody's"
+    await tier.quiet()
+    assert tier.on_disk(space, *range(200)) == list(range(200))
+    assert await tier.fetch(space, *range(200)) == list(range(200))
+
+
+async def test_reads_that_wait_for_a_window_end_when_the_root_goes_off(open_tier: Open) -> None:
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    await tier.store_away(space, *range(300))
+    tier.files.reading.close()
+    ended: list[int] = []
+    for first in range(0, 300, 50):
+        tier.begin_fetch(space, *range(first, first + 50), done=lambda first=first: ended.append(first))  # type: ignore[misc]
+    await tier.until(lambda: len(ended) == 6)
+    assert tier.root.state == State.OFF
+    assert used_slots(tier) <= PIECE
+
+
+async def test_only_the_keys_of_the_root_that_hangs_are_missed(open_tier: Open) -> None:
+    tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16, roots=2, stuck_s=0.4))
+    space = tier.space()
+    for number in range(16):  # one by one, so that both roots get some
+        await tier.store_away(space, number)
+    lies = {number: tier.place(space, number)[0] for number in range(16)}
+    first, second = tier.roots
+    bad = [number for number, root in lies.items() if root is first]
+    good = [number for number, root in lies.items() if root is second]
+    assert bad
+    assert good
+    tier.files.reading.close()
+    fetch = tier.begin_fetch(space, bad[0], done=lambda: None)
+    await tier.until(tier.files.reading.entered.is_set)
+    tier.files.reading.let_others_pass()
+    assert await tier.fetch(space, *good) == good, "at once: the other root has lanes and windows of its own"
+    await tier.until(lambda: first.state == State.OFF)
+    assert second.state == State.OK
+    await tier.until(lambda: tier.states(space, bad[0]) == [MISS])
+    assert tier.states(space, *good) == [HIT] * len(good)
+    tier.disk.promotion.cancel(fetch)
+    tier.files.reading.open()
+    await tier.until(lambda: first.state == State.OK)
+    assert await tier.fetch(space, *bad) == bad
+
+
+async def test_a_write_that_does_not_end_takes_its_root_off_and_frees_what_waits(open_tier: Open) -> None:
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    tier.files.writing.close()
+    tier.store(space, *range(200))
+    await tier.until(lambda: tier.root.state == State.OFF)
+    await tier.until(lambda: not tier.disk.demotion.backlog_bytes)
+    held = tier.disk.demotion.holds
+    assert 0 < held <= PIECE, "what the thread is writing"
+    assert tier.served(space, *range(200)) == list(range(200)), "and it is served"
+    assert sum(tier.not_demoted.values()) == 200 - held
+    tier.files.writing.open()
+    await tier.until(lambda: tier.root.state == State.OK)
+    await tier.quiet()
+    tier.store(space, *range(300, 310))
+    await tier.quiet()
+    assert tier.on_disk(space, *range(300, 310)) == list(range(300, 310))
+
+
+async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a look at a directory of a server that is gone. The descriptors stay open as long as the thread is at it."""
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    await tier.store_away(space, 1)
+    gate = threading.Event()
+    left: list[str] = []
+    home = tier.root.home
+    look, leave = home.trouble, home.leave
+
+    def trouble() -> str:
+        gate.wait(30)
+        left.append("looked" if home.segments_fd != -1 else "too late")
+        return look()
+
+    monkeypatch.setattr(home, "trouble", trouble)
+    monkeypatch.setattr(home, "leave", lambda: (left.append("left"), leave()))
+    await tier.until(lambda: tier.root.state == State.OFF)
+    assert tier.root.health.reason == "the disk does not answer"
+    await tier.until(lambda: tier.states(space, 1) == [MISS])
+    assert left == []
+    gate.set()
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert left[:2] == ["looked", "left"]
+    monkeypatch.undo()
+    assert await tier.fetch(space, 1) == [1]
+
+
+async def test_an_inspection_does_not_wait_for_a_root_that_hangs(open_tier: Open) -> None:
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    await tier.store_away(space, *range(10))
+    await hang(tier)
+    count, findings = await tier.disk.inspection.run(repair=True)
+    assert count == 0
+    assert findings
+    assert all("does not answer" in finding for finding in findings)
+    tier.files.reading.open()
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert await tier.fetch(space, *range(10)) == list(range(10))
+
+
+async def test_a_clear_does_not_wait_for_a_manifest_that_can_not_be_written(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(HASTY)
+    space = tier.space()
+    await tier.store_away(space, 1)
+    gate = asyncio.Event()
+
+    async def write_epochs(*_: object) -> None:
+        await gate.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.root.home, "write_epochs", write_epochs)
+        with pytest.raises(NotDurableError, match="does not answer"):
+            await tier.clear(space.namespace)
+    assert tier.states(tier.space(), 1) == [MISS]
+
+
+async def test_a_process_that_was_stopped_does_not_take_its_disks_for_stuck(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that runs looks late then, until it has had time to end."""
+    tier = await open_tier(BIG)
+    space = tier.space()
+    await tier.store_away(space, 1)
+    lane = tier.root.read_lane
+    late = [1000.0]
+    monkeypatch.setattr(type(lane), "oldest_running_s", lambda _, now: late[0])
+    assert not tier.root.probe.hangs()
+    late[0] = 0.0
+    assert not tier.root.probe.hangs()
+    late[0] = 1000.0
+    assert not tier.root.probe.hangs(), "late once more, and not still"
+
+
+async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:
+    """A part that was there already goes with those that nobody may read."""
+    tier = await open_tier(HASTY)
+    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
+    await tier.store_away(space, 1, 2)
+    tier.seal(tier.write(space, [1], parts=[0]))
+    tier.files.reading.close()
+    tier.begin_fetch(space, 1, 2, urgent=Urgency.LOAD, done=lambda: None)
+    await tier.until(lambda: tier.root.state == State.OFF)
+    await tier.until(lambda: tier.states(space, 1, 2) == [MISS, MISS])
+    tier.store(space, 1, 2)
+    assert tier.served(space, 1, 2) == [1, 2]
+    rows = tier.cache.find(space, keys_of(1, 2)).hit_rows
+    assert np.all(tier.cache.entries.evictable(rows))
+    tier.files.reading.open()
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.served(space, 1, 2) == [1, 2]
