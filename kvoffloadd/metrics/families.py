@@ -251,8 +251,8 @@ def _disk(disk: Status) -> Iterator[Metric]:
     yield _counter("not_demoted_keys", "Keys that were to be written and were not, by reason.", reasons, "reason")
     promoted = disk.get("promoted", {})
     yield _counter("promoted_keys", "Keys read from disk.", _one(promoted["keys"]) if there else ())
-    reasons = ("without_space", "damaged", "unreadable", "cancelled", "no_resources")
-    failures = [((reason,), promoted[reason]) for reason in reasons if there]
+    whys = ("without_space", "damaged", "unreadable", "cancelled", "no_resources")
+    failures = [((why,), promoted[why]) for why in whys if there]
     yield _counter("promotion_failures", "Keys (without_space) and records that did not come.", failures, "reason")
     yield _counter(
         "rewritten_records", "Records that moved on when their segment went.", _one(disk["rewritten"]) if there else ()

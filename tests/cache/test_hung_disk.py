@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Urgency
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
@@ -29,6 +31,15 @@ PIECE = BIG.pages // PIECE_SHARE
 
 def used_slots(tier: Tier) -> int:
     return tier.cache.tier.gauges()["used_bytes"] // PAGE_BYTES
+
+
+def tell(ended: list[list[int]], tier: Tier, space: Space, numbers: range) -> Callable[[], None]:
+    """What a fetch calls at its end: notes which of the keys are served."""
+
+    def done() -> None:
+        ended.append(tier.served(space, *numbers))
+
+    return done
 
 
 async def hang(tier: Tier) -> None:
@@ -87,13 +98,11 @@ async def test_reading_takes_a_share_of_memory_and_the_rest_comes_later(open_tie
     space = tier.space()
     await tier.store_away(space, *range(400))
     await hang(tier)
-    share = BIG.pages // WINDOW_SHARES[urgent]  # type: ignore[index]
+    share = BIG.pages // WINDOW_SHARES[urgent]
     ended: list[list[int]] = []
     for first in range(0, 400, 100):
         numbers = range(first, first + 100)
-        tier.begin_fetch(
-            space, *numbers, urgent=urgent, done=lambda numbers=numbers: ended.append(tier.served(space, *numbers))
-        )
+        tier.begin_fetch(space, *numbers, urgent=urgent, done=tell(ended, tier, space, numbers))
     for _ in range(200):
         await asyncio.sleep(0)
         assert used_slots(tier) <= 1 + share
@@ -138,7 +147,7 @@ async def test_a_read_that_does_not_end_takes_its_root_off_and_keeps_one_piece(o
     ended: list[list[int]] = []
     for first in (0, 20):
         numbers = range(first, first + 20)
-        tier.begin_fetch(space, *numbers, done=lambda numbers=numbers: ended.append(tier.served(space, *numbers)))
+        tier.begin_fetch(space, *numbers, done=tell(ended, tier, space, numbers))
     await tier.until(lambda: tier.root.state == State.OFF)
     await tier.until(lambda: len(ended) == 2)
     assert ended == [[], []]
@@ -237,7 +246,12 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
         return look()
 
     monkeypatch.setattr(home, "trouble", trouble)
-    monkeypatch.setattr(home, "leave", lambda: (left.append("left"), leave()))
+
+    def leave_and_tell() -> None:
+        left.append("left")
+        leave()
+
+    monkeypatch.setattr(home, "leave", leave_and_tell)
     await tier.until(lambda: tier.root.state == State.OFF)
     assert tier.root.health.reason == "the disk does not answer"
     await tier.until(lambda: tier.states(space, 1) == [MISS])

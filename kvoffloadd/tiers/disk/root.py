@@ -112,7 +112,8 @@ class Root:
         self.epochs: dict[bytes, int] = {}  # see `Census`
         self._trusted = True
         self._grow_after = 0.0
-        self._batches: set[Ticket] = set()
+        self._batches: dict[int, Ticket] = {}
+        self._next_batch = 0
         self._sealing: set[asyncio.Task[None]] = set()
 
     @property
@@ -325,17 +326,20 @@ class Root:
         segment.num_entries += count
         segment.writers += 1
         work = partial(_write, self._files, segment, entries, batch.digests[:count], batch.addresses[:count])
-
-        def finish(result: BaseException | None) -> None:
-            self._batches.discard(ticket)
-            self._written(segment, entries, result)
-            done(segment, entries, result)
-
-        ticket = self.write_lane.submit(work, finish)
-        self._batches.add(ticket)
+        self._next_batch += 1
+        finish = partial(self._written, self._next_batch, segment, entries, done)
+        self._batches[self._next_batch] = self.write_lane.submit(work, finish)
         return count
 
-    def _written(self, segment: Segment, entries: Records, result: BaseException | None) -> None:
+    def _written(
+        self,
+        batch: int,
+        segment: Segment,
+        entries: Records,
+        done: Callable[[Segment, Records, BaseException | None], None],
+        result: BaseException | None,
+    ) -> None:
+        del self._batches[batch]
         segment.writers -= 1
         if result is None:
             segment.entries.append(entries)
@@ -344,6 +348,7 @@ class Root:
         elif not isinstance(result, CancelledWork):
             segment.broken = True  # no more into this one; what it holds stays readable
             self._write_failed(result)
+        done(segment, entries, result)
         self.changed.set()
 
     def _roll(self, segment: Segment) -> None:
@@ -389,7 +394,7 @@ class Root:
         """It is off: what waits to be written is not, and who waits for an inspection is told. Pair with `settle`, then
         `take_off` once nobody names its segments any more; then `open` and `recover` may bring it back.
         """
-        for ticket in self._batches:
+        for ticket in self._batches.values():
             ticket.cancel()
         self.reader.give_up()
 
