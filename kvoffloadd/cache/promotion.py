@@ -218,31 +218,31 @@ class Promotion:
 
     # --- one slice a turn ---
 
-    def _advance(self, fetch: Fetch, *, waited: bool = False) -> None:
-        """`waited`: for a window, so that it is the first to wait again."""
+    def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
+        """`woken`: the window that it has waited for; its turn is over when this returns."""
         full = None
         if not fetch.slices:
             self._check_end(fetch)
-        elif (full := self._start(fetch, fetch.slices[0])) is None:
+        elif (full := self._start(fetch, fetch.slices[0], woken)) is None:
             fetch.slices.popleft()
             self._disk.loop.call_soon(self._advance, fetch)
-        elif waited:
-            full.waiting.appendleft(fetch)
+        elif woken is not None:
+            full.wait_first(fetch)
         else:
-            full.waiting.append(fetch)
-        if waited and full is None:  # there may be room for another one
-            for window in self._windows.values():
+            away = fetch.slices[0]
+            full.wait(fetch, fetch.flow, len(away.keys) * sum(away.space.part_bytes))
+        if woken is not None and full is not woken:  # there may be room for another one
+            for window in self._windows.values() if full is None else (woken,):
                 self._wake(window)
 
     def _wake(self, window: Window[Fetch]) -> None:
-        """There is more room in it than before, or somebody else is the first to wait."""
-        while window.waiting:
-            fetch = window.waiting.popleft()
+        """There is more room in it than before, or it is somebody else's turn."""
+        while (fetch := window.next()) is not None:
             if not fetch.ended:
-                self._disk.loop.call_soon(partial(self._advance, fetch, waited=True))
+                self._disk.loop.call_soon(self._advance, fetch, window)
                 return
 
-    def _start(self, fetch: Fetch, away: Away) -> Window[Fetch] | None:
+    def _start(self, fetch: Fetch, away: Away, woken: Window[Fetch] | None) -> Window[Fetch] | None:
         """Bring what is on disk of a slice, and wait for what others bring. Returns a window that has no room for it:
         then nothing was done.
         """
@@ -258,8 +258,9 @@ class Promotion:
             there, needed = self._needed(space, space.shelf, rows.astype(np.uint32))
             at, rows = at[there], rows[there]
             for root, num_bytes in needed.items():
-                if not self._windows[root, fetch.urgent].has_room(num_bytes):
-                    return self._windows[root, fetch.urgent]
+                window = self._windows[root, fetch.urgent]
+                if not window.has_room(num_bytes) or (window.is_busy and woken is None):
+                    return window
         if len(found.hit_rows):  # somebody brought them meanwhile
             self._hold(fetch, found.hit_rows)
         held = found.rows[(found.rows >= 0) & ~found.hits]
