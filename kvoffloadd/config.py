@@ -62,12 +62,17 @@ class ServerConfig:
     use_uvloop: bool | str = _key("auto", checks.flag_or_auto)
 
 
+def suitable_slab_bytes(capacity_bytes: int) -> int:
+    """Bytes of a slab of a memory tier of this capacity: 64 slabs where that makes them neither small nor large."""
+    return min(max(capacity_bytes // 64 // PAGE_BYTES * PAGE_BYTES, 8 * MIB), 64 * MIB)
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """The memory tier. `slab_bytes` is cut to `capacity_bytes`. `pool_file`: a path, or empty."""
+    """The memory tier. `slab_bytes` is cut to `capacity_bytes`; 0 becomes what suits it. `pool_file`: a path, or empty."""
 
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
-    slab_bytes: int = _key(64 * MIB, checks.size(PAGE_BYTES, 64 * GIB, multiple=PAGE_BYTES))
+    slab_bytes: int = _key(0, checks.size(0, 64 * GIB, multiple=PAGE_BYTES))
     policy: str = _key("", checks.name)
     verify_loads: bool = _key(False, checks.flag)
     verify_adopted: str = _key("load", checks.choice("load", "start"))
@@ -76,7 +81,8 @@ class MemoryConfig:
     hash_threads: int = _key(1, checks.count(1, 64))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slab_bytes", min(self.slab_bytes, self.capacity_bytes))
+        slab_bytes = self.slab_bytes or suitable_slab_bytes(self.capacity_bytes)
+        object.__setattr__(self, "slab_bytes", min(slab_bytes, self.capacity_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,6 +144,16 @@ def test_a_slab_is_no_larger_than_the_tier() -> None:
     assert config.load(None, {"memory.capacity_bytes": "1MiB"}).memory.slab_bytes == MIB
 
 
+@pytest.mark.parametrize(
+    ("capacity", "slab"),
+    [("4KiB", 4096), ("8MiB", 8 * MIB), ("64MiB", 8 * MIB), ("1GiB", 16 * MIB), ("4GiB", 64 * MIB), ("1TiB", 64 * MIB)],
+)
+def test_slabs_suit_the_tier_where_nobody_chooses(capacity: str, slab: int) -> None:
+    assert config.load(None, {"memory.capacity_bytes": capacity}).memory.slab_bytes == slab
+    chosen = config.load(None, {"memory.capacity_bytes": capacity, "memory.slab_bytes": "4KiB"})
+    assert chosen.memory.slab_bytes == 4096
+
+
 ROOTS = (config.DiskRoot(Path("/nvme0/kvo"), 1 << 40), config.DiskRoot(Path('/nvme1/a "b"'), 5_000_000))
 
 

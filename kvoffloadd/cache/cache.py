@@ -500,6 +500,8 @@ class Cache:
             **self.lookups.totals(),
             **asdict(self.counters),
             "keys_evicted": self.eviction.keys_evicted,
+            "slabs": self.tier.num_slabs,
+            "slot_sizes": self.eviction.num_sizes,
             "slabs_taken_over": self.eviction.slabs_taken_over,
             "keys": len(self.entries.index),
             "events_lost": self.entries.events_lost,

@@ -211,8 +211,10 @@ class Catalog:
     def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
         """The same, bit by bit. What a step finds is true of its moment: the catalog may change before the next one."""
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
-        yield self._check_places(segments())
+        yield self._check_count()
         yield self._check_shelves()
+        for start in range(0, self.runs.used, AUDIT_RECORDS):
+            yield self._check_places(start, segments())
         for segment in list(self._members):
             if (np.diff(self.page[self.in_segment(segment)]) == 0).any():
                 yield ["catalog: two records share a place"]
@@ -225,15 +227,15 @@ class Catalog:
 
     # --- inside ---
 
-    def _check_places(self, segments: set[int]) -> list[str]:
-        findings = []
-        placed = np.flatnonzero(self.page[: self.runs.used] != 0)
-        if len(placed) != self.records:
-            findings.append(f"catalog: {len(placed)} records have a place, counted {self.records}")
+    def _check_count(self) -> list[str]:
+        placed = int(np.count_nonzero(self.page[: self.runs.used]))
+        return [] if placed == self.records else [f"catalog: {placed} records have a place, counted {self.records}"]
+
+    def _check_places(self, start: int, segments: set[int]) -> list[str]:
+        stop = min(start + AUDIT_RECORDS, self.runs.used)
+        placed = start + np.flatnonzero(self.page[start:stop])
         strange = set(distinct(self.segment[placed]).tolist()) - segments
-        if strange:
-            findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
-        return findings
+        return [f"catalog: {len(strange)} segments are named that the tier does not have"] if strange else []
 
     def _check_shelves(self) -> list[str]:
         findings = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvoffloadd.cache.index import distinct, first_of_each
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.model import U32Array
+
+log = logging.getLogger(__name__)
 
 SLABS_TRIED = 8
 QUEUES_MAX = 64
@@ -47,8 +50,20 @@ class Eviction:
                 capacity_rows = max(1, self._tier.num_pages // sum(s * n for s, n in sizes.items()))
                 queue = self.queues[size] = Queue(self._make_policy(capacity_rows, self._entries.index.max_keys))
             space.queue = queue
+        before = self.num_sizes
         for size, count in sizes.items():
             space.queue.slots_per_key[size] = max(count, space.queue.slots_per_key.get(size, 0))
+        if max(before, self._tier.num_slabs) < self.num_sizes:
+            log.warning(
+                "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
+                "memory.slab_bytes (it is %d), or raise memory.capacity_bytes",
+                self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
+            )  # fmt: skip
+
+    @property
+    def num_sizes(self) -> int:
+        """Slot sizes that were registered since the start."""
+        return len({size for queue in self.queues.values() for size in queue.slots_per_key})
 
     def make_room(self, size: int, wanted: int) -> int:
         """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them

@@ -6,6 +6,7 @@ Event loop only, one task per root.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,13 @@ REWRITE_SHARE = 4
 WRITE_S = 30.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Staging:
+    """Memory between a read and the write that moves what was read."""
+
+    memory: U8Array
+
+
 class Reclaim:
     """Keeps a segment ready for whatever is written next."""
 
@@ -43,6 +51,8 @@ class Reclaim:
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
         self.records_rewritten = 0
+        # What threads read to and write from belongs to whoever outlives them, not to a task that can be cancelled.
+        self._staging: set[Staging] = set()
 
     async def keep(self, root: Root, retry_s: float) -> None:
         """For ever: whenever the root has no segment ahead, make one."""
@@ -154,22 +164,26 @@ class Reclaim:
         return int(costs[fits].sum())
 
     async def _move(self, root: Root, segment: Segment, shelf: Shelf, records: I64Array, sizes: I64Array) -> bool:
-        """Read records and write them behind the newest. False: there is no room for more."""
+        """Read records and write them behind the newest. False: there is no room for more, or the root is off."""
+        if not root.holds(segment):
+            return False
         catalog = self._disk.catalog
         rows = catalog.row[records]
         parts = (records - catalog.first[rows]).astype(np.uint16)
         pages = -(-sizes // PAGE_BYTES)
-        staging = reserve_array((int(pages.sum()) * PAGE_BYTES,), np.uint8)
+        staging = Staging(reserve_array((int(pages.sum()) * PAGE_BYTES,), np.uint8))
         reads = np.zeros(len(records), READ)
         reads["page"], reads["part"], reads["payload_bytes"] = catalog.page[records], parts, sizes
-        reads["address"] = staging.ctypes.data + (np.cumsum(pages) - pages) * PAGE_BYTES
+        reads["address"] = staging.memory.ctypes.data + (np.cumsum(pages) - pages) * PAGE_BYTES
         reads["key"] = catalog.index.keys[rows]
         read: asyncio.Future[tuple[U8Array, U64Array]] = self._disk.loop.create_future()
 
         def on_read(status: U8Array, digests: U64Array) -> None:
+            self._staging.discard(staging)
             if not read.done():
                 read.set_result((status, digests))
 
+        self._staging.add(staging)
         root.reader.read(segment, shelf.name, reads, Urgency.REWRITE, on_read)
         status, digests = await read
         good = status == OK
@@ -180,20 +194,23 @@ class Reclaim:
         entries["sequence"] = self._disk.numbers.sequences(len(entries))
         written: asyncio.Future[None] = self._disk.loop.create_future()
         batch = Batch(shelf.name, entries, digests[good], reads["address"][good])
-        took = root.append(batch, partial(self._moved, shelf, root, written), moves=True)
+        took = root.append(batch, partial(self._moved, shelf, root, staging, written), moves=True)
         if took:
-            await written  # `staging` must live as long
+            self._staging.add(staging)
+            await written
         return took == len(entries)
 
     def _moved(
         self,
         shelf: Shelf,
         root: Root,
+        staging: Staging,
         written: asyncio.Future[None],
         segment: Segment,
         entries: Records,
         error: BaseException | None,
     ) -> None:
+        self._staging.discard(staging)
         catalog = self._disk.catalog
         if error is None and root.holds(segment):
             catalog.put(shelf, entries["key"], entries["part"].astype(np.uint16), segment.ordinal, entries["page"])

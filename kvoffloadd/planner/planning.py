@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvoffloadd.config import Config
+from kvoffloadd.config import Config, suitable_slab_bytes
 from kvoffloadd.errors import ConfigError, UsageError
 from kvoffloadd.layout import LayerKind
 from kvoffloadd.planner.advice import recommend, warnings
@@ -34,7 +34,7 @@ class Terms:
     """
 
     memory_bytes: int = DEFAULTS.memory.capacity_bytes
-    slab_bytes: int = DEFAULTS.memory.slab_bytes
+    slab_bytes: int = 0
     disk_bytes: int = 0
     segment_bytes: int = DEFAULTS.disk.segment_bytes
     block_size: int = 16
@@ -114,7 +114,7 @@ def make_plan(model: ModelConfig, terms: Terms, trace: Trace | None = None) -> C
     layout = next(one for one in layouts if one.pack_size == max(1, terms.pack_size))
     parts = tuple(rank.parts(layout.spec(group).kind) for group in range(layout.num_groups))
     lengths = {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
-    memory = MemorySpace(terms.memory_bytes, terms.slab_bytes)
+    memory = MemorySpace(terms.memory_bytes, terms.slab_bytes or suitable_slab_bytes(terms.memory_bytes))
     spaces: list[tuple[str, MemorySpace | DiskSpace]] = [("memory", memory)]
     if terms.disk_bytes:
         spaces.append(("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes)))

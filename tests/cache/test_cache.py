@@ -56,6 +56,21 @@ def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
     assert check(cache, 0, 0) == []
 
 
+def test_more_slot_sizes_than_slabs_are_warned_of_once_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    cache = make_cache(pages=8, slab_pages=4)
+    for group, pages in enumerate((1, 2, 1)):
+        make_space(cache, group=group, pages=(pages,))
+    assert (cache.figures()["slabs"], cache.figures()["slot_sizes"]) == (2, 2)
+    assert caplog.text == ""
+    make_space(cache, group=3, pages=(3,))
+    make_space(cache, group=4, pages=(3,))
+    assert caplog.text.count("slots of 3 sizes share 2 slabs") == 1
+    assert "memory.slab_bytes" in caplog.text
+    make_space(cache, group=5, pages=(4,))
+    assert "slots of 4 sizes share 2 slabs" in caplog.text
+    cache.tier.close()
+
+
 def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
     cache = make_cache(pages=2048)
     cache.entries.index.hash = lambda space, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]

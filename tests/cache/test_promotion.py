@@ -291,6 +291,57 @@ async def test_what_the_disk_can_not_read_is_a_miss(open_tier: Open) -> None:
     assert tier.root.state == State.OK
 
 
+@pytest.mark.parametrize("fault", ["open=EMFILE", "open=ENFILE", "read=ENOMEM"])
+async def test_what_the_system_is_too_poor_to_read_stays_on_disk(open_tier: Open, fault: str) -> None:
+    """It says nothing about the records, nor about the disk."""
+    tier = await open_tier(retry_s=60.0)
+    space = tier.space()
+    numbers = range(READ_FAILURES_MAX + 4)
+    await tier.store_away(space, *numbers)
+    tier.files.plant(fault)
+    assert await tier.fetch(space, *numbers) == []
+    counters = tier.disk.promotion.counters
+    assert (counters.no_resources, counters.unreadable, counters.damaged) == (len(numbers), 0, 0)
+    assert tier.root.reader.read_errors == 0
+    assert tier.root.health.reads_failed == 0
+    assert tier.on_disk(space, *numbers) == list(numbers)
+    assert tier.cache.tier.gauges()["used_bytes"] == 0
+    tier.files.plant("")
+    assert await tier.fetch(space, *numbers) == list(numbers)
+
+
+@pytest.mark.parametrize("fault", ["open=EMFILE", "read=ENOMEM"])
+async def test_a_root_that_comes_back_while_the_system_is_poor_loses_nothing(open_tier: Open, fault: str) -> None:
+    """Segments that can't be opened for want of descriptors are not given up: it is tried again."""
+    tier = await open_tier()
+    space = tier.space()
+    await tier.store_away(space, *range(20))
+    tier.files.plant(fault)
+    tier.root.health.become(State.OFF, "as if its file system had gone for a moment")
+    await tier.until(lambda: "planted" in tier.root.health.reason)
+    await asyncio.sleep(0.2)
+    assert tier.root.state == State.OFF
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.on_disk(space, *range(20)) == list(range(20))
+    assert tier.root.is_known
+
+
+async def test_writes_that_the_system_is_too_poor_for_do_not_make_a_disk_read_only(open_tier: Open) -> None:
+    tier = await open_tier()
+    space = tier.space()
+    tier.files.plant("write=ENOMEM open=EMFILE".replace(" ", "\n"))
+    tier.store(space, *range(20))
+    await tier.until(lambda: not tier.disk.demotion.backlog_bytes and not tier.disk.demotion.holds)
+    assert tier.root.health.write_errors
+    assert tier.root.state in (State.OK, State.FULL)
+    tier.files.plant("")
+    await tier.quiet()
+    tier.store(space, *range(30, 40))
+    await tier.quiet()
+    assert tier.on_disk(space, *range(30, 40)) == list(range(30, 40))
+
+
 async def test_keys_that_do_not_come_make_room_for_the_next_at_once(open_tier: Open) -> None:
     """There are as many rows as slots: those of a slice may not pile up while its last record is awaited."""
     tier = await open_tier(Shape(pages=64, slab_pages=16, num_segments=64, threads=4))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+import pytest
+
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.health import State
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier, bytes_under
@@ -182,6 +186,36 @@ async def test_a_damaged_hot_record_does_not_move_on(open_tier: Open) -> None:
     await pour(tier, space, 1000, 3 * PER_SEGMENT)
     assert tier.on_disk(space, 1, 2, 3) == [1, 3]
     assert await tier.fetch(space, 1, 2, 3) == [1, 3]
+
+
+async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: Open) -> None:
+    """The write ends when the root is off already, and its segment is nobody's: a place there would be a wrong one."""
+    tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16))
+    space = tier.space()
+    await tier.store_away(space, *range(40))
+    root, segment, _ = tier.place(space, 0)
+    tier.root._finish_open()  # so that nothing but the move is written
+    await tier.quiet()
+    shelf = space.shelf
+    assert shelf is not None
+    records = tier.disk.catalog.in_segment(segment.ordinal)[:8]
+    sizes = np.full(len(records), PAGE_BYTES, np.int64)
+    tier.files.writing.close()
+    move = asyncio.ensure_future(tier.disk.reclaim._move(root, segment, shelf, records, sizes))
+    await tier.until(tier.files.writing.entered.is_set)
+    assert len(tier.disk.reclaim._staging) == 1
+    move.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await move
+    assert len(tier.disk.reclaim._staging) == 1, "a thread writes from there still"
+    tier.root.health.become(State.OFF, "a test")
+    await tier.until(lambda: not tier.disk.catalog.records)
+    tier.files.writing.open()
+    await tier.until(lambda: tier.root.state == State.OK)
+    assert not tier.disk.reclaim._staging
+    assert tier.disk.check() == []
+    assert tier.on_disk(space, *range(40)) == list(range(40))
+    assert await tier.fetch(space, *range(40)) == list(range(40))
 
 
 async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> None:

@@ -18,7 +18,7 @@ TIB = 1 << 40
 
 
 def test_terms_default_to_the_daemons() -> None:
-    assert Terms().slab_bytes == Config().memory.slab_bytes
+    assert Terms().slab_bytes == 0, "as the daemon's own default, which follows from the capacity"
     assert Terms().memory_bytes == Config().memory.capacity_bytes
     assert Terms().segment_bytes == Config().disk.segment_bytes
 

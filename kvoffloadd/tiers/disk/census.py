@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import EPOCH_MAX, PAGE_BYTES
+from kvoffloadd.tiers.disk.files import lacks_resources
 from kvoffloadd.tiers.disk.format import footer_pages
 from kvoffloadd.tiers.disk.recovery import Kind, Recovered, recover_segment
 from kvoffloadd.tiers.disk.segment import Segment
@@ -51,10 +52,11 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
     """Look at every file. Not `trusted`: nothing that is there may be served.
 
     Raises:
-        OSError: the directory can't be read. A file that can't be is left out, with a warning.
+        OSError: the directory can't be read, or there are no descriptors or memory for it now. A file that can't be
+            read is left out, with a warning.
     """
     names = await lane.perform(home.segment_names)
-    found = await asyncio.gather(*(_recover(home, files, lane, name) for name in names))
+    found = await _recover_all(home, files, lane, names)
     census = Census()
     if names and not any(found):
         raise OSError(errno.EIO, "no segment can be read")
@@ -87,11 +89,24 @@ async def take_census(home: Home, files: Files, lane: Lane, numbers: Numbers, *,
     return census
 
 
+async def _recover_all(home: Home, files: Files, lane: Lane, names: list[str]) -> list[Recovered | None]:
+    """What each file holds; None: it can't be read. Raises OSError when all have ended, as `_recover` does."""
+    ended = await asyncio.gather(*(_recover(home, files, lane, name) for name in names), return_exceptions=True)
+    found: list[Recovered | None] = []
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
+
+
 async def _recover(home: Home, files: Files, lane: Lane, name: str) -> Recovered | None:
     work = partial(recover_segment, files, home.segments_fd, name, direct=home.is_direct)
     try:
         return await lane.perform(work)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
+        if lacks_resources(error):  # which says nothing about this segment
+            raise OSError(errno.ENOMEM, f"the system has no descriptors or memory to spare: {error}") from error
         log.warning("%s/segments/%s can't be read: %s", home.path, name, error)
         return None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, probe_direct
+from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, lacks_resources, probe_direct
 from kvoffloadd.tiers.disk.health import said
 from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
 from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment
@@ -231,7 +231,7 @@ class Home:
         try:
             there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
         except OSError as error:
-            return said(error)
+            return "" if lacks_resources(error) else said(error)
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             return "another directory is there now: is its file system mounted?"
         return ""
