@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Urgency
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import LASTING_S, Health, State
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -310,6 +311,45 @@ async def test_a_process_that_was_stopped_does_not_take_its_disks_for_stuck(
     assert not tier.root.probe.hangs()
     late[0] = 1000.0
     assert not tier.root.probe.hangs(), "late once more, and not still"
+
+
+async def test_a_root_without_room_stays_full_until_there_is_some(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That a page can be written is no sign of room for a segment."""
+    caplog.set_level("INFO")
+    tier = await open_tier()
+    tier.files.plant("allocate=ENOSPC")
+    tier.root.health.become(State.OFF, "to be taken in anew")
+    await tier.until(lambda: tier.root.state == State.FULL)
+    caplog.clear()
+    tried = tier.files.planted
+    await tier.until(lambda: tier.files.planted > tried + 5)
+    assert caplog.text == "", "nothing has changed"
+    assert tier.root.state == State.FULL
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == State.OK)
+    space = tier.space()
+    await tier.store_away(space, 1)
+
+
+def test_a_root_that_relapses_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    health = Health(Path("/disk"))
+    seen = []
+    for _ in range(8):
+        health.become(State.OK)
+        assert health.patience() == 1
+        now[0] += 1.0
+        health.become(State.READ_ONLY, "a reason")
+        now[0] += 5.0
+        seen.append(health.patience())
+    assert seen == [1, 2, 4, 8, 16, 16, 16, 16]
+    health.become(State.OK)
+    now[0] += LASTING_S
+    health.become(State.OFF, "another reason")
+    assert health.patience() == 1, "it had recovered"
 
 
 async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:

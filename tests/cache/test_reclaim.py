@@ -208,11 +208,14 @@ async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: O
     with pytest.raises(asyncio.CancelledError):
         await move
     assert len(tier.disk.reclaim._staging) == 1, "a thread writes from there still"
-    tier.root.health.become(State.OFF, "a test")
-    await tier.until(lambda: not tier.disk.catalog.records)
+    root.path.rename(away := root.path.with_name("away"))
+    await tier.until(lambda: tier.root.state == State.OFF and not tier.disk.catalog.records)
     tier.files.writing.open()
+    await tier.until(lambda: not tier.disk.reclaim._staging)
+    assert tier.disk.catalog.records == 0
+    assert tier.states(space, *range(40)) == [MISS] * 40
+    away.rename(root.path)
     await tier.until(lambda: tier.root.state == State.OK)
-    assert not tier.disk.reclaim._staging
     assert tier.disk.check() == []
     assert tier.on_disk(space, *range(40)) == list(range(40))
     assert await tier.fetch(space, *range(40)) == list(range(40))

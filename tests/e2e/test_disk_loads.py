@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.errors import RemoteError
 from tests.e2e.disk import MIB, disk_settings, idle, only_on_disk, store_on_disk
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
@@ -46,3 +48,18 @@ def test_what_others_store_meanwhile_is_not_copied(
     assert rank.wrong(0, away, np.array([10, 12])) == 0
     rank.wipe_loaded(0, np.array([10, 12]))
     assert rank.clean()
+
+
+def test_two_keys_from_disk_can_not_go_to_one_block(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int
+) -> None:
+    """Refused at once, as from memory: later, nobody would be left to tell."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 * MIB)), memory="1MiB")
+    rank = daemon.welcome(Rank(daemon.socket))
+    keys = new_keys(np.random.default_rng(seed), 64 * 6)
+    store_on_disk(daemon, rank, keys)
+    away = only_on_disk(rank, keys)[:2]
+    with pytest.raises(RemoteError, match="duplicate"):
+        rank.client.load(rank.registration, {0: (away, np.array([7, 7]))})
+    assert rank.states(away) == [KeyState.PENDING] * 2, "nothing was begun"
+    assert rank.load({0: (away, np.array([7, 8]))}).outcome is Outcome.DONE
