@@ -69,7 +69,7 @@ def suitable_slab_bytes(capacity_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """The memory tier. `slab_bytes` is cut to `capacity_bytes`; 0 becomes what suits it. `pool_file`: a path, or empty."""
+    """The memory tier. `slab_bytes` is cut to `capacity_bytes`; 0: what suits it. `pool_file`: a path, or empty."""
 
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
     slab_bytes: int = _key(0, checks.size(0, 64 * GIB, multiple=PAGE_BYTES))

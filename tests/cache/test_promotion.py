@@ -324,7 +324,6 @@ async def test_a_root_that_comes_back_while_the_system_is_poor_loses_nothing(ope
     tier.files.plant("")
     await tier.until(lambda: tier.root.state == State.OK)
     assert tier.on_disk(space, *range(20)) == list(range(20))
-    assert tier.root.is_known
 
 
 async def test_writes_that_the_system_is_too_poor_for_do_not_make_a_disk_read_only(open_tier: Open) -> None:
