@@ -101,7 +101,12 @@ class Transfer:
     checking: Ticket | None = None
     cancelled: bool = False
     late: bool = False
-    finished: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def finished(self) -> bool:
+        """Whether `done` has been called, or is about to be."""
+        return self.ended.is_set()
 
     @property
     def waits_for(self) -> str:
@@ -356,7 +361,7 @@ class Transfers:
 
     def _finish(self, transfer: Transfer, result: CopyResult) -> None:
         self.running.remove(transfer)
-        transfer.finished = True
+        transfer.ended.set()
         if transfer.timer is not None:
             transfer.timer.cancel()
         counters = self.counters[transfer.direction]
@@ -386,7 +391,8 @@ class Transfers:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                await self._until(lambda: all(t.finished for t in transfers))
+                for transfer in list(transfers):  # each wakes who waits for it alone, however many wait
+                    await transfer.ended.wait()
                 if sealed:
                     await self._until(partial(self.sealing.is_sealed, self.sealing.last))
         except TimeoutError:

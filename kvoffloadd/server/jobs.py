@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +15,7 @@ from kvoffloadd.cache.disk import away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
+from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
@@ -199,11 +202,17 @@ class Jobs:
         if job.transfer is not None:
             job.transfer.cancel()
 
-    def cancel_all(self) -> set[Transfer]:
-        """Drop what has not begun; returns what still has to end."""
+    async def cancel_all(self) -> set[Transfer]:
+        """Drop what has not begun, over several turns of the loop; returns what still has to end. No job is begun
+        meanwhile.
+        """
         transfers = self.transfers()
+        turn_ends = time.monotonic() + TURN_S
         for transfer in transfers:
             transfer.cancel()
+            if time.monotonic() >= turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time.monotonic() + TURN_S
         return transfers
 
     def transfers(self) -> set[Transfer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,20 @@ LATE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 class Lag:
     """`worst_s`: the longest delay of a beat since the start; `recent_s`: in the last WINDOW_S to 2 * WINDOW_S. A delay
-    is the loop's own work, or the machine's that did not let it run. `late`: beats by delay, up to each of `LATE_S` and
-    above all; `late_s`: all delays together.
+    is the loop's own work, or the machine's that did not let it run; `worst_cpu_s` and `recent_cpu_s` tell: they are
+    the most CPU time that the loop's thread took from one beat to the next. `late`: beats by delay, up to each of
+    `LATE_S` and above all; `late_s`: all delays together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.worst_s = 0.0
+        self.worst_cpu_s = 0.0
         self.late_s = 0.0
         self.late = [0] * (len(LATE_S) + 1)
         self._loop = loop
         self._windows = (0.0, 0.0)
+        self._cpu_windows = (0.0, 0.0)
+        self._cpu_s = 0.0
         self._window_ends = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
@@ -33,12 +38,19 @@ class Lag:
         """See the class."""
         return max(self._windows)
 
+    @property
+    def recent_cpu_s(self) -> float:
+        """See the class."""
+        return max(self._cpu_windows)
+
     def figures(self) -> dict[str, Any]:
         """For `status`."""
         names = [*(f"{bound:g}" for bound in LATE_S), "inf"]
         return {
             "worst_lag_s": round(self.worst_s, 6),
             "recent_lag_s": round(self.recent_s, 6),
+            "worst_cpu_s": round(self.worst_cpu_s, 6),
+            "recent_cpu_s": round(self.recent_cpu_s, 6),
             "late_s": round(self.late_s, 6),
             "late_beats": dict(zip(names, self.late, strict=True)),
         }
@@ -46,6 +58,7 @@ class Lag:
     def start(self) -> None:
         """Begin to beat. Pair with `stop`."""
         now = self._loop.time()
+        self._cpu_s = time.thread_time()
         self._window_ends = now + WINDOW_S
         self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)
 
@@ -57,11 +70,16 @@ class Lag:
     def _beat(self, due: float) -> None:
         now = self._loop.time()
         late = max(0.0, now - due)
+        before, self._cpu_s = self._cpu_s, time.thread_time()
+        took_s = self._cpu_s - before
+        self.worst_cpu_s = max(self.worst_cpu_s, took_s)
         self.worst_s = max(self.worst_s, late)
         self.late_s += late
         self.late[bisect_left(LATE_S, late)] += 1
         if now >= self._window_ends:
             self._windows = (0.0, self._windows[0])
+            self._cpu_windows = (0.0, self._cpu_windows[0])
             self._window_ends = now + WINDOW_S
         self._windows = (max(self._windows[0], late), self._windows[1])
+        self._cpu_windows = (max(self._cpu_windows[0], took_s), self._cpu_windows[1])
         self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)

@@ -349,7 +349,7 @@ class Session:
             return  # it never said hello
         if self._pins is not None:
             self._pins.close()
-        running = self._jobs.cancel_all() if self._jobs else set()
+        running = await self._jobs.cancel_all() if self._jobs else set()
         if not await context.transfers.end(running, context.config.copy.worker_drain_s):
             context.counters.drains_late += 1
             context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")

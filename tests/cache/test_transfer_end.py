@@ -63,7 +63,7 @@ async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
     ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
     async with asyncio.timeout(20):
         await copy.until_asked(3 * STUCK_LOOKS)
-        transfer.finished = True
+        transfer.ended.set()
         assert await ending
 
 
@@ -71,7 +71,7 @@ async def test_a_job_without_a_copy_yet() -> None:
     transfers, transfer = running(None)
     ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
     await asyncio.sleep(3 * STUCK_S)
-    transfer.finished = True
+    transfer.ended.set()
     async with asyncio.timeout(20):
         assert await ending
 
@@ -83,5 +83,5 @@ async def test_a_chunk_that_ends_at_last() -> None:
     ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
     async with asyncio.timeout(20):
         await copy.until_asked(3 * STUCK_LOOKS)
-        transfer.finished = True
+        transfer.ended.set()
         assert await ending

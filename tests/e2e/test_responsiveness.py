@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Outcome
+from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.lanes import Lane
+from tests.e2e.gpu_rank import HOST
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
-BIG = 16_384
+BIG, LAYERS = 16_384, 128
 STORE_CPU_MAX_S = 0.1
 """Of the loop's thread for one job, from the request to its completion: 6 us a key, where it takes about 1."""
 
@@ -28,10 +29,11 @@ def loop_cpu_s(daemon: Daemon) -> float:
 
 
 def test_jobs_of_many_keys_cost_the_loop_little(start_daemon: Callable[..., Daemon]) -> None:
+    """A long prompt of a deep model, in blocks that are scattered: millions of descriptors."""
     daemon = start_daemon(memory="96MiB")
-    rank = daemon.welcome(Rank(daemon.socket))
+    group = Group(0, GroupKind.FULL, 16, refs=[Ref(layer, 0, 8) for layer in range(LAYERS)])
+    rank = daemon.welcome(Rank(daemon.socket, [group], num_blocks=BIG, where=HOST))
     rng = np.random.default_rng(1)
-    blocks = np.zeros(BIG, np.int64)
     spent: dict[str, float] = {}
 
     def measure(what: str, work: Callable[[], Any]) -> Any:
@@ -42,9 +44,12 @@ def test_jobs_of_many_keys_cost_the_loop_little(start_daemon: Callable[..., Daem
 
     for _ in range(3):  # the third evicts
         keys = new_keys(rng, BIG)
-        wanted = {0: (keys, blocks)}
+        wanted = {0: (keys, rng.permutation(BIG))}
         result = measure("store", lambda: rank.wait(rank.client.store(rank.registration, wanted)))  # noqa: B023
         assert result.outcome is Outcome.DONE
+        result = measure("load", lambda: rank.wait(rank.client.load(rank.registration, wanted)))  # noqa: B023
+        assert result.outcome is Outcome.DONE
+        assert result.bytes == BIG * LAYERS * 8
         found = measure("pin", lambda: rank.client.pin({0: keys}))  # noqa: B023
         assert (found.states[0] == 1).sum() > BIG // 2
         measure("release", lambda: rank.client.release(found.lease))  # noqa: B023

@@ -121,6 +121,24 @@ def test_missed_beats_are_not_made_up_for(clock: Clock, lag: Lag) -> None:
     assert lag.worst_s < 1.01, "one delay counts once"
 
 
+def test_what_the_loop_worked_is_told_apart_from_what_it_waited(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    cpu_s = 50.0
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
+    lag = Lag(clock)  # type: ignore[arg-type]
+    lag.start()
+    clock.sleep(0.1)
+    cpu_s += 0.03
+    clock.block(0.3)  # most of it without a core
+    assert lag.worst_cpu_s == lag.recent_cpu_s == pytest.approx(0.03)
+    clock.sleep(2 * WINDOW_S)
+    assert lag.recent_cpu_s == pytest.approx(0)
+    cpu_s += 0.02
+    clock.sleep(0.1)
+    assert lag.recent_cpu_s == pytest.approx(0.02)
+    assert lag.worst_cpu_s == pytest.approx(0.03)
+    lag.stop()
+
+
 def test_no_beats_after_stop(clock: Clock, lag: Lag) -> None:
     clock.sleep(0.1)
     lag.stop()
