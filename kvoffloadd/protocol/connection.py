@@ -48,6 +48,11 @@ class Connection:
             raise FramingError(f"{len(self._fds)} descriptors in flight; a frame carries at most {FDS_PER_FRAME_MAX}")
 
     @property
+    def frame_bytes(self) -> int:
+        """What the frame that has begun states as its size; 0 if none has, or its size is not there yet."""
+        return codec.PREFIX.unpack_from(self._buffer)[0] if len(self._buffer) >= codec.PREFIX.size else 0
+
+    @property
     def partial(self) -> bool:
         """True while the beginning of a frame waits for its rest."""
         return bool(self._buffer)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import LimitError
+from kvoffloadd.server.frameroom import FrameRoom
 
 if TYPE_CHECKING:
     from kvoffloadd.config import LimitsConfig
@@ -29,6 +30,7 @@ class Account:
     uid: int
     caps: dict[str, int]
     used: dict[str, int] = field(default_factory=dict)
+    frame_room: FrameRoom = field(default_factory=FrameRoom)
 
     def charge(self, name: str, amount: int = 1) -> None:
         """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""

@@ -27,6 +27,7 @@ from kvoffloadd.errors import (
 )
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
@@ -64,6 +65,8 @@ class PeerConnection:
         self._timer: asyncio.TimerHandle | None = None
         self._reading = self._writing = False
         self._serving = self._backlog = False
+        self._frame_room = context.accounts.of(peer.uid).frame_room
+        self._without_room = False
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -127,7 +130,9 @@ class PeerConnection:
             if got is None:
                 self._backlog = False
                 self._watch_partial()
+                self._without_room = not self._has_room()
                 break
+            self._frame_room.give(self)
             if self.session.role:
                 self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
@@ -139,7 +144,7 @@ class PeerConnection:
         """Read only from a peer that reads what it is told, and only when all that it said before is served."""
         if self._ending or self._serving:
             return
-        if self._outbox.congested or self._backlog:
+        if self._outbox.congested or self._backlog or self._without_room:
             self._pause_reading()
             if self.session.role:
                 self._stop_timer()  # that the rest of a frame does not come is our doing now
@@ -148,6 +153,16 @@ class PeerConnection:
             self._watch_partial()
         if self._backlog and not self._outbox.congested:
             self._context.turns.queue(self)
+
+    def _has_room(self) -> bool:
+        """For the rest of the frame that has begun."""
+        size = self._protocol.frame_bytes
+        return size <= LARGE_BYTES or self._frame_room.take(self, size)
+
+    def go_on(self) -> None:
+        """See `frameroom.Receiver`."""
+        self._without_room = False
+        self._steer()
 
     def _serve(self, message: m.Message, fds: list[int]) -> None:
         seq: int = getattr(message, "seq", 0)
@@ -320,6 +335,7 @@ class PeerConnection:
         self._peer.close()
         self._discard()
         _close_all(self._protocol.take_fds())
+        self._frame_room.give(self)
         self._context.sessions.discard(self.session)
         self.ended.set()
 

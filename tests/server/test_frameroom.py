@@ -1,0 +1,72 @@
+"""Frames that have begun to come: a user's sessions share the memory for them, and all come through in the end."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from kvoffloadd.server.frameroom import ROOM_BYTES, FrameRoom
+from tests.e2e.process import Daemon
+from tests.server.scene import Scene, ids, keys
+
+SESSIONS = 60
+FRAME_BYTES = 4 << 20
+
+
+class Peer:
+    """Notes that it was told."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def go_on(self) -> None:
+        self.told += 1
+
+
+def test_who_waits_longest_comes_first() -> None:
+    room = FrameRoom(10)
+    peers = [Peer() for _ in range(4)]
+    assert [room.take(peer, 6) for peer in peers[:3]] == [True, False, False]
+    assert not room.take(peers[3], 1), "it would overtake those who wait"
+    room.give(peers[0])
+    assert [peer.told for peer in peers] == [0, 1, 0, 0]
+    room.give(peers[2])  # it waits no more
+    assert [peer.told for peer in peers] == [0, 1, 0, 1]
+    assert room.used_bytes == 7
+    assert room.take(peers[1], 6), "it has its room already"
+    for peer in peers:
+        room.give(peer)
+        room.give(peer)
+    assert room.used_bytes == 0
+
+
+def test_frames_that_have_begun_are_bounded_and_all_are_served(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon("server.partial_frame_s=60")
+    scene = Scene(daemon, "frames")
+    scene.settle()
+    peers = [scene.session() for _ in range(SESSIONS)]
+    begun = struct.pack("<I", FRAME_BYTES) + bytes(FRAME_BYTES - 5)
+    before = daemon.rss_anon_bytes()
+    for peer in peers:
+        peer.socket.setblocking(False)
+        at, stalled = 0, 0
+        while at < len(begun) and stalled < 20:
+            try:
+                at += peer.socket.send(begun[at : at + (1 << 18)])
+                stalled = 0
+            except BlockingIOError:
+                stalled += 1
+                scene.peer.ok("ping")  # it reads what there is, if it does
+    assert at < len(begun), "the last one's frame is left in its socket"
+    assert daemon.rss_anon_bytes() - before < ROOM_BYTES + SESSIONS * (1 << 19)
+    for peer in peers[: SESSIONS // 2]:
+        peer.close()
+    other = scene.session()
+    asked = [{"group": 0, "keys": keys(*range(10_000))}]
+    seq = other.begin("lookup", groups=asked)  # large, too: it waits for those before it
+    for peer in peers[SESSIONS // 2 :]:
+        peer.close()
+    assert len(other.answer(seq)["states"][0]) == 10_000
+    job = scene.job(groups=[{"group": 0, "keys": keys(*range(9000)), "blocks": ids(*[0] * 9000)}])
+    scene.peer.ok("store", **job)
+    assert scene.peer.completed(job["job"])["outcome"] == "done"
