@@ -18,6 +18,7 @@ from kvoffloadd.cache import spaces
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.errors import LimitError, NotDurableError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk.files import DiskError
 from kvoffloadd.tiers.disk.health import State
 from kvoffloadd.tiers.disk.manifest import read_manifest, write_manifest
 
@@ -243,6 +244,22 @@ async def test_a_manifest_that_was_counted_is_gone_on_with(open_tier: Open, path
     third = await open_tier(paths=[paths[0]])
     assert third.states(third.space(A), 1) == [PENDING]
     assert third.states(third.space(B), 1) == [MISS]
+
+
+async def test_a_manifest_is_only_ever_raised(open_tier: Open, paths: list[Path]) -> None:
+    """A root that has just come knows of clears that a clear elsewhere must not write over."""
+    tier = await open_tier(paths=[paths[0]], retry_s=3600.0)
+    await tier.clear(tier.space(A).namespace)
+    before = await read_manifest(paths[0])
+    assert before is not None
+    home, later = tier.root.home, before.last_epoch + 5
+    for base, epochs in ((0, {}), (0, {A: before.last_epoch - 1}), (0, {B: later})):
+        with pytest.raises(DiskError, match="knows of later clears"):
+            await home.write_epochs(base, later, epochs)
+    assert await read_manifest(paths[0]) == before
+    await home.write_epochs(later, later, {A: before.last_epoch, B: 0})
+    with pytest.raises(DiskError, match="knows of later clears"):
+        await home.write_epochs(0, later, {A: later})
 
 
 # --- what can't be read for a while ---

@@ -173,6 +173,8 @@ class Home:
                 raise DiskError(f"{self.path} is off")
             if manifest == self.manifest:
                 return
+            if not manifest.covers(self.manifest):  # the root has just come, and is not listened to yet
+                raise DiskError(f"{self.path} knows of later clears")
             directory_fd = os.dup(self._directory_fd)  # the root may be let go meanwhile
             try:
                 await write_manifest(_path_of(directory_fd), manifest)

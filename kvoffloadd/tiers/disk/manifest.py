@@ -46,6 +46,12 @@ class Manifest:
         """Records of another epoch than this are dead."""
         return self.epochs.get(fingerprint, self.base_epoch)
 
+    def covers(self, other: Manifest) -> bool:
+        """Whatever the other one knows to be dead is dead by this one, too."""
+        names = self.epochs.keys() | other.epochs.keys()
+        later = all(self.epoch_of(name) >= other.epoch_of(name) for name in names)
+        return later and self.base_epoch >= other.base_epoch
+
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
