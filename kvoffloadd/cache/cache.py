@@ -437,6 +437,8 @@ class Cache:
         live = self.entries.live(distinct(rows))
         self.counters.keys_corrupt += len(live)
         self.entries.retire(live, Reason.CORRUPT)
+        if len(live):
+            log.warning("memory: %d keys did not match their checksums; they are misses now", len(live))
 
     def check_clear(self, namespaces: Collection[Namespace]) -> None:
         """Raises LimitError if these can't be cleared now: their groups get new numbers beside the old ones."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.cache.sealing import Sealing
@@ -243,7 +242,16 @@ class Transfers:
             work = partial(hash_payloads, self.cache.payload_addresses(mine), self.cache.payload_bytes(mine))
             wrong = (await self.hash_lane.perform(work) != columns.digest[mine]).any(axis=1)
             columns.unverified[mine] = 0
-            self.cache.drop(distinct(columns.row[mine[wrong]]))
+            self.drop(columns.row[mine[wrong]])
+
+    def drop(self, rows: U32Array) -> None:
+        """These keys hold wrong bytes: they are misses now, also for loads that have not begun to copy."""
+        if not len(rows):
+            return
+        self.cache.drop(rows)
+        for transfer in self.running:
+            if transfer.direction is Direction.LOAD and transfer.copy is None:
+                transfer.bad |= np.isin(transfer.rows, rows)
 
     def _take(self, transfer: Transfer, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
@@ -278,7 +286,6 @@ class Transfers:
             transfer.checking = None
             if transfer.timer is not None:
                 transfer.timer.cancel()
-            transfer.bad = np.isin(transfer.rows, transfer.rows[transfer.bad])  # with all parts of their keys
             begin()
             return
         parts = transfer.parts[at]
@@ -293,10 +300,8 @@ class Transfers:
                 return
             columns = self.cache.entries.parts
             wrong = (digests != columns.digest[parts]).any(axis=1)
-            transfer.bad[at] = wrong
             columns.unverified[parts] = 0
-            if wrong.any():
-                self.cache.drop(distinct(transfer.rows[at[wrong]]))  # at once: nobody else is to load them
+            self.drop(transfer.rows[at[wrong]])  # at once: nobody else is to load them
             self._verify(transfer, turns, begin)
 
         transfer.checking = self.hash_lane.submit(

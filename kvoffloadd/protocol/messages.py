@@ -314,8 +314,9 @@ class Status(Request, frozen=True, tag="status"):
 
 
 class Verify(Request, frozen=True, tag="verify"):
-    """Self-audit; with `payloads` every sealed slot is hashed again, with `disk` every record on disk is read and
-    checked, with `repair` those found bad are dropped. Root or the daemon's uid only.
+    """Self-audit; with `payloads` every sealed slot is hashed again, and the keys of those found bad are dropped, with
+    `disk` every record on disk is read and checked, with `repair` those found bad are dropped, too. Root or the
+    daemon's uid only.
     """
 
     reply: ClassVar[str] = "verified"

@@ -35,15 +35,16 @@ class Audit:
 
 
 async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> Audit:
-    """Changes nothing, but that `repair` drops the records on disk that are bad. The daemon serves on meanwhile."""
+    """The daemon serves on meanwhile, but not what is found wrong: keys whose payloads in memory differ are dropped,
+    and once the books are wrong, all loads are verified. Records on disk are checked at each read; with `repair` those
+    that are bad are dropped now.
+    """
     audit = Audit()
-    try:
-        for found in context.audit():
-            audit.findings += found
-            await asyncio.sleep(0)
-    except (LookupError, ValueError) as error:  # a number in the books names what is not there
-        log.exception("the self-audit could not go on")
-        audit.findings.append(f"the books are damaged, so that not all could be checked: {error!r}")
+    await _check_books(context, audit)
+    if audit.findings and not context.transfers.verify_loads:
+        # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
+        log.critical("the books are wrong: from now on payloads are verified before each load; restart the daemon")
+        context.transfers.verify_loads = True
     columns = context.cache.entries.parts
     audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))
     sealed = (
@@ -54,12 +55,23 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
         parts = parts[columns.state[parts] == PartState.SEALED]
         wrong = await _wrong_payloads(context, parts)
         audit.payloads += len(parts)
-        audit.findings += [f"payload: part record {part} does not match its checksum" for part in wrong.tolist()]
+        audit.findings += [f"payload: part record {n} does not match its checksum, dropped" for n in wrong.tolist()]
+        context.transfers.drop(columns.row[wrong])
     if disk and context.cache.disk is not None:
         audit.records, findings = await context.cache.disk.inspection.run(repair=repair)
         audit.findings += findings
     del audit.findings[FINDINGS_MAX:]
     return audit
+
+
+async def _check_books(context: Context, audit: Audit) -> None:
+    try:
+        for found in context.audit():
+            audit.findings += found
+            await asyncio.sleep(0)
+    except (LookupError, ValueError) as error:  # a number in the books names what is not there
+        log.exception("the self-audit could not go on")
+        audit.findings.append(f"the books are damaged, so that not all could be checked: {error!r}")
 
 
 async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:

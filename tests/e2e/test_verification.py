@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref
+from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref, Timeline
 from tests.e2e.process import Daemon
 from tests.e2e.rank import PAGE, Keys, Rank, content, new_keys
 
@@ -115,15 +115,45 @@ def test_only_corrupt_keys(verifying: Daemon, keys: Keys) -> None:
     assert verifying.status()["memory"]["used_bytes"] == 0
 
 
-def test_the_self_audit_finds_it_where_loads_are_not_verified(daemon: Daemon, keys: Keys) -> None:
+def test_what_the_self_audit_finds_is_not_served_any_more(daemon: Daemon, keys: Keys) -> None:
+    """Where loads are not verified, too: nothing else would keep it from being served."""
     rank = stored(daemon, keys)
+    before = daemon.status()["cache"]["keys_corrupt"]
     assert daemon.verify(payloads=True) == ()
     flip_a_bit(daemon, keys[4].tobytes())
     assert daemon.verify() == ()
     (finding,) = daemon.verify(payloads=True)
     assert "does not match its checksum" in finding
-    rank.client.clear()
+    assert rank.states(keys) == [HIT] * 4 + [MISS, HIT]
+    assert daemon.status()["cache"]["keys_corrupt"] == before + 1
+    assert "1 keys did not match their checksums" in daemon.log()
+    rank.wipe()
+    blocks = rank.blocks_of(0, 0, 6)
+    result = rank.load({0: (keys, blocks)})
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [4])
+    rank.wipe_loaded(0, np.delete(blocks, 4))
+    assert rank.clean(), "its block was not touched"
     assert daemon.verify(payloads=True) == ()
+    rank.store_keys(keys[4:5])
+    assert rank.loads_right(keys), "it can be stored again"
+
+
+def test_a_load_that_waits_does_not_copy_what_is_found_meanwhile(daemon: Daemon, keys: Keys) -> None:
+    timeline = Timeline()
+    rank = daemon.welcome(Rank(daemon.socket, timelines=[timeline]))
+    rank.store_keys(keys)
+    assert rank.client.drain(5.0).unsealed == 0
+    rank.wipe()
+    ready, blocks = timeline.signal(), rank.blocks_of(0, 10, 6)
+    job = rank.client.load(rank.registration, {0: (keys, blocks)}, ready=ready)
+    flip_a_bit(daemon, keys[1].tobytes())
+    assert len(daemon.verify(payloads=True)) == 1
+    ready.reach()
+    result = rank.wait(job)
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [1])
+    assert rank.wrong(0, np.delete(keys, 1, axis=0), np.delete(blocks, 1)) == 0
+    rank.wipe_loaded(0, np.delete(blocks, 1))
+    assert rank.clean()
 
 
 def test_the_operator_s_verify_exits_with_bad_news(start_daemon: Start, keys: Keys) -> None:
