@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
+_COMMIT = ("CommitLimit", "Committed_AS")
+_NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
+
 ROOT_BYTES_MIN = 4 * MIB
 """Least capacity of a disk root."""
 
@@ -114,6 +117,7 @@ class CopyConfig:
     chunk_bytes: int = _key(64 * MIB, checks.size(64 * KIB, 16 * GIB))
     worker_drain_s: float = _key(10.0, checks.seconds(0.1, 3600))
     deadline_max_s: float = _key(600.0, checks.seconds(0.1, 86_400))
+    fill_holes: bool | str = _key("auto", checks.flag_or_auto)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +349,21 @@ def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
         )
 
 
+def has_memory_limit(root: Path = Path("/")) -> bool:
+    """Whether a cgroup limits this process's memory."""
+    return any(source.startswith("cgroup") and room < _NO_LIMIT_BYTES for room, source in _memory_limits(root))
+
+
 def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
     """Bytes that may still be allocated, and which limit says so."""
-    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    meminfo = _text(root / "proc/meminfo")
+    available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     if available:
         yield int(available[1]) * KIB, "MemAvailable"
+    if _text(root / "proc/sys/vm/overcommit_memory").strip() == "2":
+        most, used = (re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE) for name in _COMMIT)
+        if most and used:
+            yield max(0, int(most[1]) - int(used[1])) * KIB, "CommitLimit, which vm.overcommit_memory = 2 sets"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,14 @@ from kvoffloadd.cache.disk import Disk, DiskSettings
 from kvoffloadd.cache.keyhash import SEED_BITS
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
-from kvoffloadd.config import check_memory_fits
+from kvoffloadd.config import check_memory_fits, has_memory_limit
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
+from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import keep_telling, tell_held_back
 from kvoffloadd.model import PAGE_BYTES
@@ -50,7 +53,7 @@ from kvoffloadd.tiers.pool import Pool, discard, inherit, open_pool
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import HostMemory
@@ -93,7 +96,8 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     listener, lock = bind(config.server.socket, config.server.socket_mode, systemd.listening())
     runner = _runner(config.server.use_uvloop)
     try:
-        pool = _pool(config, systemd)
+        with _address_space():
+            pool = _pool(config, systemd)
         daemon = Daemon(config, listener, pool, planted, switch, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
     finally:
@@ -110,7 +114,7 @@ def _pool(config: Config, systemd: Systemd) -> Pool:
             discard(kept)
         await_memory = partial(_await_memory, patience_s=FORGET_S if kept is not None else 0.0)
         return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, await_memory)
-    pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes)
+    pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes, check_memory_fits)
     if pool is None:
         if kept is not None:
             systemd.forget(POOL_NAME)
@@ -131,6 +135,33 @@ def _await_memory(capacity_bytes: int, patience_s: float) -> None:
         else:
             return
     check_memory_fits(capacity_bytes)
+
+
+@contextmanager
+def _address_space() -> Iterator[None]:
+    """Tables are mapped for the worst case, and used little by little."""
+    try:
+        yield
+    except (LimitError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise ConfigError(
+            f"the kernel grants no address space ({error}): set vm.overcommit_memory to 0 or 1 (2 takes at once what "
+            "is used little by little), raise `ulimit -v` and vm.max_map_count, or lower memory.capacity_bytes"
+        ) from None
+
+
+def _holes(fill: bool | str) -> Holes | None:
+    """Who forbids holes in workers' memory, where they may not be filled."""
+    if fill is True or (fill == "auto" and not has_memory_limit()):
+        return None
+    try:
+        return Holes()
+    except OSError as error:
+        if fill is False:
+            raise ConfigError(f"copy.fill_holes = false: this kernel can't forbid it ({error})") from None
+        log.warning("pages that workers have not written count as this daemon's, whose memory is limited: %s", error)
+        return None
 
 
 def _disk_switch(faults: str) -> tuple[Path | None, str]:
@@ -203,7 +234,8 @@ class Daemon:
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
-        context = self._start(loop)
+        with _address_space():
+            context = self._start(loop)
         loop.set_exception_handler(context.on_loop_error)
         endpoint = _serve_metrics(context)
         await self._take_over(context)
@@ -264,14 +296,12 @@ class Daemon:
         config = self._config
         tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes, self._pool)
         # Beside serving: the kernel provides pages that are used before they are prefaulted just the same.
-        threading.Thread(
-            target=tier.prefault, args=(config.memory.prefault_threads,), name="kvo-prefault", daemon=True
-        ).start()
+        threading.Thread(target=self._prefault, args=(loop, tier), name="kvo-prefault", daemon=True).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         cache.entries.spaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
-        host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes)
+        host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes, holes=_holes(config.copy.fill_holes))
         device: HostMemory = host
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
@@ -295,6 +325,14 @@ class Daemon:
             lag=Lag(loop),
             turns=Turns(loop),
         )
+
+    def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
+        """In a thread of its own. Whoever touched a page that the kernel does not have would be killed."""
+        try:
+            tier.prefault(self._config.memory.prefault_threads)
+        except ResourceError as error:
+            with suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(self._fatal, f"memory.capacity_bytes: {error}")
 
     def _add_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
         chosen = self._config.disk

@@ -141,59 +141,71 @@ class Mapping:
             raise ResourceError(f"can't unmap {self.size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
-def populate(address: int, size_bytes: int, threads: int, stop: threading.Event | None = None) -> None:
+def populate(
+    address: int,
+    size_bytes: int,
+    threads: int,
+    stop: threading.Event | None = None,
+    *,
+    nice: int = _POPULATE_NICE,
+    fd: int | None = None,
+    offset: int = 0,
+) -> None:
     """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
     takes (about a second per GiB and thread), without the GIL: call it off the event loop.
 
-    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. On kernels
-    before 5.14 one byte of each page is read, which commits the pages of shared memory alike.
+    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. `nice`: of the
+    threads. Kernels before 5.14 need `fd`, the file that has its byte `offset` at `address`.
 
     Raises:
         ResourceError: the kernel has no memory for it.
     """
-    start = address - address % PAGE_BYTES
-    end = address + size_bytes
+    shift = address % PAGE_BYTES
+    start, end, offset = address - shift, address + size_bytes, offset - shift
     step = max(-(-(end - start) // max(threads, 1)), 1)
     step += -step % _POPULATE_ALIGN_BYTES
-    with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="kvo-populate", initializer=_stand_back) as pool:
-        for done in [pool.submit(_populate, at, min(step, end - at), stop) for at in range(start, end, step)]:
+
+    def work(begin: int) -> None:
+        for at in range(begin, min(begin + step, end), _POPULATE_STEP_BYTES):
+            if stop is not None and stop.is_set():
+                return
+            _populate_step(fd, offset + at - start, at, min(_POPULATE_STEP_BYTES, begin + step - at, end - at))
+
+    with ThreadPoolExecutor(max(threads, 1), "kvo-populate", _stand_back, (nice,)) as pool:
+        for done in [pool.submit(work, at) for at in range(start, end, step)]:
             done.result()
 
 
-def _stand_back() -> None:
+def _stand_back(nice: int) -> None:
     """Of this thread alone: whoever serves meanwhile goes first."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POPULATE_NICE)
+    if nice:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-def _populate(address: int, size_bytes: int, stop: threading.Event | None) -> None:
-    end = address + size_bytes
-    for at in range(address, end, _POPULATE_STEP_BYTES):
-        if stop is not None and stop.is_set():
+def _populate_step(fd: int | None, offset: int, address: int, size_bytes: int) -> None:
+    number = errno.EAGAIN
+    while number in (errno.EINTR, errno.EAGAIN):
+        if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
             return
-        _populate_step(at, min(_POPULATE_STEP_BYTES, end - at))
-
-
-def _populate_step(address: int, size_bytes: int) -> None:
-    while _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) != 0:
         number = ctypes.get_errno()
-        if number == errno.EINVAL:
-            _read_pages(address, size_bytes)
+    if number == errno.EINVAL and fd is not None:
+        try:
+            os.posix_fallocate(fd, offset, size_bytes)
+        except OSError as error:
+            number = error.errno or errno.ENOMEM
+        else:
             return
-        if number not in (errno.EINTR, errno.EAGAIN):
-            raise ResourceError(f"the kernel can't commit {size_bytes} bytes of memory: {os.strerror(number)}")
-
-
-def _read_pages(address: int, size_bytes: int) -> None:
-    # A read, not a write of the same byte: a write between another thread's load and store would undo that thread's.
-    view = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
-    np.max(view[::PAGE_BYTES])
+    # EFAULT: whoever touched the page would be killed.
+    why = "a tmpfs is full, or no huge page is free" if number == errno.EFAULT else os.strerror(number)
+    raise ResourceError(f"the kernel can't commit {size_bytes} bytes of shared memory: {why}")
 
 
 def reserve_array(shape: tuple[int, ...], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
     """A zeroed array whose pages cost memory only once they are written: for columns sized for the worst case.
 
-    Private to the process. The memory lives as long as the array or any view of it.
+    Private to the process. The memory lives as long as the array or any view of it. Raises OSError if the kernel grants
+    no such address space.
     """
     items = int(np.prod(shape, dtype=object)) if shape else 1
     size_bytes = items * np.dtype(dtype).itemsize

@@ -385,6 +385,23 @@ def test_memory_fits_mem_available(tmp_path: Path) -> None:
         config.check_memory_fits(8 * MIB + 1, root)
 
 
+def test_memory_fits_what_may_be_committed(tmp_path: Path) -> None:
+    meminfo = {"proc/meminfo": MEMINFO["proc/meminfo"] + "CommitLimit:      6144 kB\nCommitted_AS:     2048 kB\n"}
+    config.check_memory_fits(8 * MIB, machine(tmp_path, {**meminfo, "proc/sys/vm/overcommit_memory": "1\n"}))
+    root = machine(tmp_path, {**meminfo, "proc/sys/vm/overcommit_memory": "2\n"})
+    config.check_memory_fits(4 * MIB, root)
+    with pytest.raises(ConfigError, match=r"only 4 MiB are available \(CommitLimit, .*overcommit_memory = 2"):
+        config.check_memory_fits(4 * MIB + 1, root)
+
+
+@pytest.mark.parametrize(("limit", "limited"), [(f"{2 * MIB}", True), (f"{(1 << 63) - 4096}", False), ("max", False)])
+def test_whether_a_cgroup_limits_memory(tmp_path: Path, limit: str, limited: bool) -> None:
+    mount = "sys/fs/cgroup/memory"
+    files = {f"{mount}/memory.limit_in_bytes": limit, f"{mount}/memory.usage_in_bytes": "0"}
+    root = machine(tmp_path, {**MEMINFO, "proc/self/cgroup": "4:memory:/box\n", **files})
+    assert config.has_memory_limit(root) is limited
+
+
 def test_memory_fits_any_ancestors_cgroup_limit(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/system.slice"
     root = machine(

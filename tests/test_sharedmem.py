@@ -16,6 +16,7 @@ from kvoffloadd import sharedmem
 from kvoffloadd.errors import MemoryKindError, ResourceError, UsageError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import Mapping, create_memfd, is_sealed_against_shrinking, populate, reserve_array
+from tests.server.vanishing import HALF, SIZE, full_tmpfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +137,7 @@ def test_populate_commits_pages_and_keeps_contents(
     mapping = Mapping.map_fd(memfd, 4 * MIB)
     mapping.array()[MIB + 5] = 9
     assert _resident_bytes(memfd) < MIB
-    populate(mapping.address, 4 * MIB, threads)
+    populate(mapping.address, 4 * MIB, threads, fd=memfd)
     assert _resident_bytes(memfd) == 4 * MIB
     assert mapping.array()[MIB + 5] == 9
     assert int(mapping.array().sum()) == 9
@@ -163,7 +164,6 @@ def test_populate_of_no_memory_is_an_error(memfd: int) -> None:
 def test_populate_lets_other_threads_run() -> None:
     fd = create_memfd("kvo-test", 256 * MIB)
     mapping = Mapping.map_fd(fd, 256 * MIB)
-    os.close(fd)
     worker = threading.Thread(target=populate, args=(mapping.address, 256 * MIB, 1))
     worker.start()
     turns = 0
@@ -171,6 +171,7 @@ def test_populate_lets_other_threads_run() -> None:
         turns += 1
     worker.join()
     mapping.close()
+    os.close(fd)
     assert turns > 100
 
 
@@ -202,3 +203,16 @@ def test_mapping_is_not_unmapped_by_garbage_collection(memfd: int) -> None:
     del mapping
     assert ctypes.c_uint8.from_address(address).value == 5
     Mapping(address, 4 * MIB, True).close()
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_populate_where_there_is_no_memory(old_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, not the signal that touching it would be."""
+    if old_kernel:
+        monkeypatch.setattr(sharedmem, "_MADV_POPULATE_WRITE", 9999)
+    with full_tmpfs() as (fd, _):
+        mapping = Mapping.map_fd(fd, SIZE)
+        with pytest.raises(ResourceError, match="a tmpfs is full" if not old_kernel else os.strerror(errno.ENOSPC)):
+            populate(mapping.address, SIZE, 2, fd=fd)
+        populate(mapping.address, HALF, 2, fd=fd)
+        mapping.close()

@@ -67,7 +67,9 @@ def _of_memmap(array: npt.NDArray[Any]) -> Allocation:
     mapped = np.frombuffer(root._mmap, np.uint8)  # type: ignore[attr-defined]  # numpy names the mmap nowhere else
     file_offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY  # where numpy begins to map
     fd = os.open(root.filename, os.O_RDWR | os.O_CLOEXEC)
-    return Allocation(fd, mapped.ctypes.data - file_offset, file_offset + mapped.size, root)
+    allocation = Allocation(fd, mapped.ctypes.data - file_offset, file_offset + mapped.size, root)
+    allocation.populate(mapped.ctypes.data, mapped.size)
+    return allocation
 
 
 def torch_extent(tensor: Any) -> tuple[Extent, Allocation, U8Array]:
@@ -95,4 +97,6 @@ def _move(storage: Any) -> Allocation:
     except RuntimeError as error:
         raise UsageError(f"torch can't move this storage to shared memory: {error}") from error
     # torch keeps its own descriptor, and closes it with the storage.
-    return Allocation(os.dup(fd), storage.data_ptr(), size_bytes, storage)
+    allocation = Allocation(os.dup(fd), storage.data_ptr(), size_bytes, storage)
+    allocation.populate(allocation.address, size_bytes)
+    return allocation

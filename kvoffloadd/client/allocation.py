@@ -6,10 +6,13 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.errors import ResourceError
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 
 if TYPE_CHECKING:
     from kvoffloadd.model import U8Array
+
+_POPULATE_THREADS = 4
 
 _live: weakref.WeakSet[Allocation] = weakref.WeakSet()
 
@@ -35,7 +38,7 @@ class Allocation:
 
     @classmethod
     def create(cls, name: str, size_bytes: int) -> tuple[Allocation, U8Array]:
-        """A new sealed memfd, and all of it as u8 (size_bytes,)."""
+        """A new sealed memfd, and all of it as u8 (size_bytes,). Raises OSError or ResourceError: no memory."""
         fd = create_memfd(name, size_bytes)
         try:
             mapping = Mapping.map_fd(fd, size_bytes, writable=True)
@@ -46,7 +49,24 @@ class Allocation:
         # Every view, torch's too, holds this array, so the mapping ends with the last of them. Not at exit: threads
         # may still run then.
         weakref.finalize(array, mapping.close).atexit = False
-        return cls(fd, mapping.address, size_bytes, array), array
+        made = cls(fd, mapping.address, size_bytes, array)
+        made.populate(mapping.address, size_bytes)
+        return made, array
+
+    def populate(self, address: int, size_bytes: int) -> None:
+        """Have the kernel provide these mapped bytes now: a page is charged to whoever touches it first. That is not
+        to be the daemon.
+
+        Blocks for about a second per GiB and thread. Raises ResourceError if there is no memory for it.
+        """
+        threads = min(_POPULATE_THREADS, os.cpu_count() or 1)
+        try:
+            populate(address, size_bytes, threads, nice=0, fd=self.fd, offset=address - self.address)
+        except ResourceError as error:
+            raise ResourceError(
+                f"no memory for {size_bytes} bytes that are to be shared: {error}; see `df /dev/shm`, `free`, the "
+                "cgroup's limit (of a container: --shm-size, --memory)"
+            ) from None
 
     @classmethod
     def around(cls, address: int, size_bytes: int) -> Allocation | None:

@@ -31,7 +31,8 @@ class Ready:
     def reach(self) -> None:
         """Say it from this process: the blocks of jobs up to this point are final. For timelines without a stream.
 
-        From any thread; points are to be reached in order.
+        From any thread; points are to be reached in order. On processors that reorder writes (ARM) this thread's last
+        writes to the blocks may be seen after the point: let a lock or a queue lie between, as between two threads.
         """
         if self.timeline.stream is not None:
             raise UsageError("this timeline is its stream's: the stream says when it is there")

@@ -32,8 +32,8 @@ _BOUNCE_BYTES = 256 << 10
 _WORD = np.uint64(8)
 _U64 = np.dtype(np.uint64)
 _GONE = (
-    "a page of the blocks' memory is gone: it was punched out or cut off, or nobody has written it yet and the kernel "
-    "has none to give"
+    "a page of the blocks' memory is gone, or was never there: it was punched out, cut off with the file, or not "
+    "populated"
 )
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.pread, _libc.pwrite):

@@ -18,13 +18,15 @@ from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.chunks import Chunks
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.plan import Copies, split
-from kvoffloadd.errors import MemoryKindError, UsageError
+from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kvoffloadd.device.holes import Holes
 
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
@@ -46,14 +48,22 @@ class HostDevice:
     more than a turn of a lane.
 
     `mover` performs a chunk's copies in a lane's thread; another one may be put in its place, to plant faults.
+    `holes`: who forbids holes in what is mapped, its own from here on; None: they are filled.
     """
 
     kind = "host"
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, copy_threads: int, chunk_bytes: int, *, mover: CopyRuns = copy_runs
+        self,
+        loop: asyncio.AbstractEventLoop,
+        copy_threads: int,
+        chunk_bytes: int,
+        *,
+        mover: CopyRuns = copy_runs,
+        holes: Holes | None = None,
     ) -> None:
         self.mover = mover
+        self._holes = holes
         self._loop = loop
         self._copy_threads = copy_threads
         self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
@@ -69,6 +79,12 @@ class HostDevice:
         """
         size_bytes = _check_memory(fd, peer_uid)
         mapping = Mapping.map_fd(fd, size_bytes)
+        if self._holes is not None:
+            try:
+                self._holes.forbid(mapping)
+            except LimitError:
+                mapping.close()
+                raise
         allocation = HostAllocation(self.kind, size_bytes, mapping.address, mapping)
         self._mapped.add(allocation)
         return allocation

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
-from kvoffloadd.sharedmem import populate, reserve_array
+from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.ledger import Ledger
 from kvoffloadd.tiers.pool import Pool
 
@@ -77,10 +77,10 @@ class MemoryTier:
 
     def prefault(self, threads: int) -> None:
         """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; ended by
-        `close`.
+        `close`. Raises ResourceError if there is no memory for it.
         """
         with self._prefaulting:
-            populate(self.address, self.capacity_bytes, threads, self._closed)
+            self.pool.populate(threads, self._closed)
 
     def close(self) -> None:
         """Unmap. The caller guarantees that nothing reads or writes the arena any more."""

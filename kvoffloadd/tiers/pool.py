@@ -28,10 +28,11 @@ import xxhash
 
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.tiers.owner import OWNER_BYTES, await_end, is_of_another_boot, this_process
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from kvoffloadd.model import U8Array, U32Array, U64Array
@@ -98,6 +99,10 @@ class Pool:
         fd = create_memfd("kvoffloadd-arena", file_bytes(capacity_bytes, slab_bytes))
         return cls(fd, capacity_bytes, slab_bytes, is_old=False)
 
+    def populate(self, threads: int, stop: threading.Event) -> None:
+        """Make the kernel provide every page, until `stop` is set. Blocks. Raises ResourceError if it has none."""
+        populate(self._mapping.address, self.size_bytes, threads, stop, fd=self.fd)
+
     # --- starts that fail ---
 
     def note_attempt(self) -> None:
@@ -147,13 +152,17 @@ class Pool:
         os.close(self.fd)
 
 
-def inherit(fd: int | None, capacity_bytes: int, slab_bytes: int) -> Pool | None:
-    """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit."""
+def inherit(fd: int | None, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]) -> Pool | None:
+    """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit.
+
+    `check_fits` is told how many bytes of it have yet to be found, and raises if there are not so many.
+    """
     if fd is None:
         return None
     pid = _await_owner(fd)
     reason = f"process {pid} still has it" if pid else unfit(fd, capacity_bytes, slab_bytes)
     if not reason:
+        check_fits(lacking_bytes(fd))
         return Pool(fd, capacity_bytes, slab_bytes, is_old=True)
     log.warning("memory: a cold start, the old pool can't be used: %s", reason)
     if pid:
@@ -188,6 +197,8 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
             raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which had it before, does not end")
         reason = unfit(fd, capacity_bytes, slab_bytes)
         if not reason:
+            if lacking_bytes(fd):
+                _allocate(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
             return Pool(fd, capacity_bytes, slab_bytes, is_old=True)
         if os.fstat(fd).st_size:
             log.warning("memory: a cold start, %s can't be used: %s", path, reason)
@@ -236,6 +247,12 @@ def _file_system(fd: int) -> str:
 def block_bytes(fd: int) -> int:
     """Of the file's file system: on hugetlbfs a page of it, of which a file has whole ones."""
     return max(os.fstatvfs(fd).f_bsize, PAGE_BYTES)
+
+
+def lacking_bytes(fd: int) -> int:
+    """How much of the file has no memory, or no place on its disk, yet."""
+    found = os.fstat(fd)
+    return max(0, found.st_size - found.st_blocks * 512)
 
 
 def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
@@ -294,10 +311,17 @@ def empty_file(fd: int, size_bytes: int, path: Path) -> None:
         ConfigError: there is no room.
     """
     try:
+        _allocate(fd, size_bytes, path)
+    except ConfigError:
+        os.ftruncate(fd, 0)
+        raise
+
+
+def _allocate(fd: int, size_bytes: int, path: Path) -> None:
+    try:
         os.ftruncate(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        os.ftruncate(fd, 0)
         raise ConfigError(
             f"memory.pool_file = {str(path)!r}: no room for {size_bytes} bytes: {error.strerror}"
         ) from None

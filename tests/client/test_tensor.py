@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
-from kvoffloadd.errors import UsageError
+from kvoffloadd.errors import ResourceError, UsageError
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
+from tests.server.vanishing import SIZE, full_tmpfs
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,26 @@ def test_allocated_tensors_are_shared_and_sealed() -> None:
     assert seen_by_another(tensor) == tensor.array.tobytes()
     assert is_sealed_against_shrinking(tensor.allocation.fd)
     assert not os.get_inheritable(tensor.allocation.fd)
+
+
+def test_all_pages_are_there_before_anybody_else_touches_them() -> None:
+    tensor = SharedTensor.allocate(300, 5000)
+    assert os.fstat(tensor.allocation.fd).st_blocks * 512 >= 300 * 5000
+    path = Path("/dev/shm") / f"kvoffloadd-test-{os.getpid()}"
+    try:
+        array = np.memmap(path, np.uint8, "w+", offset=4096 + 100, shape=(300, 5000))
+        adopted = SharedTensor.adopt(array)
+        assert os.fstat(adopted.allocation.fd).st_blocks * 512 >= 300 * 5000
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_memory_that_is_not_there_is_an_error_for_whoever_shares_it() -> None:
+    """Not a signal for the daemon later."""
+    with full_tmpfs() as (fd, _):
+        array = np.memmap(f"/proc/self/fd/{fd}", np.uint8, "r+", shape=(64, SIZE // 64))
+        with pytest.raises(ResourceError, match=r"(?s)no memory for .* that are to be shared: .*tmpfs is full"):
+            SharedTensor.adopt(array)
 
 
 def test_memory_lives_as_long_as_its_views_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

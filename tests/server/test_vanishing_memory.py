@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.client import NamespaceSpec, Outcome, Timeline
 from tests.device.hiding import HIDDEN, hide
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
@@ -25,6 +25,7 @@ from tests.server.vanishing import BLOCK, BLOCKS, GONE_BLOCK, SIZE, Vanish
 Start = Callable[..., Daemon]
 KINDS = (vanishing.cut_off, vanishing.full_tmpfs, vanishing.huge_pages)
 WAYS = {(): "native", **HIDDEN}
+STRICT = "copy.fill_holes=false"
 each_way = pytest.mark.parametrize("hidden", WAYS, ids=WAYS.values())
 
 
@@ -101,6 +102,53 @@ def test_a_copy_of_what_is_gone_fails(
         transfers = copying.status()["transfers"]
         assert [transfers[what]["keys_failed"] for what in ("store", "load")] == [2, 2]
         assert still_served()
+
+
+@each_way
+def test_no_page_of_a_peer_s_is_made_where_that_is_forbidden(
+    start_daemon: Start, hidden: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as the daemon's, which a cgroup may limit: sealed memory, whose owner punches holes into it."""
+    for name, value in hide(tmp_path, hidden).items():
+        monkeypatch.setenv(name, value)
+    daemon = start_daemon("server.use_uvloop=false", STRICT)
+    still_served = bystander(daemon)
+    with vanishing.holes() as (fd, vanish):
+        worker = Worker(daemon, fd)
+        assert worker.job("store", (1, 2), (0, 1))["outcome"] == "done"
+        vanish()
+        assert failed(worker.job("store", (3, 4), (2, GONE_BLOCK)), 2)
+        assert failed(worker.job("load", (1, 2), (3, BLOCKS - 1)), 2)
+        assert failed(worker.job("store", (3,), (2,), ready={"signal": 0, "offset": SIZE - 8, "value": 1}), 1)
+        assert os.fstat(fd).st_blocks * 512 == SIZE // 2
+        os.posix_fallocate(fd, 0, SIZE)
+        assert worker.job("load", (1, 2), (GONE_BLOCK, BLOCKS - 1))["outcome"] == "done"
+        assert still_served()
+
+
+def test_elsewhere_holes_are_filled(start_daemon: Start) -> None:
+    daemon = start_daemon("copy.fill_holes=true")
+    with vanishing.holes() as (fd, vanish):
+        worker = Worker(daemon, fd)
+        vanish()
+        assert worker.job("store", (1,), (GONE_BLOCK,))["outcome"] == "done"
+        assert worker.job("load", (1,), (BLOCKS - 1,))["outcome"] == "done"
+        assert os.fstat(fd).st_blocks * 512 == SIZE // 2 + 2 * BLOCK
+
+
+def test_the_client_library_leaves_no_holes(start_daemon: Start) -> None:
+    """Loads into blocks that nobody has written, and jobs behind a timeline that nobody has raised."""
+    daemon = start_daemon(STRICT)
+    timeline = Timeline()
+    first, second = (daemon.welcome(Rank(daemon.socket, timelines=[timeline])) for _ in range(2))
+    stored = new_keys(np.random.default_rng(1), 4)
+    blocks = first.blocks_of(0, 0, 4)
+    assert first.store_keys(stored).outcome is Outcome.DONE
+    ready = timeline.signal()
+    job = second.client.load(second.registration, {0: (stored, blocks)}, ready=ready)
+    ready.reach()
+    assert second.wait(job).outcome is Outcome.DONE
+    assert second.wrong(0, stored, blocks) == 0
 
 
 @each_way

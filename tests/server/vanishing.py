@@ -42,7 +42,7 @@ def punch(fd: int, offset: int, size: int) -> None:
 def cut_off() -> Iterator[tuple[int, Vanish]]:
     """An unsealed file that is truncated."""
     fd = os.memfd_create("vanishing", os.MFD_CLOEXEC)
-    os.truncate(fd, SIZE)
+    os.posix_fallocate(fd, 0, SIZE)
     yield fd, lambda: os.truncate(fd, HALF)
     os.close(fd)
 

@@ -20,6 +20,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers import owner as owner_module
 from kvoffloadd.tiers import pool as module
 from kvoffloadd.tiers.pool import ATTEMPTS_MAX, NAMES_BYTES, Pool, file_bytes, inherit, open_pool, unfit
+from tests.server.vanishing import punch
 
 CAPACITY, SLAB = 40 * PAGE_BYTES, 8 * PAGE_BYTES
 
@@ -41,7 +42,7 @@ def pool() -> Iterator[Pool]:
 
 
 def heir(pool: Pool, capacity_bytes: int = CAPACITY, slab_bytes: int = SLAB) -> Pool | None:
-    return inherit(os.dup(pool.fd), capacity_bytes, slab_bytes)
+    return inherit(os.dup(pool.fd), capacity_bytes, slab_bytes, fits)
 
 
 def test_an_heir_has_all_of_it(pool: Pool) -> None:
@@ -78,7 +79,7 @@ def test_what_is_unfit_says_why(pool: Pool, tmp_path: Path) -> None:
     os.close(short)
     ends = os.pipe()
     assert unfit(ends[0], CAPACITY, SLAB) == "it is no file"
-    assert inherit(ends[0], CAPACITY, SLAB) is None, "and is closed"
+    assert inherit(ends[0], CAPACITY, SLAB, fits) is None, "and is closed"
     os.close(ends[1])
 
 
@@ -222,7 +223,7 @@ def test_an_owner_that_does_not_end_keeps_it(
     monkeypatch.setattr(module, "END_S", 0.1)
     with pytest.raises(ConfigError, match=f"process {owner.pid}, which had it before, does not end"):
         open_pool(path, CAPACITY, SLAB, fits)
-    assert inherit(os.open(path, os.O_RDWR), CAPACITY, SLAB) is None
+    assert inherit(os.open(path, os.O_RDWR), CAPACITY, SLAB, fits) is None
 
 
 def test_an_owner_that_ends_is_waited_for(path: Path, owner: subprocess.Popen[bytes]) -> None:
@@ -300,3 +301,37 @@ def test_no_room(path: Path) -> None:
     with pytest.raises(ConfigError, match="no room for"):
         open_pool(path, 1 << 60, 1 << 30, fits)
     assert path.stat().st_size == 0
+
+
+def test_what_an_old_pool_lacks_has_to_be_there(pool: Pool) -> None:
+    """A start that was killed while the kernel still provided its pages."""
+    asked: list[int] = []
+
+    def none_left(lacking: int) -> None:
+        asked.append(lacking)
+        raise ConfigError("none left")
+
+    with pytest.raises(ConfigError, match="none left"):
+        inherit(os.dup(pool.fd), CAPACITY, SLAB, none_left)
+    assert 0 < asked[0] < pool.size_bytes
+    pool.populate(1, threading.Event())
+    other = inherit(os.dup(pool.fd), CAPACITY, SLAB, lambda lacking: asked.append(lacking))
+    assert other is not None
+    assert asked[1] == 0
+    other.close()
+
+
+def test_holes_of_an_old_file_are_filled_at_the_start(path: Path) -> None:
+    first = open_pool(path, CAPACITY, SLAB, fits)
+    first.arena[0] = 7
+    place = first.address - first._mapping.address + PAGE_BYTES
+    punch(first.fd, place, CAPACITY - PAGE_BYTES)
+    first.close()
+    fd = os.open(path, os.O_RDONLY)
+    assert module.lacking_bytes(fd) > 0
+    second = open_pool(path, CAPACITY, SLAB, fits)
+    assert second.is_old
+    assert second.arena[0] == 7
+    assert module.lacking_bytes(fd) == 0
+    os.close(fd)
+    second.close()
