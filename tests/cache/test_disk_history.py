@@ -324,7 +324,7 @@ async def test_a_clear_that_finds_no_numbers_changes_nothing(
     tier.space(B)
     monkeypatch.setattr(spaces, "NUMBERS", 3)
     before = (paths[0] / "manifest").read_bytes()
-    with pytest.raises(LimitError, match="there can be 3"):
+    with pytest.raises(LimitError):
         await tier.clear()
     assert tier.states(tier.space(A), 1) == [PENDING]
     assert (tier.cache.epochs.last, (paths[0] / "manifest").read_bytes()) == (0, before)
