@@ -72,10 +72,12 @@ class Turns:
 
     def _round(self) -> None:
         ends = time.monotonic() + ROUND_S
-        while (served := self._queue.take()) is not None:
-            served.serve()
-            if time.monotonic() >= ends:
-                break
-        self._scheduled = False
-        if len(self._queue):
-            self._schedule()
+        try:
+            while (served := self._queue.take()) is not None:
+                served.serve()
+                if time.monotonic() >= ends:
+                    break
+        finally:  # one connection's bug is not the others' end
+            self._scheduled = False
+            if len(self._queue):
+                self._schedule()

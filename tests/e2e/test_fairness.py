@@ -56,7 +56,7 @@ def ask_in_silence(scene: Scene) -> None:
 
 def test_sessions_that_read_no_answer_cost_the_others_nothing(start_daemon: Start) -> None:
     daemon = start_daemon()
-    modest = daemon.welcome(Rank(daemon.socket))
+    modest = daemon.welcome(Rank(daemon.socket, deadline_s=60.0))  # against hangs: the machine may be busy
     mine = new_keys(np.random.default_rng(7), 16)
     for number in range(SILENT):
         ask_in_silence(Scene(daemon, f"silent {number}"))

@@ -102,3 +102,20 @@ async def test_who_has_ended_is_not_served() -> None:
     turns.forget(gone)
     await until_served(first)
     assert order == ["peer 1"] * 5
+
+
+async def test_one_that_fails_costs_the_others_nothing() -> None:
+    order: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, _about: order.append("failed"))
+    turns = Turns(loop)
+
+    class Failing(Peer):
+        def serve(self) -> None:
+            raise ZeroDivisionError("planted")
+
+    turns.queue(Failing(turns, order, (1001, 1, 1), 1))
+    mine = Peer(turns, order, (1001, 2, 2), 3)
+    turns.queue(mine)
+    await until_served(mine)
+    assert order == ["failed", "peer 2", "peer 2", "peer 2"]
