@@ -299,7 +299,8 @@ class Demotion:
             part = Batch(shelf.name, batch[begin:], digests[begin:], addresses[begin:])
             took = await self._append(write, part)
             if not took:
-                self.counters.not_demoted["no room"] += len(offer.rows)
+                noted = any(root.state == State.OK and root.home.has_noted(shelf.name) for root in self._disk.roots)
+                self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
                 write.dropped = True
                 self._settle(write, len(records) - begin, failed=False)
                 return
