@@ -472,7 +472,8 @@ class ClearMachine(RuleBasedStateMachine):
             for key in self.up.on_disk(space, *ALL):
                 assert space.shelf is not None
                 root, _, _ = self.up.place(space, key)
-                assert root.home.has_noted(space.shelf.name)
+                assert root.home.manifest is not None
+                assert root.home.manifest.epoch_of(space.shelf.name.fingerprint) == space.shelf.name.epoch
 
     @invariant()
     def nothing_is_wrong(self) -> None:
@@ -502,6 +503,6 @@ class LongClearMachine(ClearMachine):
 
 
 TestClears = crashes(pytest.mark.timeout(300)(ClearMachine.TestCase))
-TestClears.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestClears.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 TestManyClears = crashes(pytest.mark.soak(pytest.mark.timeout(24 * 3600)(LongClearMachine.TestCase)))
 TestManyClears.settings = settings(max_examples=10_000, stateful_step_count=40, deadline=None)
