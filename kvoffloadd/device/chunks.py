@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from kvoffloadd.device.plan import Copies
     from kvoffloadd.model import Direction
 
-PIECE_DESCRIPTORS = 8192
-"""Made in one go, in half a millisecond: many enough that what lies side by side becomes large copies."""
+PIECE_DESCRIPTORS = 32_768
+"""Made in one go, in some milliseconds: so many that threads seldom wait for each other meanwhile, and that what lies
+side by side becomes large copies.
+"""
 
 
 class Chunks:

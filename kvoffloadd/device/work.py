@@ -17,8 +17,10 @@ from kvoffloadd.model import NO_BLOCK, Direction, I64Array, U32Array, U64Array
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SMALL_DESCRIPTORS, SMALL_LISTS = 1024, 8
-"""Work of no more than that is expanded at once: it takes the event loop about 100 us."""
+SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
+"""Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time
+than it takes threads, which wait for each other and for the loop between all steps.
+"""
 
 
 class Piece(NamedTuple):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvoffloadd.device import chunks as chunks_module
 from kvoffloadd.device.chunks import Chunks
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
-from kvoffloadd.device.work import BlockList, BlockWork
+from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
 from kvoffloadd.model import NO_BLOCK, Direction, Ref
 from tests.device.memory import u64
 from tests.device.test_copies import bytes_of
@@ -124,9 +124,9 @@ def test_chunks_dropped_while_one_is_made_stay_dropped() -> None:
     assert not chunks.left
 
 
-@pytest.mark.parametrize(("keys", "small"), [(32, True), (33, False)])
+@pytest.mark.parametrize(("keys", "small"), [(SMALL_DESCRIPTORS // 32, True), (SMALL_DESCRIPTORS // 32 + 1, False)])
 def test_small_work_is_made_at_once(keys: int, small: bool) -> None:
     seen: list[int] = []
     chunks = Chunks(big(keys, 32), Direction.LOAD, cutter(seen), 1 << 30)
     assert bool(seen) == small
-    assert chunks.share(2) == (1 if small else 2)
+    assert chunks.share(2) == 2
