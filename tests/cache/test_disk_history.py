@@ -303,6 +303,9 @@ async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], mo
     await out.store_away(out.space(A), 1)
     await out.store_away(out.space(b"z" * 16), 1)
     await out.close()
+    before = await open_tier(paths=[paths[0]])
+    await before.store_away(before.space(b"d" * 16), 1)
+    await before.close()
     tier = await open_tier(paths=[paths[0]])
     await tier.store_away(tier.space(B), 1)
     await tier.clear(tier.space(A).namespace)
@@ -313,6 +316,7 @@ async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], mo
     await tier.close()
     both = await open_tier(paths=paths)
     assert both.states(both.space(B), 1) == [PENDING]
+    assert both.states(both.space(b"d" * 16), 1) == [PENDING], "nobody had opened it"
     assert both.states(both.space(A), 1) == [MISS]
 
 
