@@ -304,7 +304,7 @@ async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], mo
     await out.store_away(out.space(b"z" * 16), 1)
     await out.close()
     before = await open_tier(paths=[paths[0]])
-    await before.store_away(before.space(b"d" * 16), 1)
+    await before.store_away(before.space(b"q" * 16), 1)
     await before.close()
     tier = await open_tier(paths=[paths[0]])
     await tier.store_away(tier.space(B), 1)
@@ -316,7 +316,7 @@ async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], mo
     await tier.close()
     both = await open_tier(paths=paths)
     assert both.states(both.space(B), 1) == [PENDING]
-    assert both.states(both.space(b"d" * 16), 1) == [PENDING], "nobody had opened it"
+    assert both.states(both.space(b"q" * 16), 1) == [PENDING], "nobody had opened it"
     assert both.states(both.space(A), 1) == [MISS]
 
 
