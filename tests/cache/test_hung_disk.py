@@ -256,6 +256,7 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
     await tier.until(lambda: tier.root.state == State.OFF)
     assert tier.root.health.reason == "the disk does not answer"
     await tier.until(lambda: tier.states(space, 1) == [MISS])
+    await asyncio.sleep(0.3)  # all that does not wait for the thread has long been done
     assert left == []
     gate.set()
     await tier.until(lambda: tier.root.state == State.OK)
