@@ -11,8 +11,11 @@ from _daemon import mapped_memfds, open_fds
 if TYPE_CHECKING:
     from kvoffloadd.client import Client
 
-LEAVE_S = 5.0
-"""How long the daemon may take to forget sessions that have ended."""
+LEAVE_S = 60.0
+"""A daemon that has not forgotten sessions that have ended by then never will."""
+
+STAYS = ("groups",)
+"""What is charged for as long as keys are held, whoever has left."""
 
 DISK_FDS_MAX = 5
 """What each disk root keeps open at rest: two directories, the lock, and the segments that are written next."""
@@ -74,7 +77,7 @@ def _difference(before: Held, now: Held) -> list[str]:
     for uid, used in now.accounts.items():
         for name, amount in used.items():
             more = amount - before.accounts.get(uid, {}).get(name, 0)
-            if more > 0:
+            if more > 0 and name not in STAYS:
                 found.append(f"{more} {name} charged to uid {uid}")
     return found
 
