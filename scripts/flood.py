@@ -65,10 +65,10 @@ class Flood:
     read_s: float = 0.0
 
     def run(self, seconds: float, live: Live, bystander: Bystander) -> None:
-        """Ask and hardly read; on a slow machine until some were told `busy`, and the bystander has loaded."""
+        """Ask and hardly read; on a slow machine until the bystander has loaded."""
         begun = now = time.monotonic()
         while not self.problems and now < begun + READ_S:
-            if now >= begun + seconds and self.busy and bystander.experience.verified_loads:
+            if now >= begun + seconds and bystander.experience.verified_loads:
                 break
             asking = [flooder.peer for flooder in self.flooders if flooder.wants_to_ask()]
             by_peer = {flooder.peer: flooder for flooder in self.flooders}
