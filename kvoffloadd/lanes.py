@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-TURN_BYTES = 8 << 20
-"""What one turn of a thread moves or hashes at most, where cutting costs nothing: about a millisecond, for which all
-others wait.
+TURN_BYTES = 32 << 20
+"""What one turn of a thread moves or hashes at most, where cutting costs nothing: some milliseconds, for which
+all others wait.
 """
 
 TURN_BYTES_MIN = 64 << 10

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import AGAIN, BACKGROUND, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
+from kvoffloadd.lanes import AGAIN, BACKGROUND, DAEMON, TURN_BYTES, Again, CancelledWork, Flow, Lane, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -427,9 +427,9 @@ def test_nobody_waits_for_all_that_another_has_queued(
         lane.submit(gate, log)
         await gate.wait_entered()
         for _ in range(512):
-            lane.submit(partial(order.append, "flood"), log, flow=flood, urgent=urgent[0], cost_bytes=8 << 20)
+            lane.submit(partial(order.append, "flood"), log, flow=flood, urgent=urgent[0], cost_bytes=TURN_BYTES)
         for _ in range(4):
-            lane.submit(partial(order.append, "mine"), log, flow=mine, urgent=urgent[1], cost_bytes=8 << 20)
+            lane.submit(partial(order.append, "mine"), log, flow=mine, urgent=urgent[1], cost_bytes=TURN_BYTES)
         gate.open.set()
         await log.wait(517)
         assert turns_before(order, "mine") <= most
