@@ -32,7 +32,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEXT := build/vllm-0.33
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test test-vllm test-service soak lint bench gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo test test-vllm test-service soak mutants lint bench gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -91,6 +91,9 @@ soak: $(READY) ## the tests that take minutes, and a stress run with kills of wo
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
+
+mutants: $(READY) ## break the core on purpose, place by place, and see that tests notice (half an hour)
+	@$(BIN)/python scripts/mutants.py
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
