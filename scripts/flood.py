@@ -64,12 +64,10 @@ class Flood:
     flooded_s: float = 0.0
     read_s: float = 0.0
 
-    def run(self, seconds: float, live: Live, bystander: Bystander) -> None:
-        """Ask and hardly read; on a slow machine until the bystander has loaded."""
+    def run(self, seconds: float, live: Live) -> None:
+        """Ask and hardly read."""
         begun = now = time.monotonic()
-        while not self.problems and now < begun + READ_S:
-            if now >= begun + seconds and bystander.experience.verified_loads:
-                break
+        while now < begun + seconds and not self.problems:
             asking = [flooder.peer for flooder in self.flooders if flooder.wants_to_ask()]
             by_peer = {flooder.peer: flooder for flooder in self.flooders}
             reading = [flooder for flooder in self.flooders if flooder.wants_to_read(now)]
@@ -106,11 +104,6 @@ class Flood:
             self.problems.append(f"a {flooder.kind} session: {error}")
             return True
 
-    @property
-    def busy(self) -> int:
-        """Requests that were told to come again later."""
-        return sum(flooder.busy for flooder in self.flooders)
-
     def total(self, name: str) -> Counter[str]:
         """Of a counter of all flooders."""
         return sum((getattr(flooder, name) for flooder in self.flooders), Counter())
@@ -136,10 +129,15 @@ class Report:
         return (
             not (self.flood.problems or self.findings or self.leaks or self.bad_log_lines or seen.failures)
             and seen.wrong_bytes == 0 < seen.verified_loads
-            and self.flood.busy > 0
+            and self.busy > 0
             and self.cost.rss_growth <= self.rss_growth_max
             and self.exit_status == 0
         )
+
+    @property
+    def busy(self) -> int:
+        """Requests that were told to come again later."""
+        return sum(flooder.busy for flooder in self.flood.flooders)
 
     @property
     def rss_growth_max(self) -> int:
@@ -157,7 +155,7 @@ class Report:
             "read_s": round(flood.read_s, 3),
             "requests": sum(flooder.asked for flooder in flood.flooders),
             "replies": dict(sorted(flood.total("replies").items())),
-            "busy": flood.busy,
+            "busy": self.busy,
             "jobs_admitted": sum(len(flooder.admitted) for flooder in flood.flooders),
             "jobs_completed": sum(len(flooder.ended) for flooder in flood.flooders),
             "outcomes": dict(sorted(flood.total("outcomes").items())),
@@ -196,7 +194,7 @@ class Report:
             [
                 ("sessions", f"{self.options.sessions:,}", ", ".join(KINDS)),
                 ("requests", f"{sum(f.asked for f in flood.flooders):,}", f"in {flood.flooded_s:,.1f} s"),
-                ("busy", f"{flood.busy:,}", "told to come again later"),
+                ("busy", f"{self.busy:,}", "told to come again later"),
                 ("jobs admitted", f"{admitted:,}", f"{completed:,} completed, read in {flood.read_s:,.1f} s"),
             ],
             [
@@ -234,7 +232,7 @@ def run(options: Options, folder: Path) -> Report:
                 flooders += [Flooder(daemon.socket, number, rng) for number in range(options.sessions)]
                 flood = Flood(flooders)
                 with Live("flooding", options.seconds) as live:
-                    flood.run(options.seconds, live, bystander)
+                    flood.run(options.seconds, live)
                 with Live("reading", options.sessions) as live:
                     flood.settle(live)
             for flooder in flooders:

@@ -81,6 +81,11 @@ class Catalog:
         shelf.open = False
         self._by_name.pop(shelf.name, None)
 
+    def discard(self, shelf: Shelf) -> None:
+        """Forget a shelf without keys; its number may be another's. Who still writes to it finds it closed."""
+        self.close(shelf)
+        del self.shelves[shelf.id]
+
     def empty(self, shelf: Shelf) -> Iterator[U64Array]:
         """Forget a closed shelf, some keys a step; each step tells those of them that were complete."""
         for start in range(0, self.index.rows_end, STEP_RECORDS * 16):

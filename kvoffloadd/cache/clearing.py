@@ -23,7 +23,7 @@ def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, 
         NotDurableError: (the coroutine) it holds here, but some root could not note it.
     """
     namespaces = [n for n in cache.namespaces.values() if names is None or n.fingerprint in names]
-    cache.check_clear(namespaces)
+    cache.check_clear(namespaces, everything=names is None)
     if names is None:
         cache.epochs.advance_all()
     else:

@@ -192,6 +192,7 @@ class Disk:
         for shelf in self.catalog.shelves.values():
             if shelf.name.epoch != later.of(shelf.name.fingerprint):
                 self.catalog.close(shelf)  # nothing more is promoted from it
+        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
         # Before the new epoch is written down, for a successor must not find these keys in it.
         for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
             for _ in cache.drop_inherited(namespace):
@@ -243,6 +244,12 @@ class Disk:
         """The namespace of a space is forgotten; what its shelf has stays."""
         if space.shelf is not None and self._spaces.get(space.shelf.id) is space:
             del self._spaces[space.shelf.id]
+            self._discard_unused(space.shelf)
+
+    def _discard_unused(self, shelf: Shelf) -> None:
+        """A shelf that nobody has open gives its number back once it has no keys."""
+        if shelf.open and not shelf.rows and shelf.id not in self._spaces:
+            self.catalog.discard(shelf)
 
     def space_of(self, shelf: Shelf) -> Space | None:
         """The space in memory whose keys this shelf holds, if it is open."""
@@ -317,6 +324,8 @@ class Disk:
             self._note_ghosts(catalog.shelves[number], catalog.index.keys[lost[shelf_of == number]], why)
         for number, gone in keys.items():
             self._note_gone(self._spaces[number], gone)
+        for number in distinct(shelf_of).tolist():
+            self._discard_unused(catalog.shelves[number])
         return lost
 
     def begin_clear(self, names: Collection[bytes] | None) -> list[Shelf]:
@@ -383,7 +392,7 @@ class Disk:
             return f"{root.path} is off: {root.health.reason}"
         try:
             async with asyncio.timeout(self._settings.stuck_s):
-                await root.home.write_epochs(epochs.base, epochs.last, epochs.by_namespace)
+                await root.home.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else said(error)
             log.warning("disk %s: a clear is not noted: %s", root.path, why)

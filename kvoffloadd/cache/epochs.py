@@ -56,7 +56,7 @@ class Epochs:
     def advance_all(self) -> None:
         """Every namespace is cleared, open or not."""
         self.base = self._next()
-        self.by_namespace.clear()
+        self.by_namespace = {}  # a manifest may be about to be made of the one before
 
     def merge(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> None:
         """Take over what somebody else remembers: each namespace's later epoch holds."""

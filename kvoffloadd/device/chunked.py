@@ -108,7 +108,8 @@ class ChunkedCopy:
             chunk = self._chunks.take()
             if chunk is None:
                 return None
-            self._move(chunk)
+            if len(chunk):
+                self._move(chunk)
         except BaseException:
             self._stop = Outcome.FAILED
             self._chunks.drop()

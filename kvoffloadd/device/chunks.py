@@ -64,22 +64,23 @@ class Chunks:
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
     def take(self) -> Copies | None:
-        """A chunk that nobody else has; None: none is left. Blocks for as long as a piece takes to be made."""
-        while True:
-            with self._lock:
-                if self._made:
-                    return self._made.popleft()
-                piece = self._next
-                if piece is None:
-                    return None
-                self._next = next(self._pieces, None)
-            made = self._cut(self._work.make(self._direction, piece))
-            with self._lock:
-                if self._dropped:
-                    return None
-                if made:  # none, if no block of the piece is wanted
-                    self._made.extend(made[1:])
-                    return made[0]
+        """A chunk that nobody else has; None: none is left. An empty one if no block of a piece is wanted: others have
+        their turn before the next one. Blocks for as long as a piece takes to be made.
+        """
+        with self._lock:
+            if self._made:
+                return self._made.popleft()
+            piece = self._next
+            if piece is None:
+                return None
+            self._next = next(self._pieces, None)
+        copies = self._work.make(self._direction, piece)
+        made = self._cut(copies)
+        with self._lock:
+            if self._dropped:
+                return None
+            self._made.extend(made[1:])
+            return made[0] if made else copies
 
     def note_moved(self, chunk: Copies) -> None:
         """Its bytes have arrived."""

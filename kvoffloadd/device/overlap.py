@@ -71,13 +71,15 @@ def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[in
         rows_apart, runs_apart = _apart(piece)
         if rows_apart and runs_apart:
             continue
-        members = {use.group for use in piece}
-        tangled |= {group for group in members if not _is_plain([use for use in piece if use.group == group])}
+        members: dict[int, list[_Use]] = {}
+        for use in piece:
+            members.setdefault(use.group, []).append(use)
+        tangled |= {group for group, own in members.items() if not _is_plain(own)}
         first = family_of(min(members))
         for group in members:
             head[family_of(group)] = first
         if not rows_apart:
-            mixed |= members
+            mixed |= members.keys()
     mixed = {family_of(group) for group in mixed}
     return {
         group: Family(family_of(group), family_of(group) not in mixed, frozenset({group} & tangled)) for group in groups

@@ -121,15 +121,31 @@ class GroupPlan:
             worst = int(blocks[outside & (blocks != NO_BLOCK)].max())
             raise BlockIdError(f"block id {worst}; the tensors have {self.num_blocks} blocks")
         block = self.block[low:high]
+        if gaps:
+            return self._expand_some(blocks, ~outside, payload_addresses, slice(low, high))
         memory = blocks.astype(np.uint64)[:, block]
         memory *= self.stride[low:high]
         memory += self.base[low:high]
         payload = payload_addresses[:, None] + self.offset[low:high]
         size = np.broadcast_to(self.size[low:high], memory.shape)
-        if gaps:
-            wanted = ~outside[:, block]
-            return memory[wanted], payload[wanted], size[wanted]
         return memory.reshape(-1), payload.reshape(-1), size.reshape(-1)
+
+    def _expand_some(
+        self, blocks: U32Array, wanted: BoolArray, payload_addresses: U64Array, window: slice
+    ) -> tuple[U64Array, U64Array, U64Array]:
+        """`expand`, of the blocks that are `wanted`: the work is in their descriptors, not in those of all blocks."""
+        block, base, stride = self.block[window], self.base[window], self.stride[window]
+        by_block = np.argsort(block, kind="stable")
+        counts = np.bincount(block, minlength=self.blocks_per_key)
+        starts = np.cumsum(counts) - counts
+        keys, columns = np.nonzero(wanted & (counts > 0))
+        many = counts[columns]
+        at = np.repeat(starts[columns] - (np.cumsum(many) - many), many) + np.arange(many.sum())
+        # In payload order, so that neighbours become one copy.
+        order = np.sort(np.repeat(keys, many) * max(len(block), 1) + by_block[at])
+        key, row = np.divmod(order, max(len(block), 1))
+        memory = blocks[key, block[row]].astype(np.uint64) * stride[row] + base[row]
+        return memory, payload_addresses[key] + self.offset[window][row], self.size[window][row]
 
 
 def _check_tensor(index: int, tensor: Tensor) -> None:

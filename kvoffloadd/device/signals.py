@@ -161,13 +161,13 @@ class Signals:
         Raises:
             UsageError: closed.
         """
-        wait = Wait(ready, deadline_s, done)
         if self._closing:
             raise UsageError("signals: closed")
         values, gone = read_words(np.array([ready.address], np.uint64))
         if gone[0] or int(values[0]) >= ready.value:  # mostly the case: no thread is woken for it
             self._loop.call_soon(done, Outcome.FAILED if gone[0] else Outcome.DONE)
-            return wait
+            return Wait(ready, deadline_s, None)  # over: nothing can be cancelled
+        wait = Wait(ready, deadline_s, done)
         with self._lock:
             self._waits[wait] = None
             self._words.add(wait)

@@ -46,6 +46,13 @@ class BlockList:
     columns: I64Array
     addresses: U64Array
 
+    def wanted(self) -> BlockList:
+        """Those payloads alone of which some block is wanted."""
+        some = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
+        if some.all():
+            return self
+        return BlockList(self.plans, self.blocks, self.keys[some], self.columns[some], self.addresses[some])
+
     def blocks_of_plans(self) -> list[int]:
         """How many blocks are copied by each plan."""
         wanted = (self.blocks != NO_BLOCK).sum(axis=1)[self.keys]
@@ -72,7 +79,7 @@ class BlockWork:
     """All that a job copies. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList]) -> None:
-        self._lists = [one for one in lists if len(one.keys)]
+        self._lists = [one for one in map(BlockList.wanted, lists) if len(one.keys)]
         self.total_bytes = self.descriptors = self.payload_end = 0
         for one in self._lists:
             for plan, blocks in zip(one.plans, one.blocks_of_plans(), strict=True):
@@ -84,7 +91,8 @@ class BlockWork:
     @property
     def small(self) -> bool:
         """See `base.Work`."""
-        return self.descriptors <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
+        widest = max((len(plan.size) for one in self._lists for plan in one.plans), default=0)
+        return max(self.descriptors, widest) <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """See `base.Work`."""

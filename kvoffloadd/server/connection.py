@@ -104,7 +104,9 @@ class PeerConnection:
         except FramingError as error:
             self._refuse(error)
             return
-        self._context.turns.begin(self)
+        if not self._context.turns.begin(self):
+            self._backlog = True
+            self._steer()
 
     @property
     def flow(self) -> tuple[int, int, int]:

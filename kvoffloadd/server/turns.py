@@ -46,14 +46,16 @@ class Turns:
         self._round_ends = 0.0
         self._scheduled = False
 
-    def begin(self, served: Served) -> None:
-        """Serves it once: at once where nobody waits and this turn of the loop has time left, else when it is due."""
+    def begin(self, served: Served) -> bool:
+        """Serves it once, at once, where nobody waits and this turn of the loop has time left. False: it has to queue,
+        and should read nothing more until its turn has come.
+        """
         if self._scheduled and (len(self._queue) or time.monotonic() >= self._round_ends):
-            self.queue(served)
-            return
+            return False
         if not self._scheduled:
             self._schedule()
         served.serve()
+        return True
 
     def queue(self, served: Served) -> None:
         """Serves it once, later, when it is due."""

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvoffloadd.cache import cache as cache_module
@@ -334,3 +335,51 @@ async def test_a_clear_that_finds_no_numbers_changes_nothing(
     assert (tier.cache.epochs.last, (paths[0] / "manifest").read_bytes()) == (0, before)
     await tier.clear(tier.space(A).namespace)
     assert tier.states(tier.space(A), 1) == [MISS]
+
+
+async def test_a_clear_of_everything_does_not_take_away_what_is_being_noted(open_tier: Open, paths: list[Path]) -> None:
+    """A clear of one namespace is on its way to the manifest when another session clears all: what is written knows of
+    one of them at least.
+    """
+    tier = await open_tier(paths=[paths[0]])
+    epochs = tier.cache.epochs
+    epochs.advance(A)
+    cleared = epochs.of(A)
+    noting = asyncio.ensure_future(tier.disk._save_epochs(tier.roots))
+    asyncio.get_running_loop().call_soon(epochs.advance_all)
+    assert await noting == []
+    manifest = await read_manifest(paths[0])
+    assert manifest is not None
+    assert manifest.epoch_of(A) >= cleared
+
+
+async def test_no_user_s_cap_stops_a_clear_of_everything(open_tier: Open) -> None:
+    """One whose groups are at the cap, held after a clear of its own, can't keep the operator from theirs."""
+    tier = await open_tier()
+    space = tier.space(A)
+    tier.store(space, 1)
+    rows = tier.cache.entries.live(np.arange(tier.cache.entries.index.rows_end, dtype=np.uint32))
+    tier.cache.hold(rows)
+    tier.cache.entries.spaces.groups_max = 1
+    await clear(tier.cache, {A})
+    with pytest.raises(LimitError):
+        await clear(tier.cache, {A})
+    await clear(tier.cache, None)
+    tier.cache.unhold(rows)
+
+
+async def test_shelves_that_nobody_needs_are_given_back(open_tier: Open) -> None:
+    """Namespaces that came and went without keys on disk; those with keys stay until these are lost."""
+    tier = await open_tier()
+    shelves = tier.disk.catalog.shelves
+    for number in range(5):
+        tier.cache.close_namespace(tier.space(bytes([9, number]) * 8).namespace)
+    assert len(shelves) == 0
+    space = tier.space(A)
+    await tier.store_away(space, 1)
+    shelf = space.shelf
+    assert shelf is not None
+    tier.cache.close_namespace(space.namespace)
+    assert list(shelves.values()) == [shelf]
+    tier.disk.lose(tier.disk.catalog.places(shelf, np.arange(1, dtype=np.uint32)).ravel())
+    assert (len(shelves), shelf.open) == (0, False)

@@ -103,6 +103,17 @@ async def test_a_cancelled_wait_says_nothing_and_reads_nothing(scene: Scene) -> 
     assert not scene.signals.cancel(wait)
 
 
+async def test_a_wait_that_is_over_at_once_can_not_be_cancelled(scene: Scene) -> None:
+    """Before what it is told has come, or after."""
+    scene.words[0] = 1
+    wait = scene.wait(0, 1)
+    assert not scene.signals.cancel(wait)
+    await scene.until(1)
+    assert scene.told == [(0, Outcome.DONE)]
+    assert not scene.signals.cancel(wait)
+    assert len(scene.signals) == 0
+
+
 async def test_close_cancels_and_refuses(scene: Scene) -> None:
     scene.wait(0, 1)
     scene.signals.close()

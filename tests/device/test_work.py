@@ -130,3 +130,33 @@ def test_small_work_is_made_at_once(keys: int, small: bool) -> None:
     chunks = Chunks(big(keys, 32), Direction.LOAD, cutter(seen), 1 << 30)
     assert bool(seen) == small
     assert chunks.share(2) == 2
+
+
+def test_what_is_not_wanted_costs_nothing() -> None:
+    """Keys named again and again with no block, of a plan of half a million descriptors: a load may have thousands."""
+    per_key, runs, keys = 32, 16_384, 4000
+    plan = GroupPlan.build([Tensor(0, 64, 2 * runs, 2 * runs)], [Ref(0, 0, 1, runs, 2)], per_key)
+    blocks = np.full((keys, per_key), NO_BLOCK, np.uint32)
+    blocks[7, 3] = 5
+    numbers = np.arange(keys)
+    addresses = np.full(keys, 1 << 40, np.uint64)
+    work = BlockWork([BlockList((plan,), blocks, numbers, np.zeros(keys, np.int64), addresses)])
+    assert (work.total_bytes, work.descriptors, work.small) == (runs, runs, False)
+    pieces = list(work.pieces(chunks_module.PIECE_DESCRIPTORS, 1 << 30))
+    assert len(pieces) == per_key * runs // chunks_module.PIECE_DESCRIPTORS
+    assert {piece.first for piece in pieces} == {0}
+    assert sum(work.make(Direction.LOAD, piece).descriptors for piece in pieces) == runs
+
+
+def test_a_piece_of_which_nothing_is_wanted_is_a_turn_of_its_own() -> None:
+    """Others go on between two of them, however many there are."""
+    plan = GroupPlan.build([Tensor(0, 64, 64, 64)], [Ref(0, 0, 1, 32, 2)], 4096)
+    blocks = np.full((1, 4096), NO_BLOCK, np.uint32)
+    blocks[0, -1] = 5
+    work = BlockWork([BlockList((plan,), blocks, np.zeros(1, np.int64), np.zeros(1, np.int64), u64([1 << 40]))])
+    chunks = Chunks(work, Direction.LOAD, lambda copies: split(copies, 1, 4096), 1 << 30)
+    taken = []
+    while chunks.left:
+        taken.append(chunks.take())
+    moved = [one.total_bytes for one in taken if one is not None]
+    assert moved == [0] * 3 + [32]

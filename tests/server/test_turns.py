@@ -9,6 +9,12 @@ from itertools import pairwise
 from kvoffloadd.server.turns import ROUND_S, Turns
 
 
+def arrive(turns: Turns, peer: Peer) -> None:
+    """As a connection does when something has come."""
+    if not turns.begin(peer):
+        turns.queue(peer)
+
+
 class Peer:
     """Has `left` turns' requests; notes each turn in `order`."""
 
@@ -39,7 +45,7 @@ async def until_served(*peers: Peer) -> None:
 async def test_who_comes_alone_is_served_at_once() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    turns.begin(Peer(turns, order, (1001, 1, 1), 1))
+    arrive(turns, Peer(turns, order, (1001, 1, 1), 1))
     assert order == ["peer 1"]
 
 
@@ -48,11 +54,11 @@ async def test_an_engine_does_not_wait_for_all_sessions_of_another() -> None:
     turns = Turns(asyncio.get_running_loop())
     crowd = [Peer(turns, order, (1001, 1, number), 10, "crowd") for number in range(40)]
     for peer in crowd:
-        turns.begin(peer)
+        arrive(turns, peer)
     for number in (100, 101):
         mine = Peer(turns, order, (1001 + number % 2, 2, number), 1, "mine")
         before = len(order)
-        turns.begin(mine)
+        arrive(turns, mine)
         await until_served(mine)
         assert order[before:].index("mine") <= 1, "it goes next"
     await until_served(*crowd)
@@ -65,7 +71,7 @@ async def test_users_share_before_their_engines_and_sessions_do() -> None:
     crowd = [Peer(turns, order, (1001, number, number), 10, "crowd") for number in range(40)]
     mine = Peer(turns, order, (1002, 100, 100), 20, "mine")
     for peer in (*crowd, mine):
-        turns.begin(peer)
+        arrive(turns, peer)
     await until_served(mine)
     last = len(order) - order[::-1].index("mine")
     assert order[:last].count("crowd") <= 24, "half of the turns, not a fortieth"
@@ -78,7 +84,7 @@ async def test_the_loop_turns_in_between() -> None:
     crowd = [Peer(turns, order, (1001, 1, number), 3) for number in range(10)]
     for peer in crowd:
         peer.takes_s = 2 * ROUND_S
-        turns.begin(peer)
+        arrive(turns, peer)
     assert len(order) == 1, "its time is over then"
     seen: list[int] = []
 
@@ -96,8 +102,8 @@ async def test_who_has_ended_is_not_served() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
     first, gone = (Peer(turns, order, (1001, 1, number), 5) for number in (1, 2))
-    turns.begin(first)
-    turns.begin(gone)
+    arrive(turns, first)
+    arrive(turns, gone)
     turns.forget(gone)
     turns.forget(gone)
     await until_served(first)
@@ -119,3 +125,15 @@ async def test_one_that_fails_costs_the_others_nothing() -> None:
     turns.queue(mine)
     await until_served(mine)
     assert order == ["failed", "peer 2", "peer 2", "peer 2"]
+
+
+async def test_who_has_to_queue_is_told_and_not_served() -> None:
+    """So that it reads nothing more: what it has read waits in its own memory."""
+    order: list[str] = []
+    turns = Turns(asyncio.get_running_loop())
+    first, second, third = (Peer(turns, order, (1001, number, number), 1) for number in (1, 2, 3))
+    assert turns.begin(first)
+    turns.queue(second)
+    assert not turns.begin(third)
+    await until_served(first, second)
+    assert (order, third.left) == (["peer 1", "peer 2"], 1)
