@@ -24,7 +24,7 @@ from tests.e2e import rank as ranks
 from tests.e2e.process import ROOT, Daemon
 from tests.e2e.raw import RawPeer
 from tests.e2e.users import Stranger, needs_root
-from tests.e2e.waiting import until
+from tests.e2e.waiting import HANG_S, until
 from tests.notify import Manager, manager_in
 
 WATCHDOG_S = 2.0
@@ -269,8 +269,9 @@ def test_a_socket_in_another_place_than_the_config_says_is_refused(socket_dir: P
     )  # fmt: skip
     until((socket_dir / "a").exists, "it listens")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
-        knock.connect(str(socket_dir / "a"))
-        _, said = child.communicate(timeout=20)
+        # Its file is there a moment before anybody listens.
+        until(lambda: knock.connect_ex(str(socket_dir / "a")) == 0, "it can be connected to")
+        _, said = child.communicate(timeout=HANG_S)
     assert child.returncode == 2
     assert f"server.socket: is {socket_dir / 'b'}, but systemd listens at {socket_dir / 'a'}" in said
 
