@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.disk.format import SpaceId
 
 SHELVES_MAX = 1 << 16
+_FREE = 0xFFFF
+"""`missing` of a row that is free: more than any shelf has parts."""
+
 AUDIT_RECORDS = 32_768
 """Records that one step of the audit looks at."""
 
@@ -317,6 +320,7 @@ class Catalog:
         self.index.remove(rows)
         self.runs.free(shelf.name.parts, self.first[rows])
         self.index.free(rows)
+        self.missing[rows] = _FREE  # or `empty` takes them for rows of a later shelf of this number
         shelf.rows -= len(rows)
 
     def _by_shelf(self, rows: U32Array) -> Iterator[tuple[Shelf, BoolArray]]:

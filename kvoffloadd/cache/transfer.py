@@ -245,12 +245,14 @@ class Transfers:
             self.drop(columns.row[mine[wrong]])
 
     def drop(self, rows: U32Array) -> None:
-        """These keys hold wrong bytes: they are misses now, also for loads that have not begun to copy."""
+        """These keys hold wrong bytes: they are misses now, and loads under way are told so: those that have not begun
+        leave them out, and what others have copied, or copy yet, is not valid.
+        """
         if not len(rows):
             return
         self.cache.drop(rows)
         for transfer in self.running:
-            if transfer.direction is Direction.LOAD and transfer.copy is None:
+            if transfer.direction is Direction.LOAD:
                 transfer.bad |= np.isin(transfer.rows, rows)
 
     def _take(self, transfer: Transfer, plan: LoadPlan) -> None:

@@ -53,13 +53,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def begin(self, seed: int) -> None:
         self.catalog = Catalog(30_000, seed)
         self.epochs = [0] * len(WIDTHS)
+        self.widths = list(WIDTHS)
         self.shelves = [shelf_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
         self.model: list[dict[int, dict[int, Place]]] = [{} for _ in WIDTHS]
         self.next_page = dict.fromkeys(range(1, SEGMENTS + 1), 1)
         self.used: list[set[int]] = [set() for _ in WIDTHS]
 
     def complete(self, n: int) -> set[int]:
-        return {key for key, places in self.model[n].items() if len(places) == WIDTHS[n]}
+        return {key for key, places in self.model[n].items() if len(places) == self.widths[n]}
 
     def forget(self, gone: Iterable[tuple[int, int, int]]) -> None:
         """Of (n, key, part)."""
@@ -71,12 +72,15 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(n=which, seed=seeds, count=st.sampled_from([1, 5, 60, 700]), span=st.sampled_from([20, 1000, 3000]))
     def write(self, n: int, seed: int, count: int, span: int) -> None:
-        rng = np.random.default_rng(seed)
+        rng, width = np.random.default_rng(seed), self.widths[n]
         segment = int(rng.integers(1, SEGMENTS + 1))
         numbers = rng.integers(0, span, count)
-        parts = rng.integers(0, WIDTHS[n], count)
+        parts = rng.integers(0, width, count)
         if seed % 3 == 0:  # whole keys, as a demotion writes them
-            numbers, parts = np.repeat(np.unique(numbers), WIDTHS[n]), np.tile(np.arange(WIDTHS[n]), len(set(numbers)))
+            numbers, parts = (
+                np.repeat(np.unique(numbers), width),
+                np.tile(np.arange(width), len(set(numbers))),
+            )
         pages = self.next_page[segment] + np.arange(len(numbers))
         self.next_page[segment] += len(numbers)
         for key, part, page in zip(numbers.tolist(), parts.tolist(), pages.tolist(), strict=True):
@@ -97,7 +101,7 @@ class CatalogMachine(RuleBasedStateMachine):
         """Some records of complete keys turn out to be bad."""
         some = sorted(self.complete(n))[seed % 3 :: 1 + seed % 7]
         rows = self.catalog.find(self.shelves[n], keys_of(*some)).astype(np.uint32)
-        part = seed % WIDTHS[n]
+        part = seed % self.widths[n]
         lost = self.catalog.forget(self.catalog.places(self.shelves[n], rows)[:, part])
         assert sorted(lost.tolist()) == sorted(rows.tolist())
         self.forget((n, key, part) for key in some)
@@ -124,13 +128,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def owner(self, row: int) -> int:
         return next(n for n, shelf in enumerate(self.shelves) if shelf.id == self.catalog.index.space[row])
 
-    @rule(n=which, whole=st.booleans())
-    def clear(self, n: int, whole: bool) -> None:
-        """A new epoch; the old shelf is emptied at once, or a little later."""
+    @rule(n=which, width=st.sampled_from([*WIDTHS, 5]), again=st.booleans())
+    def clear(self, n: int, width: int, again: bool) -> None:
+        """A new epoch. `again`: the old shelf is emptied first, and the new one, of another width, has its number."""
         old = self.shelves[n]
         self.catalog.close(old)
         self.epochs[n] += 1
-        self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], WIDTHS[n])
+        if not again:
+            self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], self.widths[n])
         complete = sorted(self.complete(n))
         some = keys_of(*complete)
         assert (self.catalog.find(old, some) == -1).all()
@@ -140,6 +145,10 @@ class CatalogMachine(RuleBasedStateMachine):
         assert sorted(told) == complete
         assert old.id not in self.catalog.shelves
         self.model[n], self.used[n] = {}, set()
+        if again:
+            self.widths[n], self.catalog._next_shelf = width, old.id
+            self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], width)
+            assert self.shelves[n].id == old.id
 
     @invariant()
     def agrees(self) -> None:
@@ -154,7 +163,7 @@ class CatalogMachine(RuleBasedStateMachine):
             found = rows[rows >= 0].astype(np.uint32)
             records = catalog.places(shelf, found)
             places = np.stack([catalog.segment[records], catalog.page[records]], axis=2).tolist()
-            expected = [[list(model[key][part]) for part in range(WIDTHS[n])] for key in asked if key in complete]
+            expected = [[list(model[key][part]) for part in range(self.widths[n])] for key in asked if key in complete]
             assert places == expected
             assert set(numbers_in(catalog.index.keys[found[catalog.used[found] != 0]])) == self.used[n] & complete
             assert (shelf.rows, shelf.keys) == (len(model), len(complete))
@@ -292,6 +301,24 @@ def test_a_closed_shelf_is_emptied_in_steps_while_its_segments_go(monkeypatch: p
     assert sorted(told) == list(range(9)), "each key is told once"
     assert catalog.records == 0
     assert catalog.check({1}) == []
+
+
+def test_emptying_a_shelf_leaves_alone_what_an_earlier_one_of_its_number_had() -> None:
+    catalog = Catalog(1000, 1)
+    old, other = shelf_of(catalog, 1), shelf_of(catalog, 2)
+    put(catalog, old, 1, *((key, 0, 1 + key) for key in range(100)))
+    catalog.close(old)
+    for _ in catalog.empty(old):
+        pass
+    catalog._next_shelf = old.id
+    wide = shelf_of(catalog, 3, parts=2)
+    assert wide.id == old.id
+    put(catalog, other, 2, *((key, 0, 1 + key) for key in range(50)))
+    catalog.close(wide)
+    for keys in catalog.empty(wide):
+        assert not len(keys)
+    assert (catalog.find(other, keys_of(*range(50))) >= 0).all()
+    assert catalog.check({2}) == []
 
 
 @pytest.mark.parametrize("freed", [1, 2])

@@ -1,4 +1,4 @@
-"""Payloads that are checked before they are loaded: who gives up a load need not wait for its turn in the lane."""
+"""Payloads that are checked before they are loaded, and loads under way whose payloads are found wrong."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.transfer import LoadPlan, Terms, TransferResult, Transfers
+from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
 
@@ -55,3 +56,36 @@ async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, thread
     assert [result.outcome for result in results] == [ends] * 20
     assert not cache.entries.leases.any()
     assert np.count_nonzero(cache.entries.parts.unverified) == 10
+
+
+class SlowDevice:
+    """Its copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.ends: list[Any] = []
+
+    def submit(self, *args: Any, done: Any, **terms: Any) -> Any:
+        self.ends.append(done)
+        return object()
+
+
+async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_valid() -> None:
+    """A copy waits for its turn in the lane, for seconds; what it copies then is known to be wrong."""
+    cache, device, nobody = make_cache(), SlowDevice(), Any
+    space = make_space(cache)[1]
+    parts = store(cache, space, keys_of(*range(10)))
+    rows = cache.entries.parts.row[parts]
+    transfers = Transfers(cache, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
+    results: list[TransferResult] = []
+    plan = LoadPlan(rows, parts, lambda good: nobody)  # type: ignore[arg-type,return-value]  # nothing is copied
+    terms = Terms(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
+    first, second = (transfers.load(lambda: plan, [], terms, results.append) for _ in range(2))
+    device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before
+    transfers.drop(rows[3:5])
+    device.ends[1](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
+    assert first.finished
+    assert second.finished
+    assert [result.outcome for result in results] == [Outcome.DONE, Outcome.PARTIAL]
+    assert np.flatnonzero(results[1].bad).tolist() == [3, 4]
+    assert not cache.find(space, keys_of(3, 4)).hits.any()
+    assert not cache.entries.leases.any()
