@@ -109,8 +109,7 @@ class Jobs:
         parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
         work = BlockWork([self._list(s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
         if lease:
-            lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
-            # A filled lease stays until its release: another rank may yet name it, for parts that were there before.
+            self.instance.leases.fill(lease, parts)
             self.account.refund("leases", len(parts))
         nothing = [np.zeros(0, np.int64)] * len(shares)
         job = Job(message.job, registration, charge, [one.keys for one in taken], nothing)

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvoffloadd.cache.cache import Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
+from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.errors import (
     DrainingError,
     DuplicateError,
@@ -213,16 +214,21 @@ class Session:
             if has_duplicates(keys):
                 raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
-        most = sum(len(plan.keys) * len(plan.parts) for plan in plans)
+        instance = self._own_instance()
+        most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
-        reserved = self._context.cache.reserve_all(plans)
-        parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
-        self._account.refund("leases", most - len(parts))
-        lease = self._own_instance().leases.add_write(parts).id if len(parts) else 0
+        kept = 0
+        try:
+            reserved = self._context.cache.reserve_all(plans)
+            parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
+            kept = LEASE_KEYS + len(parts) if len(parts) else 0
+        finally:
+            self._account.refund("leases", most - kept)
+        lease = instance.leases.add_write(parts).id if len(parts) else 0
         return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
 
     def _release(self, message: m.Release) -> m.Reply:
-        self._context.end_leases([self._own_instance().leases.pop(message.lease)], self.peer.uid)
+        self._context.let_go(self._own_instance().leases.end(message.lease), self.peer.uid)
         return m.Done(seq=message.seq)
 
     # --- jobs ---
@@ -356,7 +362,7 @@ class Session:
             return
         self._instance = None
         if context.instances.leave(instance):
-            context.end_leases(instance.leases.pop_all(), self.peer.uid)
+            await context.end_leases(instance)
         if self._namespace is not None:
             self._namespace.listeners -= self._listening
             context.cache.close_namespace(self._namespace)
