@@ -382,7 +382,7 @@ class Daemon:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
         # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
-        if not await context.transfers.settle(set(), CLOSE_S, sealed=True):
+        if not await context.transfers.until_sealed(context.loop.time() + CLOSE_S):
             log.warning("%d payloads have no checksum yet; they are lost with this process", context.transfers.unsealed)
         if context.clears:
             await asyncio.wait(context.clears, timeout=CLOSE_S)

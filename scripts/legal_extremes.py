@@ -38,6 +38,8 @@ LAYERS = 160
 FRAME_IDS = 983_040
 """Block ids that fit into one frame, for as many keys as a request may have."""
 WAITING_JOBS = 1000
+DRAINS = 256
+LEASES = 30_000
 TURN_MAX_S = 0.020
 BEAT_S = 0.005
 REPLY_S = 120.0
@@ -283,6 +285,33 @@ def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     completed(peer, WAITING_JOBS)
 
 
+def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
+    """As many as a user may have."""
+    peer, raise_signal = waiting(scene)
+    peers = [scene.session() for _ in range(DRAINS // 64)]
+    yield
+    for one in peers:
+        for seq in range(2, 66):
+            one.tell({"type": "drain", "seq": seq, "deadline_s": 60.0})
+    raise_signal()
+    completed(peer, WAITING_JOBS)
+    for one in peers:
+        for _ in range(64):
+            one.message(time.monotonic() + REPLY_S)
+
+
+def an_instance_with_many_leases_ends(scene: Scene) -> Iterator[None]:
+    """Of one key each."""
+    peer, _ = scene.worker()
+    for _ in range(LEASES):
+        ask(peer, "pin", groups=[{"group": 0, "keys": scene.keys(1)}])
+    yield
+    peer.socket.close()
+    watch = scene.session()
+    while ask(watch, "status")["status"]["leases"]["read"]:
+        pass
+
+
 def status_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     peer, _ = waiting(scene)
     yield
@@ -352,8 +381,8 @@ CASES: tuple[Callable[[Scene], Iterator[None]], ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_and_release, touch, reserve_and_release,
     store_and_load, store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs,
     jobs_of_64_groups, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends, drains_of_a_thousand_jobs,
-    status_of_a_thousand_jobs, attach_64, register_256_groups, register_2048_tensors, register_a_million_runs, snapshot,
-    status, verify, subscribe_and_clear,
+    drains_of_many_sessions, an_instance_with_many_leases_ends, status_of_a_thousand_jobs, attach_64,
+    register_256_groups, register_2048_tensors, register_a_million_runs, snapshot, status, verify, subscribe_and_clear,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffloadd.cache.progress import Progress
 from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import GroupSchema, slot_pages
 
@@ -65,7 +66,9 @@ class Space:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """Keys of two namespaces never meet. `epoch`: see `Epochs`; `listeners` counts subscribed sessions."""
+    """Keys of two namespaces never meet. `epoch`: see `Epochs`; `listeners` counts subscribed sessions; `jobs`: stores
+    and loads under way.
+    """
 
     fingerprint: bytes
     uid: int
@@ -75,6 +78,7 @@ class Namespace:
     spaces: dict[int, Space] = field(default_factory=dict)
     sessions: int = 0
     listeners: int = 0
+    jobs: Progress = field(default_factory=Progress)
 
     @property
     def keys(self) -> int:

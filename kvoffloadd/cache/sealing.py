@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.progress import Progress
 from kvoffloadd.lanes import TURN_BYTES, CancelledWork
 from kvoffloadd.tiers.hashing import hash_payloads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.lanes import Flow, Lane
     from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
@@ -43,40 +42,30 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sealing:
-    """`changed()` is called when something has been sealed, or dropped. `unsealed`: parts that wait, or are hashed;
-    `by_uid`: of each user.
+    """`stores`: those of which something is left to seal. `unsealed`: parts that wait, or are hashed; `by_uid`: of each
+    user.
     """
 
     cache: Cache
     lane: Lane
-    changed: Callable[[], None]
+    stores: Progress = field(default_factory=Progress)
     unsealed: int = 0
     by_uid: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Flow, deque[Batch]] = field(default_factory=dict)
     _tickets: dict[Flow, int] = field(default_factory=dict)
-    _left: dict[int, int] = field(default_factory=dict)  # by number, the oldest first: parts that are not sealed yet
+    _left: dict[int, int] = field(default_factory=dict)  # by a store's number: parts that are not sealed yet
     _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
-    _last: int = 0
     _sift_at: int = SIFT_PARTS
-
-    @property
-    def last(self) -> int:
-        """Number of the last store whose parts came."""
-        return self._last
-
-    def is_sealed(self, last: int) -> bool:
-        """Whether nothing is left to seal of all that came up to the store of this number."""
-        return next(iter(self._left), last + 1) > last
 
     def add(self, flow: Flow, parts: I64Array) -> None:
         """These parts have been committed by a store of this flow's engine."""
         if not len(parts):
             return
-        self._last += 1
-        self._left[self._last], self._uids[self._last] = len(parts), flow.uid
+        number = self.stores.begin()
+        self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
-        batch = Batch(self._last, parts, self.cache.entries.parts.generation[parts])
+        batch = Batch(number, parts, self.cache.entries.parts.generation[parts])
         self._waiting.setdefault(flow, deque()).append(batch)
         if self.unsealed >= self._sift_at:
             self._sift()
@@ -134,7 +123,6 @@ class Sealing:
             else:
                 del self._waiting[flow]
         self._sift_at = 2 * self.unsealed + SIFT_PARTS
-        self.changed()
 
     def _sealed(self, flow: Flow, batches: list[Batch], digests: U64Array | BaseException) -> None:
         self._tickets[flow] -= 1
@@ -150,7 +138,6 @@ class Sealing:
             at += len(parts)
         if not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)
-        self.changed()
 
     def _settle(self, number: int, count: int) -> None:
         self.unsealed -= count
@@ -158,6 +145,7 @@ class Sealing:
         self.by_uid[self._uids[number]] -= count
         if not self._left[number]:
             del self._left[number], self._uids[number]
+            self.stores.end(number)
 
 
 def _cut(batch: Batch, count: int) -> tuple[Batch, Batch]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.device.base import CopyResult
@@ -146,21 +147,24 @@ class LoadPlan:
 
 @dataclass(slots=True, eq=False)
 class Transfers:
-    """All running jobs of the daemon, and the sealing of what they stored."""
+    """All running jobs of the daemon, and the sealing of what they stored. `jobs`: the same jobs by number, counted by
+    whoever begins them.
+    """
 
     cache: Cache
     hash_lane: Lane
     signals: Signals
     verify_loads: bool
     running: set[Transfer] = field(default_factory=set)
+    jobs: Progress = field(default_factory=Progress)
+    waits: Waits = field(default_factory=Waits)
     sealing: Sealing = field(init=False)
     counters: dict[Direction, TransferCounters] = field(
         default_factory=lambda: {direction: TransferCounters() for direction in Direction}
     )
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.sealing = Sealing(self.cache, self.hash_lane, self._wake)
+        self.sealing = Sealing(self.cache, self.hash_lane)
 
     @property
     def unsealed(self) -> int:
@@ -387,21 +391,26 @@ class Transfers:
             setattr(counters, name, getattr(counters, name) + len(transfer.parts))
         outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and transfer.bad.any() else result.outcome
         transfer.done(TransferResult(outcome, result.bytes, result.seconds, transfer.bad, result.reason))
-        self._wake()
 
-    def _wake(self) -> None:
-        self._idle.set()
+    async def drain(self, jobs: Progress, last: int, deadline_s: float) -> bool:
+        """Wait until these jobs up to the number `last` have ended, and all that was stored by then has its checksum,
+        or has gone; False at the deadline. For any number of callers: see `Waits`.
+        """
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        return await self.waits.until_past(jobs, last, until_s) and await self.until_sealed(until_s)
 
-    async def settle(self, transfers: set[Transfer], deadline_s: float, *, sealed: bool = False) -> bool:
-        """Wait until these transfers have ended (and, with `sealed`, all that was stored by then has its checksum, or
-        has gone); False at the deadline.
+    async def until_sealed(self, until_s: float) -> bool:
+        """Wait until all that was stored by now has its checksum, or has gone; False: not by that time of the loop."""
+        return await self.waits.until_past(self.sealing.stores, self.sealing.stores.last, until_s)
+
+    async def settle(self, transfers: set[Transfer], deadline_s: float) -> bool:
+        """Wait until these transfers have ended; False at the deadline. For one caller for each transfer: all who wait
+        for the same one go on in the same turn.
         """
         try:
             async with asyncio.timeout(deadline_s):
                 for transfer in list(transfers):  # each wakes who waits for it alone, however many wait
                     await transfer.ended.wait()
-                if sealed:
-                    await self._until(partial(self.sealing.is_sealed, self.sealing.last))
         except TimeoutError:
             return False
         return True
@@ -423,11 +432,6 @@ class Transfers:
             if stuck >= STUCK_LOOKS:
                 return False
         return True
-
-    async def _until(self, ended: Callable[[], bool]) -> None:
-        while not ended():
-            self._idle.clear()
-            await self._idle.wait()
 
 
 def _turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:

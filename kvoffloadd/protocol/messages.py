@@ -300,7 +300,9 @@ class Clear(Request, frozen=True, tag="clear"):
 
 
 class Drain(Request, frozen=True, tag="drain"):
-    """Answered when the jobs admitted before it have ended and all that they stored is sealed, or at the deadline."""
+    """Answered when the jobs admitted before it have ended and all that they stored is sealed, or at the deadline. 256
+    of a user may wait; more are answered `busy`.
+    """
 
     reply: ClassVar[str] = "drained"
     everything: bool = False

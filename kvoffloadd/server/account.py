@@ -11,9 +11,10 @@ from kvoffloadd.server.frameroom import FrameRoom
 if TYPE_CHECKING:
     from kvoffloadd.config import LimitsConfig
 
-BUILT_IN_CAPS = {"descriptors": 1 << 23}
-"""Plans of registered groups take 40 bytes of the daemon's own memory per descriptor: one frame can ask for gigabytes.
-Real engines need some thousands a rank.
+BUILT_IN_CAPS = {"descriptors": 1 << 23, "drains": 256}
+"""Descriptors: plans of registered groups take 40 bytes of the daemon's own memory for each, and one frame can ask for
+gigabytes. Real engines need some thousands a rank. Drains: each takes a task and a timer, as often as sessions may have
+requests under way, and what all of them wait for may end at once.
 """
 
 
@@ -25,7 +26,7 @@ def caps(limits: LimitsConfig) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One uid's use of what the daemon shares out, by name: those of `caps`, descriptors."""
+    """One uid's use of what the daemon shares out, by name: those of `caps` and BUILT_IN_CAPS."""
 
     uid: int
     caps: dict[str, int]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.lease import ReadLease, WriteLease
 from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.instance import Instances
 from kvoffloadd.server.status import tell
@@ -21,17 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator
 
     from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.lease import LetGo
     from kvoffloadd.cache.transfer import Transfers
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import Device, Gpus, HostMemory
     from kvoffloadd.device.signals import Signals
     from kvoffloadd.lanes import Lane
     from kvoffloadd.server.account import Accounts
+    from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.lag import Lag
     from kvoffloadd.server.session import Session
     from kvoffloadd.server.turns import Turns
 
 log = logging.getLogger(__name__)
+
+ENDED_PER_TURN = 4096
+"""Rows and parts that one turn of the loop takes out of leases whose instance is gone; see `Leases.end_some`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +79,7 @@ class Context:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
+    _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_told: bool = False) -> asyncio.Task[Any]:
         """A task that the daemon owns: kept until it ends, its failure logged unless somebody else is told of it."""
@@ -121,16 +126,23 @@ class Context:
         optional = {"disk": self.cache.disk is not None, "cuda": self.config.cuda.enabled}
         return ["host", "memory", *(name for name, has in optional.items() if has)]
 
-    def end_leases(self, leases: list[ReadLease | WriteLease], uid: int) -> None:
+    def let_go(self, ended: LetGo, uid: int) -> None:
         """What nobody holds any more may be evicted; reserved slots that no job fills are freed."""
-        account = self.accounts.of(uid)
-        for lease in leases:
-            if isinstance(lease, ReadLease):
-                self.cache.unhold(lease.rows)
-                account.refund("leases", len(lease.rows))
-            else:
-                self.cache.abort(lease.parts)
-                account.refund("leases", len(lease.parts))
+        if len(ended.rows):
+            self.cache.unhold(ended.rows)
+        if len(ended.parts):
+            self.cache.abort(ended.parts)
+        self.accounts.of(uid).refund("leases", ended.charged)
+
+    async def end_leases(self, instance: Instance) -> None:
+        """Of an instance that is gone: some each turn of the loop, and in one turn only one instance's, however many
+        are gone. To be called in a task that the daemon owns. Until they have ended, leases count as held.
+        """
+        async with self._ending:
+            while len(instance.leases):
+                self.let_go(instance.leases.end_some(ENDED_PER_TURN), instance.uid)
+                await asyncio.sleep(0)
+        self.instances.forget(instance)
 
     def audit(self) -> Iterator[list[str]]:
         """The self-audit: what is wrong, bit by bit, so that the loop can turn in between."""
@@ -144,9 +156,8 @@ class Context:
 
     def _accounts(self) -> tuple[int, int]:
         """Rows that somebody holds, parts that somebody writes."""
-        held = [lease for instance in self.instances.all() for lease in instance.leases.all()]
-        holds = sum(len(lease.rows) for lease in held if isinstance(lease, ReadLease)) + self.transfers.holds
-        reserved = sum(len(lease.parts) for lease in held if isinstance(lease, WriteLease)) + self.transfers.reserved
+        held = self.instances.held()
+        holds, reserved = held.keys + self.transfers.holds, held.parts + self.transfers.reserved
         disk = self.cache.disk
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from kvoffloadd.cache.lease import Leases
+from kvoffloadd.cache.lease import Held, Leases
 from kvoffloadd.errors import ForbiddenError
 from kvoffloadd.lanes import Flow
 
@@ -30,10 +30,11 @@ class Instance:
 
 
 class Instances:
-    """Instances by token."""
+    """Instances by token, and those that are gone but for their leases."""
 
     def __init__(self) -> None:
         self._by_token: dict[bytes, Instance] = {}
+        self._gone: set[Instance] = set()
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -56,13 +57,26 @@ class Instances:
         return instance
 
     def leave(self, instance: Instance) -> bool:
-        """True if that was its last session: the instance is gone, and its leases are to be ended."""
+        """True if that was its last session: the instance is gone, and its leases are to be ended, then `forget` it.
+        Who names its token meanwhile makes a new one.
+        """
         instance.sessions -= 1
         if instance.sessions:
             return False
         del self._by_token[instance.token]
+        self._gone.add(instance)
         return True
 
-    def all(self) -> list[Instance]:
-        """Every instance."""
-        return list(self._by_token.values())
+    def forget(self, instance: Instance) -> None:
+        """It is gone, and has no leases any more."""
+        self._gone.remove(instance)
+
+    def held(self, uid: int | None = None) -> Held:
+        """What leases hold, also of instances that are gone; `uid`: of that user's."""
+        mine = [i.leases.held for i in (*self._by_token.values(), *self._gone) if uid in (None, i.uid)]
+        return Held(
+            read=sum(held.read for held in mine),
+            keys=sum(held.keys for held in mine),
+            write=sum(held.write for held in mine),
+            parts=sum(held.parts for held in mine),
+        )

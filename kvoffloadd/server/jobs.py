@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Found
     from kvoffloadd.cache.lease import WriteLease
     from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.progress import Progress
     from kvoffloadd.config import LimitsConfig
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
@@ -65,7 +66,8 @@ class Charge(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Job:
     """A running job of this session. `chosen[g]`: of each copied payload of list g the index of its key, as often as
-    the rank holds parts of it; `lost[g]`: of the keys that never were copied.
+    the rank holds parts of it; `lost[g]`: of the keys that never were copied. `numbers`: among the jobs of its
+    namespace, and of all; none if nothing is copied.
     """
 
     id: int
@@ -74,6 +76,7 @@ class Job:
     chosen: list[I64Array]
     lost: list[I64Array]
     transfer: Transfer | None = None
+    numbers: list[int] = field(default_factory=list)
     began_s: float = 0.0
 
 
@@ -109,8 +112,7 @@ class Jobs:
         parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
         work = BlockWork([self._list(s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
         if lease:
-            lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
-            # A filled lease stays until its release: another rank may yet name it, for parts that were there before.
+            self.instance.leases.fill(lease, parts)
             self.account.refund("leases", len(parts))
         nothing = [np.zeros(0, np.int64)] * len(shares)
         job = Job(message.job, registration, charge, [one.keys for one in taken], nothing)
@@ -345,6 +347,11 @@ class Jobs:
         job.began_s = self.context.loop.time()
         job.transfer = start(lambda result: self._complete(job, result))
         job.registration.running.add(job.transfer)
+        job.numbers = [jobs.begin() for jobs in self._counted_in]
+
+    @property
+    def _counted_in(self) -> tuple[Progress, Progress]:
+        return self.namespace.jobs, self.context.transfers.jobs
 
     def _complete_empty(self, direction: Direction, job: Job) -> None:
         self.context.transfers.counters[direction].jobs += 1
@@ -354,6 +361,8 @@ class Jobs:
         del self.running[job.id]
         if job.transfer is not None:
             job.registration.running.discard(job.transfer)
+            for jobs, number in zip(self._counted_in, job.numbers, strict=True):
+                jobs.end(number)
         self.account.refund("jobs")
         self.account.refund("job_bytes", job.charge.job_bytes)
         self.outbox.unreserve(job.charge.outbox_bytes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.cache.promotion import Fetch, Urgency
 from kvoffloadd.errors import LimitError
@@ -88,7 +89,7 @@ def find_all(cache: Cache, asked: list[tuple[Space, int, U64Array]]) -> Answered
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A pin or prefetch whose `ready` is due. `charged`: leases paid for in advance."""
+    """A pin or prefetch whose `ready` is due. `charged`: paid in advance, for keys that may join the lease."""
 
     seq: int
     answered: Answered
@@ -116,13 +117,13 @@ class Pins:
         reserved = self._reserve(answered)
         # Whatever hits when the disk has been read joins the lease, also what others store meanwhile.
         later = answered.num_keys - len(rows) if away else 0
-        try:
-            self.account.charge("leases", len(rows) + later)
-        except LimitError:
-            self.outbox.unreserve(reserved)
-            raise
         lease = None
         if len(rows) or away:
+            try:
+                self.account.charge("leases", LEASE_KEYS + len(rows) + later)
+            except LimitError:
+                self.outbox.unreserve(reserved)
+                raise
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
@@ -198,7 +199,7 @@ class Pins:
         if lease is not None:
             fresh = np.concatenate([share.found.rows[share.away].astype(np.uint32) for share in shares])
             cache.hold(fresh)
-            lease.rows = np.concatenate([lease.rows, fresh])
+            self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
         for share in shares:
             cache.use(share.space, replace(share.found, hits=share.away), share.first)

@@ -17,7 +17,9 @@ import numpy as np
 
 from kvoffloadd.cache.cache import Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
+from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.errors import (
+    BusyError,
     DrainingError,
     DuplicateError,
     ForbiddenError,
@@ -37,6 +39,7 @@ from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.progress import Progress
     from kvoffloadd.config import Config, LimitsConfig
     from kvoffloadd.model import U64Array
     from kvoffloadd.server.context import Context
@@ -213,16 +216,21 @@ class Session:
             if has_duplicates(keys):
                 raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
-        most = sum(len(plan.keys) * len(plan.parts) for plan in plans)
+        instance = self._own_instance()
+        most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
-        reserved = self._context.cache.reserve_all(plans)
-        parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
-        self._account.refund("leases", most - len(parts))
-        lease = self._own_instance().leases.add_write(parts).id if len(parts) else 0
+        kept = 0
+        try:
+            reserved = self._context.cache.reserve_all(plans)
+            parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
+            kept = LEASE_KEYS + len(parts) if len(parts) else 0
+        finally:
+            self._account.refund("leases", most - kept)
+        lease = instance.leases.add_write(parts).id if len(parts) else 0
         return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
 
     def _release(self, message: m.Release) -> m.Reply:
-        self._context.end_leases([self._own_instance().leases.pop(message.lease)], self.peer.uid)
+        self._context.let_go(self._own_instance().leases.end(message.lease), self.peer.uid)
         return m.Done(seq=message.seq)
 
     # --- jobs ---
@@ -240,36 +248,36 @@ class Session:
     # --- the namespace, the daemon ---
 
     def _clear(self, message: m.Clear) -> Answer:
-        scope = self._scope(message.everything)
-        return self._finish_clear(message.seq, None if message.everything else {scope[0].fingerprint})
+        self._check_scope(message.everything)
+        names = None if message.everything else {self._own_namespace().fingerprint}
+        return self._finish_clear(message.seq, names)
 
     async def _finish_clear(self, seq: int, names: set[bytes] | None) -> m.Reply:
         keys, held_bytes = await asyncio.shield(self._context.clear(names))
         return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
 
     def _drain(self, message: m.Drain) -> Answer:
-        scope = set(map(id, self._scope(message.everything)))
-        jobs = {
-            transfer
-            for session in self._context.sessions
-            if id(session._namespace) in scope
-            for transfer in session.transfers()
-        }
-        return self._finish_drain(message, jobs)
+        self._check_scope(message.everything)
+        jobs = self._context.transfers.jobs if message.everything else self._own_namespace().jobs
+        return self._finish_drain(message, jobs, jobs.last)
 
-    async def _finish_drain(self, message: m.Drain, jobs: set[Any]) -> m.Reply:
-        settled = await self._context.transfers.settle(jobs, message.deadline_s, sealed=True)
-        left = sum(not job.finished for job in jobs)
+    async def _finish_drain(self, message: m.Drain, jobs: Progress, last: int) -> m.Reply:
+        try:
+            self._account.charge("drains")
+        except LimitError as error:
+            raise BusyError(str(error)) from None
+        try:
+            settled = await self._context.transfers.drain(jobs, last, message.deadline_s)
+        finally:
+            self._account.refund("drains")
         sealing = self._context.transfers.sealing
         unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
-        return m.Drained(seq=message.seq, jobs=left, unsealed=0 if settled else unsealed)
+        return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
 
-    def _scope(self, everything: bool) -> list[Namespace]:
-        if not everything:
-            return [self._own_namespace()]
-        if not self.privileged:
+    def _check_scope(self, everything: bool) -> None:
+        """Raises ForbiddenError if this session may not act on all namespaces."""
+        if everything and not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
-        return list(self._context.cache.namespaces.values())
 
     def _status(self, message: m.Status) -> m.Reply:
         return m.Report(seq=message.seq, status=self._context.status(None if self.privileged else self.peer.uid))
@@ -356,15 +364,11 @@ class Session:
             return
         self._instance = None
         if context.instances.leave(instance):
-            context.end_leases(instance.leases.pop_all(), self.peer.uid)
+            await context.end_leases(instance)
         if self._namespace is not None:
             self._namespace.listeners -= self._listening
             context.cache.close_namespace(self._namespace)
         await self._registry.close()
-
-    def transfers(self) -> set[Any]:
-        """Its copies under way."""
-        return self._jobs.transfers() if self._jobs else set()
 
     def figures(self) -> dict[str, Any]:
         """For `status`."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd import __version__
 from kvoffloadd.cache.asked import name_of
-from kvoffloadd.cache.lease import ReadLease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "draining": context.draining,
         **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
-        "leases": _leases(context, uid),
+        "leases": asdict(context.instances.held(uid)),
         "loop": context.lag.figures(),
         "accounts": _accounts(context, uid),
         "sessions": [session.figures() for session in sessions],
@@ -86,14 +86,6 @@ def _one_user(context: Context, uid: int, sessions: Sequence[Session]) -> dict[s
 def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The longest of them, the longest first."""
     return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_TOLD]
-
-
-def _leases(context: Context, uid: int | None) -> dict[str, int]:
-    instances = [instance for instance in context.instances.all() if uid in (None, instance.uid)]
-    held = [lease for instance in instances for lease in instance.leases.all()]
-    read = [len(lease.rows) for lease in held if isinstance(lease, ReadLease)]
-    write = [len(lease.parts) for lease in held if not isinstance(lease, ReadLease)]
-    return {"read": len(read), "keys": sum(read), "write": len(write), "parts": sum(write)}
 
 
 def _lanes(context: Context) -> dict[str, dict[str, int | float]]:

@@ -6,12 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
+from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 
 from .fakes import keys_of, make_cache, make_space, store
@@ -28,8 +31,7 @@ class Scene:
         self.lane.submit(self.gate.wait, lambda _: None)
         self.cache: Cache = make_cache(256, 16)
         self.space = make_space(self.cache)[1]
-        self.changed = asyncio.Event()
-        self.sealing = Sealing(self.cache, self.lane, self.changed.set)
+        self.sealing = Sealing(self.cache, self.lane)
 
     def store(self, *numbers: int, flow: Flow = ENGINE) -> None:
         """Stored, and not sealed yet."""
@@ -37,10 +39,7 @@ class Scene:
 
     async def until_sealed(self, last: int) -> None:
         self.gate.set()
-        async with asyncio.timeout(20):
-            while not self.sealing.is_sealed(last):
-                self.changed.clear()
-                await self.changed.wait()
+        assert await Waits().until_past(self.sealing.stores, last, asyncio.get_running_loop().time() + 20)
 
     def sealed(self) -> int:
         return int((self.cache.entries.parts.state == PartState.SEALED).sum())
@@ -89,7 +88,7 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
         scene.store(*range(number, number + 128))
     assert scene.sealing.unsealed <= 2 * 256 + SIFT_PARTS + 128
     scene.gate.set()
-    await scene.until_sealed(scene.sealing.last)
+    await scene.until_sealed(scene.sealing.stores.last)
     assert scene.sealing.unsealed == scene.sealing.by_uid.total() == 0
     assert scene.sealed() == 256
 
@@ -97,17 +96,34 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
 async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) -> None:
     scene.store(1, 2, 3)
     scene.store(4, flow=OTHER)
-    last = scene.sealing.last
-    assert not scene.sealing.is_sealed(last)
+    last = scene.sealing.stores.last
+    assert not scene.sealing.stores.is_past(last)
     hold = threading.Event()
     waiting = partial(scene.lane.submit, hold.wait, lambda _: None, cost_bytes=TURN_BYTES)
     scene.gate.set()
     await scene.until_sealed(last)
     waiting()
     scene.store(5)
-    assert scene.sealing.is_sealed(last)
-    assert not scene.sealing.is_sealed(scene.sealing.last)
+    assert scene.sealing.stores.is_past(last)
+    assert not scene.sealing.stores.is_past(scene.sealing.stores.last)
     hold.set()
+
+
+async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene) -> None:
+    nobody: Any = None
+    transfers = Transfers(scene.cache, scene.lane, nobody, verify_loads=False)
+    job = transfers.jobs.begin()
+    draining = asyncio.ensure_future(transfers.drain(transfers.jobs, job, 20.0))
+    assert not await transfers.drain(transfers.jobs, job, 0.01)
+    parts = store(scene.cache, scene.space, keys_of(1, 2), seals=False)
+    transfers.sealing.add(ENGINE, parts)
+    transfers.jobs.end(job)
+    assert not await transfers.drain(transfers.jobs, job, 0.01)
+    assert (draining.done(), scene.sealed()) == (False, 0)
+    scene.gate.set()
+    assert await draining
+    assert scene.sealed() == 2
+    assert transfers.jobs.num_waiters == transfers.sealing.stores.num_waiters == 0
 
 
 async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
@@ -123,3 +139,21 @@ async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
     gate.set()
     assert await closing
     assert scene.lane.queued == 0
+
+
+async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) -> None:
+    """However many wait, and however much is sealed bit by bit."""
+    told: list[int] = []
+    stores = scene.sealing.stores
+
+    def tell(number: int) -> None:
+        assert stores.is_past(number)
+        told.append(number)
+
+    for number in range(1, 201):
+        scene.store(number, flow=(ENGINE, OTHER)[number % 2])
+        stores.join(number, partial(tell, number))
+    assert told == []
+    await scene.until_sealed(200)
+    assert told == list(range(1, 201))
+    assert stores.num_waiters == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from tests.e2e.disk import (
@@ -88,7 +89,7 @@ def test_the_answer_comes_at_once_and_the_rest_when_it_is_there(
         assert other.store_keys(pressure[start : start + 60] ^ np.uint8(1)).outcome is Outcome.DONE
     assert rank.states(mine) == [HIT] * 60
     assert rank.loads_right(mine, lease=found.lease)
-    assert leases(daemon) == 60
+    assert leases(daemon) == LEASE_KEYS + 60
     rank.client.release(found.lease)
     assert leases(daemon) == 0
 

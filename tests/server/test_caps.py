@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvoffloadd.cache.lease import LEASE_KEYS
 from tests.e2e.process import UID, Daemon
 from tests.e2e.raw import Fields, RawPeer
 from tests.e2e.waiting import until
 from tests.server.scene import FULL, Scene, ids, keys
 
 Start = Callable[..., Daemon]
+LEASES = 2 * LEASE_KEYS + 8
+"""Two leases of eight keys."""
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def capped(standing: Start) -> Daemon:
     """Small caps, and jobs that take a while."""
     return standing(
         "limits.sessions=4", "limits.jobs=3", "limits.jobs_per_session=2", "limits.mapped_bytes=1MiB", "limits.fds=4",
-        "limits.leases=8", "limits.keys_per_request=16", "limits.tensors_per_registration=2",
+        f"limits.leases={LEASES}", "limits.keys_per_request=16", "limits.tensors_per_registration=2",
         faults="delay_s=0.15",
     )  # fmt: skip
 
@@ -141,11 +144,28 @@ def test_leases(scene: Scene) -> None:
     assert scene.daemon.state() == before
     reserved = peer.ok("reserve", **asked(5, 6, 7))["lease"]
     assert "leases" in peer.refused("limit", "pin", **asked(1, 2))
-    assert used(scene.daemon)["leases"] == 7
+    assert used(scene.daemon)["leases"] == 2 * LEASE_KEYS + 7
     peer.ok("release", lease=lease)
     peer.ok("release", lease=reserved)
     assert "leases" not in used(scene.daemon)
     peer.ok("release", lease=peer.ok("pin", **asked(1, 2, 3, 4, 1, 2, 3, 4))["lease"])
+
+
+def test_a_lease_that_has_been_filled(scene: Scene) -> None:
+    """It is there until its release, and counts."""
+    peer = scene.peer
+    lease = peer.ok("reserve", **asked(5, 6))["lease"]
+    for number in (5, 6):
+        job = scene.job(lease=lease, groups=[{"group": 0, "keys": keys(number), "blocks": ids(number)}])
+        peer.ok("store", **job)
+        assert peer.completed(job["job"])["outcome"] == "done"
+    assert used(scene.daemon)["leases"] == LEASE_KEYS
+    assert scene.daemon.status()["leases"] == {"read": 0, "keys": 0, "write": 1, "parts": 0}
+    peer.ok("pin", **asked(1))
+    peer.refused("limit", "pin", **asked(*[2] * 8))
+    peer.ok("release", lease=lease)
+    peer.ok("pin", **asked(*[2] * 7))
+    assert used(scene.daemon)["leases"] == 2 * LEASE_KEYS + 8
 
 
 def test_keys_of_a_request(scene: Scene) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.asker import Asker, Question
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
-from tests.e2e.process import UID, Daemon
+from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.e2e.waiting import HANG_S, until
 from tests.integrations.vllm.conftest import Lines
@@ -55,7 +56,7 @@ def answered(asker: Asker, asked: Question, times: int = 1) -> list[dict[int, li
 
 
 def leased(daemon: Daemon) -> int:
-    return int(daemon.status()["accounts"][str(UID)].get("leases", 0))
+    return int(daemon.status()["leases"]["keys"])
 
 
 def store(rank: Rank, keys: Keys, group: int = 0, at_once: int = 64) -> None:
@@ -107,7 +108,7 @@ def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, key
 
 
 def test_a_refused_piece_leaves_nothing_pinned(start_daemon: Start, lines: Make, keys: Keys) -> None:
-    daemon = start_daemon("limits.keys_per_request=5", "limits.leases=8")
+    daemon = start_daemon("limits.keys_per_request=5", f"limits.leases={LEASE_KEYS + 8}")
     line = lines(daemon)
     store(line.rank(), keys, at_once=5)
     asker = connected(line.asker())

@@ -1,0 +1,221 @@
+"""The leases of an instance that is gone: they end over several turns of the loop, and count until then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.keys import pack
+from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.transfer import Transfers
+from kvoffloadd.config import Config
+from kvoffloadd.errors import LeaseError, LimitError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server import context as contexts
+from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.session import Session
+from tests.cache.fakes import keys_of, make_cache, store
+
+KEYS = 512
+SPEC = m.NamespaceSpec(model="m")
+GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16)
+
+
+class Scene:
+    """A context whose cache holds KEYS keys, and sessions of schedulers."""
+
+    def __init__(self) -> None:
+        nothing: Any = None
+        self.cache: Cache = make_cache(2 * KEYS, 64, policy="hit-density")
+        self.context = Context(
+            config=Config(),
+            boot_id=b"b" * 16,
+            loop=asyncio.get_running_loop(),
+            cache=self.cache,
+            transfers=Transfers(self.cache, nothing, nothing, verify_loads=False),
+            host=nothing,
+            gpus=nothing,
+            signals=nothing,
+            hash_lane=nothing,
+            fatal=nothing,
+            accounts=Accounts(caps(Config().limits)),
+            lag=nothing,
+            turns=nothing,
+        )
+        self.uid = self.context.own_uid
+        self.first = self.session(b"0" * 16)
+        self.first.handle(m.Register(seq=2, tensors=[], groups=[GROUP]), [])
+        (namespace,) = self.cache.namespaces.values()
+        self.cache.learn_part(namespace.spaces[0], 0, 4096)
+        store(self.cache, namespace.spaces[0], keys_of(*range(KEYS)))
+
+    def session(self, token: bytes) -> Session:
+        made = Session(self.context, Peer(1, self.uid, 0, -1), Outbox(1 << 20), lambda message: None)
+        made.handle(m.Hello(seq=1, version=1, role="scheduler", instance=token, namespace=SPEC), [])
+        self.context.sessions.add(made)
+        return made
+
+    def pin(self, session: Session, *numbers: int) -> int:
+        found = session.handle(m.Pin(seq=1, groups=[asked(*numbers)]), [])
+        assert isinstance(found, m.Found)
+        return found.lease
+
+    def reserve(self, session: Session, *numbers: int) -> int:
+        made = session.handle(m.Reserve(seq=1, groups=[asked(*numbers)]), [])
+        assert isinstance(made, m.Reserved)
+        return made.lease
+
+    def leases(self) -> dict[str, int]:
+        found = self.context.instances.held()
+        return {"read": found.read, "keys": found.keys, "write": found.write, "parts": found.parts}
+
+    def charged(self) -> int:
+        return self.context.accounts.of(self.uid).used.get("leases", 0)
+
+    async def watch(self, *closing: asyncio.Future[Any]) -> list[dict[str, int]]:
+        """What leases hold each turn of the loop until all have closed; the audit finds nothing in any."""
+        seen = [self.leases()]
+        async with asyncio.timeout(60):
+            while not all(one.done() for one in closing):
+                await asyncio.sleep(0)
+                assert [finding for step in self.context.audit() for finding in step] == []
+                seen.append(self.leases())
+        return seen
+
+    async def until(self, fact: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not fact():  # noqa: ASYNC110  it is the loop's turns that are tried here
+                await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        for session in list(self.context.sessions):
+            await session.close()
+            self.context.sessions.discard(session)
+        assert (self.leases(), self.charged()) == (dict.fromkeys(self.leases(), 0), 0)
+        assert self.context.accounts.leaks() == []
+        assert check(self.cache, 0, 0) == []
+
+
+def asked(*numbers: int) -> m.GroupKeys:
+    return m.GroupKeys(group=0, keys=pack(keys_of(*numbers), 32))
+
+
+def steps(seen: list[dict[str, int]]) -> list[int]:
+    """How much each turn ended: rows, parts, and one more for each lease."""
+    totals = [sum(held.values()) for held in seen]
+    return [before - after for before, after in pairwise(totals)]
+
+
+PER_TURN = 64
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """Turns are small."""
+    monkeypatch.setattr(contexts, "ENDED_PER_TURN", PER_TURN)
+    return Scene()
+
+
+async def test_many_pins_of_one_key_end_over_many_turns(scene: Scene) -> None:
+    dying = scene.session(b"1" * 16)
+    for number in range(1000):
+        scene.pin(dying, number % KEYS)
+    scene.reserve(dying, *range(KEYS, KEYS + 200))
+    for number in range(KEYS + 200, KEYS + 210):
+        scene.reserve(dying, number)
+    assert scene.leases() == {"read": 1000, "keys": 1000, "write": 11, "parts": 210}
+    seen = await scene.watch(asyncio.ensure_future(dying.close()))
+    assert max(steps(seen)) <= PER_TURN + 1
+    assert len([step for step in steps(seen) if step]) >= 2221 // (PER_TURN + 1)
+    assert sum(seen[-1].values()) == scene.charged() == 0, "its close was not done before"
+    await scene.close()
+
+
+async def test_many_instances_that_go_at_once_take_turns(scene: Scene) -> None:
+    dying = [scene.session(bytes([number]) * 16) for number in range(101, 201)]
+    for number, session in enumerate(dying):
+        for _ in range(10):
+            scene.pin(session, number)
+    seen = await scene.watch(*(asyncio.ensure_future(session.close()) for session in dying))
+    assert max(steps(seen)) <= PER_TURN + 1
+    assert len([step for step in steps(seen) if step]) >= 100, "in one turn only one instance's"
+    await scene.close()
+
+
+async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_anything(scene: Scene) -> None:
+    token = b"1" * 16
+    dying = scene.session(token)
+    old = [scene.pin(dying, number % KEYS) for number in range(500)]
+    closing = asyncio.ensure_future(dying.close())
+    await scene.until(lambda: 0 < scene.leases()["read"] < 400)
+    joined = scene.session(token)
+    assert joined.instance_id != dying.instance_id
+    left = scene.leases()
+    for lease in (old[0], old[-1]):
+        with pytest.raises(LeaseError):
+            joined.handle(m.Release(seq=1, lease=lease), [])
+    assert scene.leases() == left
+    mine = scene.pin(joined, 1, 2, 3)
+    await scene.watch(closing)
+    assert scene.leases() == {"read": 1, "keys": 3, "write": 0, "parts": 0}
+    assert scene.charged() == LEASE_KEYS + 3
+    joined.handle(m.Release(seq=1, lease=mine), [])
+    assert scene.charged() == 0
+    await scene.close()
+
+
+async def test_the_namespace_and_its_instances_go_behind_the_leases(scene: Scene) -> None:
+    """A lease that waits for its end keeps what it names."""
+    dying = scene.session(b"1" * 16)
+    for number in range(200):
+        scene.reserve(dying, KEYS + number)
+    (namespace,) = scene.cache.namespaces.values()
+    closing = asyncio.ensure_future(dying.close())
+    await scene.until(lambda: 0 < scene.leases()["write"] < 200)
+    assert namespace.sessions == 2
+    assert not closing.done()
+    await scene.watch(closing)
+    assert (namespace.sessions, namespace.spaces[0].rows) == (1, KEYS)
+    await scene.close()
+
+
+async def test_a_lease_counts_for_more_than_its_keys(scene: Scene) -> None:
+    """So that the cap bounds what leases of few keys, or of none any more, take of the daemon's memory."""
+    pinned = scene.pin(scene.first, 1)
+    assert scene.charged() == LEASE_KEYS + 1
+    reserved = scene.reserve(scene.first, KEYS, KEYS + 1, 1)
+    assert scene.charged() == 2 * LEASE_KEYS + 3
+    assert scene.reserve(scene.first, 1, 2) == scene.pin(scene.first, KEYS + 9) == 0, "nothing to reserve or to hold"
+    assert scene.charged() == 2 * LEASE_KEYS + 3
+    scene.context.accounts.change({"leases": 4 * LEASE_KEYS})
+    with pytest.raises(LimitError):
+        scene.pin(scene.first, *range(LEASE_KEYS - 2))
+    with pytest.raises(LimitError):
+        scene.reserve(scene.first, *range(KEYS + 10, KEYS + 10 + LEASE_KEYS - 2))
+    assert scene.charged() == 2 * LEASE_KEYS + 3
+    scene.pin(scene.first, *range(LEASE_KEYS - 3))
+    for lease in (pinned, reserved):
+        scene.first.handle(m.Release(seq=1, lease=lease), [])
+    assert scene.charged() == LEASE_KEYS + LEASE_KEYS - 3
+    await scene.close()
+
+
+async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(scene.cache, "reserve_all", fail)
+        with pytest.raises(ZeroDivisionError):
+            scene.reserve(scene.first, KEYS)
+    assert scene.charged() == 0
+    await scene.close()
