@@ -14,6 +14,7 @@ from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.transfer import LoadPlan, Terms, TransferResult, Transfers
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
+from kvoffloadd.tiers import hashing
 
 from .fakes import keys_of, make_cache, make_space, store
 
@@ -55,3 +56,23 @@ async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, thread
     assert [result.outcome for result in results] == [ends] * 20
     assert not cache.entries.leases.any()
     assert np.count_nonzero(cache.entries.parts.unverified) == 10
+
+
+async def test_what_goes_while_what_was_adopted_is_verified(
+    lane: tuple[Lane, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that comes late may end a whole namespace: nobody knows the sizes of its payloads any more."""
+    monkeypatch.setattr(hashing, "TURN_BYTES", 1)
+    cache = make_cache()
+    spaces = [make_space(cache, bytes([n]) * 16)[1] for n in range(2)]
+    for space in spaces:
+        cache.entries.parts.unverified[store(cache, space, keys_of(1))] = 1
+    nobody: Any = None
+    verified = asyncio.ensure_future(Transfers(cache, lane[0], nobody, False).verify_adopted())
+    await asyncio.sleep(0)
+    cache.entries.retire(cache.find(spaces[1], keys_of(1)).hit_rows)
+    cache.close_namespace(spaces[1].namespace)
+    lane[1].set()
+    await verified
+    assert not cache.entries.parts.unverified.any()
+    assert len(cache.find(spaces[0], keys_of(1)).hit_rows) == 1
