@@ -190,3 +190,4 @@ class Arrivals:
             for space in namespace.spaces.values():
                 space.shelf = None
                 self._disk.shelve(space)
+                self._disk.demotion.offer_again(space)  # what it has on disk is void

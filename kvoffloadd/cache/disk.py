@@ -98,6 +98,7 @@ class Disk:
         for root in self.roots:
             keep(self.reclaim.keep(root, self._settings.retry_s))
         keep(self.demotion.run())
+        keep(self.demotion.run_again())
 
     async def close(self, flush_s: float, deadline_s: float) -> bool:
         """Write what is in memory alone, seal, and let the roots go. False: some I/O does not end."""
