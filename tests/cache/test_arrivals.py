@@ -286,37 +286,86 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
     assert alone.states(alone.space(A), 1) == [MISS], "it has been told"
 
 
+class Walks:
+    """Of `drop_inherited`: when all is dropped, the n-th walk goes on until it is let go."""
+
+    def __init__(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        self.let_go = 0
+        self._drop = tier.cache.drop_inherited
+        monkeypatch.setattr(tier.cache, "drop_inherited", self)
+
+    def __call__(self, namespace: Namespace) -> Iterator[None]:
+        self.begun += 1
+        mine = self.begun
+        yield from self._drop(namespace)
+        while mine > self.let_go:
+            yield
+
+
+@pytest.mark.parametrize("heard_before", [False, True])
 async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
-    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    open_tier: Open, paths: list[Path], hang: Hang, monkeypatch: pytest.MonkeyPatch, heard_before: bool
 ) -> None:
-    """Else its records would be read under the old epoch, and their keys be taken over into the new one."""
+    """Else its records would be read under the old epoch by whoever opens their namespace then, and their keys be taken
+    over into the new one.
+    """
     first = await open_tier(paths=[paths[0]])
     await first.store_away(first.space(A), 1)
     await first.close()
     second = await open_tier(paths=[paths[1]])
-    await second.clear(second.space(A).namespace)
+    await second.clear()
     await second.close()
     for path in paths:
         path.chmod(0o755)
     tier = await open_tier(paths=paths)
-    space = tier.space(A)
-    drop, held = tier.cache.drop_inherited, [True]
-
-    def slowly(namespace: Namespace) -> Iterator[None]:
-        yield from drop(namespace)
-        while held:
-            yield
-
-    monkeypatch.setattr(tier.cache, "drop_inherited", slowly)
+    tier.space(B)
+    walks = Walks(tier, monkeypatch)
+    gate = hang(tier, "names", paths[0])
+    if heard_before:
+        paths[0].chmod(0o700)
+        await tier.until(gate.entered.is_set)
     paths[1].chmod(0o700)
-    await tier.until(lambda: tier.cache.epochs.last and tier.disk.arrivals._changing.locked())
+    await tier.until(lambda: walks.begun)
     paths[0].chmod(0o700)
-    await tier.until(lambda: tier.roots[0].opened or tier.roots[0].state == State.OK)
+    gate.open()
+    await tier.until(lambda: tier.roots[0].segments if heard_before else tier.roots[0].opened)
     for _ in range(100):
         await asyncio.sleep(0.001)
-        assert await tier.fetch(space, 1) == []
-    held.clear()
+        await tier.fetch(tier.space(A), 1)
+    walks.let_go = 1
     await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
+    assert tier.states(tier.space(A), 1) == [MISS]
+
+
+async def test_clears_of_two_roots_are_learnt_one_after_the_other(
+    open_tier: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the first of them has would be in memory when the second one's walk has passed."""
+    paths = [tmp_path / name for name in "abc"]
+    second = await open_tier(paths=[paths[1]])
+    await second.clear(second.space(A).namespace)
+    await second.store_away(second.space(A), 1)
+    await second.close()
+    third = await open_tier(paths=[paths[2]])
+    await third.clear(third.space(A).namespace)
+    await third.close()
+    for path in paths[1:]:
+        path.chmod(0o755)
+    tier = await open_tier(paths=paths)
+    space, walks = tier.space(A), Walks(tier, monkeypatch)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    paths[2].chmod(0o700)
+    await tier.until(lambda: tier.roots[2].opened)
+    await asyncio.sleep(0.01)
+    walks.let_go = 1
+    for _ in range(300):
+        await asyncio.sleep(0.001)
+        await tier.fetch(space, 1)
+    walks.let_go = 2
+    await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
+    await tier.until(lambda: not tier.disk.arrivals.coming)
     assert tier.states(space, 1) == [MISS]
 
 
