@@ -17,7 +17,8 @@ import asyncio
 import enum
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import UsageError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 TURN_BYTES = 32 << 20
@@ -209,6 +211,12 @@ class Lane:
             began = min(self._running.values(), default=now)
         return max(now - began, 0.0)  # uvloop's time() is that of the loop's last turn, and may lie before
 
+    def newest_running_s(self, now: float) -> float:
+        """As `oldest_running_s`, since the last of what runs began: a thread that ends one thing begins the next."""
+        with self._lock:
+            began = max(self._running.values(), default=now)
+        return max(now - began, 0.0)
+
     def figures(self) -> dict[str, int | float]:
         """For `status`. `busy_s`: what the threads have spent on work since the start, together."""
         with self._lock:
@@ -298,6 +306,28 @@ class Lane:
         self._live -= 1
         if self._live == 0:
             self._ended.set()
+
+
+class LaneExecutor(Executor):
+    """A lane for libraries that want an executor: their calls are seen to hang there, and keep no others waiting."""
+
+    def __init__(self, lane: Lane, urgent: int) -> None:
+        self._lane = lane
+        self._urgent = urgent
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Raises UsageError if the lane is closed. What was submitted can't be cancelled."""
+        ended: Future[T] = Future()
+        ended.set_running_or_notify_cancel()
+
+        def settle(value: T | BaseException) -> None:
+            if isinstance(value, BaseException):
+                ended.set_exception(value)
+            else:
+                ended.set_result(value)
+
+        self._lane.submit(lambda: fn(*args, **kwargs), settle, urgent=self._urgent)
+        return ended
 
 
 def _path(flow: Flow, urgent: int) -> tuple[tuple[int, int], ...]:

@@ -13,7 +13,18 @@ import pytest
 import uvloop
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import AGAIN, BACKGROUND, DAEMON, TURN_BYTES, Again, CancelledWork, Flow, Lane, Ticket
+from kvoffloadd.lanes import (
+    AGAIN,
+    BACKGROUND,
+    DAEMON,
+    TURN_BYTES,
+    Again,
+    CancelledWork,
+    Flow,
+    Lane,
+    LaneExecutor,
+    Ticket,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -100,6 +111,46 @@ def test_done_gets_results_and_exceptions_on_the_loop(run: Any) -> None:
         assert isinstance(log.values[2], SystemExit)
         assert log.values[3] != threading.get_ident(), "work runs in the lane's thread"
         assert log.threads == {threading.get_ident()}
+        assert await lane.close(5)
+
+    run(main)
+
+
+def test_a_lane_as_an_executor(run: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lane, gate = Lane("test", 1, loop), Gate()
+        executor = LaneExecutor(lane, -1)
+        assert await loop.run_in_executor(executor, divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            await loop.run_in_executor(executor, divmod, 7, 0)
+        waiting = loop.run_in_executor(executor, gate)
+        await gate.wait_entered()
+        queued = loop.run_in_executor(executor, gate)
+        waiting.cancel()
+        gate.open.set()
+        assert await queued == "through", "the one before ran to its end, though nobody waited for it"
+        assert await lane.close(5)
+        with pytest.raises(UsageError):
+            await loop.run_in_executor(executor, gate)
+
+    run(main)
+
+
+def test_who_runs_longest_and_who_began_last(run: Any) -> None:
+    async def main() -> None:
+        lane, gates, log = Lane("test", 2, asyncio.get_running_loop()), [Gate(), Gate()], Log()
+        assert (lane.oldest_running_s(time.monotonic()), lane.newest_running_s(time.monotonic())) == (0.0, 0.0)
+        for gate in gates:
+            lane.submit(gate, log)
+            await gate.wait_entered()
+        later = time.monotonic() + 100.0
+        assert 100.0 <= lane.newest_running_s(later) < lane.oldest_running_s(later)
+        gates[1].open.set()
+        await log.wait(1)
+        later = time.monotonic() + 100.0
+        assert lane.newest_running_s(later) == lane.oldest_running_s(later)
+        gates[0].open.set()
         assert await lane.close(5)
 
     run(main)

@@ -6,6 +6,7 @@ Event loop only. The write lanes read slots of rows that are held here until the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,6 +107,8 @@ class Demotion:
         self._queue: deque[Offer] = deque()
         self._writes: set[Write] = set()
         self._wake = asyncio.Event()
+        self._again: set[Space] = set()
+        self._wake_again = asyncio.Event()
         self._batch_bytes = min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE)
         self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
         self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
@@ -151,6 +154,14 @@ class Demotion:
             wanted = mine[self._writable(space, mine)]
             if len(wanted):
                 self._enqueue(space, wanted, 0)
+
+    def offer_again(self, space: Space) -> None:
+        """Keys of it were not written, or what was written is void: offer all that memory alone has, as soon as some
+        root may take it.
+        """
+        if not self._settings.on_evict:  # then they are offered before they are evicted
+            self._again.add(space)
+            self._wake_again.set()
 
     def _whole(self, rows: U32Array) -> U32Array:
         """Those of the keys whose parts are all sealed."""
@@ -227,16 +238,45 @@ class Demotion:
             except TimeoutError:
                 self._look_ahead()
 
+    async def run_again(self) -> None:
+        """See to what `offer_again` was told, for ever."""
+        while True:
+            await self._wake_again.wait()
+            ready = [space for space in self._again if space.retired or self._may_write(space)]
+            for space in ready:
+                self._again.discard(space)  # who falls out from now on brings it back
+                await self._offer_all(space, math.inf)
+            if not self._again:
+                self._wake_again.clear()
+            elif not ready:
+                await self._disk.wait_for_change(self._settings.retry_s)
+
+    def _may_write(self, space: Space) -> bool:
+        """Some root works that has noted the space's epoch."""
+        shelf = space.shelf
+        return shelf is not None and any(r.state == State.OK and r.home.has_noted(shelf.name) for r in self._disk.roots)
+
     async def flush(self, deadline_s: float) -> int:
         """Write all that is in memory alone, until the deadline. Returns the bytes that still wait."""
         until = self._disk.loop.time() + deadline_s
-        entries = self._cache.entries
-        for space in entries.spaces.values():
-            for rows in entries.scan(space):
-                await self._until(self._settings.backlog_bytes // 2, until)
-                self.offer(self._known(entries.live(rows)))
+        for space in self._cache.entries.spaces.values():
+            await self._offer_all(space, until)
         await self._until(0, until)
         return self.backlog_bytes
+
+    async def _offer_all(self, space: Space, until: float) -> None:
+        """Offer what memory alone has of a space, as the backlog has room for it; no more after `until`."""
+        entries, size = self._cache.entries, max(sum(space.part_bytes), 1)
+        step = max(1, self._settings.backlog_bytes // 2 // size)
+        for rows in entries.scan(space):
+            rows = entries.live(rows)
+            rows = self._known(rows[self._writable(space, rows)])
+            for at in range(0, len(rows), step):
+                await self._until(max(0, self._settings.backlog_bytes - step * size), until)
+                if self._disk.loop.time() >= until:
+                    return
+                self.offer(rows[at : at + step])
+            await asyncio.sleep(0)
 
     async def _until(self, backlog_bytes: int, until: float) -> None:
         """Wait until no more than this waits to be written; 0: and nothing is being written. Or until `until`."""
@@ -277,6 +317,8 @@ class Demotion:
         if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
             self._cache.entries.demoting[offer.rows] = 0
+            if not usable:
+                self.offer_again(space)
             return
         entries = self._cache.entries
         records = entries.parts.run(entries.first[offer.rows], space.schema.parts).ravel()
@@ -301,6 +343,8 @@ class Demotion:
             if not took:
                 noted = any(root.state == State.OK and root.home.has_noted(shelf.name) for root in self._disk.roots)
                 self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
+                if not noted:
+                    self.offer_again(space)
                 write.dropped = True
                 self._settle(write, len(records) - begin, failed=False)
                 return
@@ -354,6 +398,8 @@ class Demotion:
             self._enqueue(offer.space, rows, 1)
         elif write.failed:
             self.counters.not_demoted["write failed"] += len(offer.rows)
+        elif write.shelf is not offer.space.shelf:  # a root that came late knew of a clear: what was written is void
+            self.offer(offer.rows)
         else:
             self.counters.keys += len(offer.rows)
         self._cache.unhold(offer.rows)

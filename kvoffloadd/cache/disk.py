@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
+from kvoffloadd.cache.arrivals import Arrivals
 from kvoffloadd.cache.catalog import Catalog, Shelf
 from kvoffloadd.cache.demotion import Demotion
 from kvoffloadd.cache.ghosts import Reason
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 
     from kvoffloadd.cache.cache import Cache, Found
-    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.namespace import Space
     from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
-    from kvoffloadd.tiers.disk.manifest import Manifest
-    from kvoffloadd.tiers.disk.recovery import Recovered
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Numbers, Segment
 
@@ -80,10 +79,10 @@ class Disk:
         self.promotion = Promotion(self)
         self.reclaim = Reclaim(self, rewrite_hot=settings.rewrite_hot)
         self.inspection = Inspection(self)
+        self.arrivals = Arrivals(self)
         self._settings = settings
         self._spaces: dict[int, Space] = {}
         self._emptying: set[int] = set()
-        self._arriving = asyncio.Lock()  # one root after the other
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
 
@@ -91,17 +90,15 @@ class Disk:
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
+
+        def keep(work: Coroutine[Any, Any, None]) -> None:
+            self._tasks.append(spawn(work))
+
+        await self.arrivals.start(keep)
         for root in self.roots:
-            if known := await self._open(root):
-                self.cache.epochs.merge(known.base_epoch, known.last_epoch, known.epochs)
-        for root in self.roots:
-            if root.opened:
-                await self._take_in(root)
-        await self._save_epochs(self.roots)
-        for root in self.roots:
-            self._tasks.append(spawn(self.reclaim.keep(root, self._settings.retry_s)))
-            self._tasks.append(spawn(self._watch(root)))
-        self._tasks.append(spawn(self.demotion.run()))
+            keep(self.reclaim.keep(root, self._settings.retry_s))
+        keep(self.demotion.run())
+        keep(self.demotion.run_again())
 
     async def close(self, flush_s: float, deadline_s: float) -> bool:
         """Write what is in memory alone, seal, and let the roots go. False: some I/O does not end."""
@@ -110,108 +107,6 @@ class Disk:
         for task in self._tasks:
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
-
-    async def _open(self, root: Root) -> Manifest | None:
-        """Take a root's directory. Returns what it knows of clears, also of one that is `opened` no more then."""
-        manifest = await root.open()
-        same = [r for r in self.roots if r is not root and r.opened and r.home.uuid == root.home.uuid]
-        if manifest and same:
-            root.home.turn_away()
-            root.health.become(State.OFF, f"it is a copy of {same[0].path}, which is in use")
-        return manifest
-
-    async def _take_in(self, root: Root) -> None:
-        """Put what a root holds into the catalog."""
-        try:
-            found = await root.recover()
-        except (OSError, KvOffloadError) as error:
-            root.health.become(State.OFF, said(error))
-            await root.take_off()
-            return
-        # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
-        await self._learn(0, 0, root.epochs)
-        self.catalog.index.expect(sum(len(one.entries) for _, one in found))
-        for segment, one in found:
-            self._load(segment, one)
-            await asyncio.sleep(0)
-        root.health.become(State.OK)
-        self.numbers.changed.set()
-        records = sum(len(one.entries) for _, one in found)
-        log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
-
-    def _load(self, segment: Segment, found: Recovered) -> None:
-        for number, name in enumerate(found.spaces):
-            if name.epoch != self.cache.epochs.of(name.fingerprint):
-                continue
-            shelf = self.catalog.shelf(name)
-            mine = found.entries[found.entries["space"] == number]
-            mine = mine[mine["part"] < name.parts]
-            if shelf is not None and len(mine):
-                parts = mine["part"].astype(np.uint16)
-                keys = np.ascontiguousarray(mine["key"])
-                self.catalog.put(shelf, keys, parts, segment.ordinal, mine["page"])
-
-    async def _watch(self, root: Root) -> None:
-        """For ever: notice when a root goes, and when it comes back."""
-        while True:
-            await root.probe.pause()
-            try:
-                await self._look_after(root)
-            except (OSError, KvOffloadError) as error:
-                log.warning("disk %s: %s", root.path, error)
-
-    async def _look_after(self, root: Root) -> None:
-        if await root.probe.look():
-            self.numbers.changed.set()
-            await self._save_epochs([root])
-            return
-        # Before all that waits for the disk: it may hang.
-        self.promotion.give_up(root)
-        root.give_up()
-        for ordinal in list(root.segments):
-            await self.reclaim.forget(ordinal)
-            self.catalog.close_segment(ordinal)
-        await root.settle()
-        await root.take_off()
-        async with self._arriving:
-            known = await self._open(root)
-            if known:
-                await self._learn(known.base_epoch, known.last_epoch, known.epochs)
-            if root.opened:
-                await self._take_in(root)
-                await self._save_epochs(self.roots)
-
-    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
-        """Somebody came late, and knows of clears that nobody here has heard of. Keys that were stored in this run
-        were stored after them, and stay; what came from a pool or a disk goes, and what is on disk of older epochs.
-        """
-        cache = self.cache
-        later = cache.epochs.merged(base, last, by_namespace)
-        if later == cache.epochs:
-            return
-        for shelf in self.catalog.shelves.values():
-            if shelf.name.epoch != later.of(shelf.name.fingerprint):
-                self.catalog.close(shelf)  # nothing more is promoted from it
-        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
-        # Before the new epoch is written down, for a successor must not find these keys in it.
-        for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
-            for _ in cache.drop_inherited(namespace):
-                await asyncio.sleep(0)
-        cache.epochs.merge(base, last, by_namespace)
-        for namespace in cache.namespaces.values():
-            self._renew(namespace)
-        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
-            cache.remember()
-        await self._empty(self.begin_clear(None))
-
-    def _renew(self, namespace: Namespace) -> None:
-        """Go on in the epoch that the namespace has by now."""
-        epoch = self.cache.epochs.of(namespace.fingerprint)
-        if namespace.epoch != epoch:
-            namespace.epoch = epoch
-            for space in namespace.spaces.values():
-                space.shelf = None
-                self.shelve(space)
 
     async def wait_for_change(self, deadline_s: float) -> None:
         """Until some root has more room or less to do, or the deadline."""
@@ -348,12 +243,12 @@ class Disk:
         Raises:
             NotDurableError: it holds here, but a root could not note it: after a restart the keys might be back.
         """
-        failed = await self._save_epochs(self.roots)
-        await self._empty(shelves)
+        failed = await self.save_epochs(self.roots)
+        await self.empty(shelves)
         if failed:
             raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
 
-    async def _empty(self, shelves: list[Shelf]) -> None:
+    async def empty(self, shelves: list[Shelf]) -> None:
         """Free what these closed shelves take."""
         for shelf in shelves:
             if shelf.id in self._emptying or self.catalog.shelves.get(shelf.id) is not shelf:
@@ -380,8 +275,8 @@ class Disk:
         resident[resident] = self.cache.entries.complete(held[resident])
         self.cache.entries.note(space, keys[~resident], added=False)
 
-    async def _save_epochs(self, roots: Sequence[Root]) -> list[str]:
-        """Make durable what was cleared. Returns where that failed, and why: `_look_after` tries it again."""
+    async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
+        """Make durable what was cleared. Returns where that failed, and why: `look_after` tries it again."""
         failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
         self.numbers.changed.set()  # what was stored since may be written now
         return failed

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.ghosts import Reason
+from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS
+from kvoffloadd.model import PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
+    from kvoffloadd.model import I64Array
+    from kvoffloadd.tiers.disk.segment import Segment
 
-CHUNK_RECORDS = 256
 FINDINGS_MAX = 1000
 
 
@@ -30,14 +33,15 @@ class Inspection:
         for root in self._disk.roots:
             for segment in list(root.segments.values()):
                 records = catalog.in_segment(segment.ordinal)
-                for at in range(0, len(records), CHUNK_RECORDS):
-                    some = records[at : at + CHUNK_RECORDS]
-                    some = some[(catalog.segment[some] == segment.ordinal) & (catalog.page[some] != 0)]
+                sizes = self._sizes(segment, records)
+                for at in _turns(sizes):
+                    here = (catalog.segment[records[at]] == segment.ordinal) & (catalog.page[records[at]] != 0)
+                    some, cost_bytes = records[at][here], int(sizes[at][here].sum())
                     if not len(some) or not root.holds(segment):
                         continue
                     pages = catalog.page[some].copy()
                     try:
-                        good = await root.reader.inspect(segment, pages)
+                        good = await root.reader.inspect(segment, pages, cost_bytes)
                     except OSError as error:
                         findings.append(f"disk: {len(some)} records of {root.path}/segments/{segment.name}: {error}")
                         continue
@@ -51,3 +55,18 @@ class Inspection:
                         self._disk.promotion.counters.damaged += len(bad)
                         self._disk.lose(np.asarray(bad), Reason.CORRUPT)
         return count, findings
+
+    def _sizes(self, segment: Segment, records: I64Array) -> I64Array:
+        """Bytes from each of these records of a segment, which come by page, to the next; nobody may have told more
+        since the start. All of them together are no more than the segment.
+        """
+        ends = np.append(self._disk.catalog.page[records], segment.size_bytes // PAGE_BYTES).astype(np.int64)
+        sizes: I64Array = np.diff(ends) * PAGE_BYTES
+        return sizes
+
+
+def _turns(sizes: I64Array) -> list[I64Array]:
+    """Indices of what one turn of a read lane reads, as for promotion."""
+    by_bytes, by_count = (np.cumsum(sizes) - sizes) // PIECE_BYTES, np.arange(len(sizes)) // PIECE_RECORDS
+    cuts = np.flatnonzero((np.diff(by_bytes) != 0) | (np.diff(by_count) != 0)) + 1
+    return np.split(np.arange(len(sizes)), cuts) if len(sizes) else []

@@ -78,23 +78,26 @@ class Away:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Somebody waits for keys. `rows`: what came, held until `done` has returned. `ended`: `done` was called, or never
-    will be.
+    """Somebody waits for keys. `slices`: what it has not begun with; `idle`: it has seen that there are none.
+    `readings`: what it waits for, each with keys to be looked at again after it. `rows`: what came, held until `done`
+    has returned. `ended`: `done` was called, or never will be.
     """
 
     urgent: int
     done: Callable[[], None]
     slices: deque[Away]
     flow: Flow
-    readings: set[Reading] = field(default_factory=set)
+    readings: dict[Reading, list[Away]] = field(default_factory=dict)
     rows: list[U32Array] = field(default_factory=list)
+    idle: bool = False
     ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
     """Parts of one space that are being read. `rows` are held until its end; `left` parts are not settled yet, among
-    them those of `pieces`.
+    them those of `pieces`. `cancelled`: some of its parts will not come, since nobody waited for it, or a root does
+    not answer.
     """
 
     id: int
@@ -105,6 +108,7 @@ class Reading:
     left: int
     waiters: list[Fetch]
     pieces: dict[Piece, Ticket] = field(default_factory=dict)
+    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -204,6 +208,7 @@ class Promotion:
         for reading in fetch.readings:
             reading.waiters.remove(fetch)
             if not reading.waiters:
+                reading.cancelled = True
                 for ticket in reading.pieces.values():
                     ticket.cancel()
         fetch.readings.clear()
@@ -213,8 +218,10 @@ class Promotion:
         """This root does not answer: nobody waits for what it was to read any more."""
         for reading in list(self._readings.values()):
             for piece, ticket in list(reading.pieces.items()):
-                if piece.root is root and not ticket.cancel():
-                    self._put_in_quarantine(reading, piece)
+                if piece.root is root:
+                    reading.cancelled = True
+                    if not ticket.cancel():
+                        self._put_in_quarantine(reading, piece)
 
     # --- one slice a turn ---
 
@@ -222,6 +229,7 @@ class Promotion:
         """`woken`: the window that it has waited for; its turn is over when this returns."""
         full = None
         if not fetch.slices:
+            fetch.idle = True
             self._check_end(fetch)
         elif (full := self._start(fetch, fetch.slices[0], woken)) is None:
             fetch.slices.popleft()
@@ -263,10 +271,11 @@ class Promotion:
                     return window
         if len(found.hit_rows):  # somebody brought them meanwhile
             self._hold(fetch, found.hit_rows)
-        held = found.rows[(found.rows >= 0) & ~found.hits]
-        for number in distinct(cache.entries.reading[held]).tolist():
-            if number:
-                self._join(fetch, self._readings[number])
+        held = np.flatnonzero((found.rows >= 0) & ~found.hits)
+        numbers = cache.entries.reading[found.rows[held]]
+        for number in distinct(numbers[numbers != 0]).tolist():
+            mine = held[numbers == number]
+            self._join(fetch, self._readings[number], Away(space, away.keys[mine], away.positions[mine]))
         if len(at):
             self._disk.catalog.mark_used(rows)
             self._read(fetch, Away(space, away.keys[at], away.positions[at]), rows)
@@ -306,7 +315,7 @@ class Promotion:
         cache.entries.reading[rows] = reading.id
         cache.entries.inherited[rows] = 1
         cache.hold(rows)
-        self._join(fetch, reading)
+        self._join(fetch, reading, None)
         # Which key each part belongs to: rows are distinct, since the keys are.
         of_key = cache.entries.find(space, away.keys[mine])
         order = np.argsort(of_key)
@@ -421,7 +430,7 @@ class Promotion:
         self.counters.keys += len(whole)
         del self._readings[reading.id]
         for fetch in reading.waiters:
-            fetch.readings.discard(reading)
+            self._look_again(fetch, fetch.readings.pop(reading))
             self._hold(fetch, whole)
         self._cache.unhold(reading.rows)
         for fetch in reading.waiters:
@@ -429,15 +438,28 @@ class Promotion:
 
     # --- who waits ---
 
-    def _join(self, fetch: Fetch, reading: Reading) -> None:
-        if reading in fetch.readings:
+    def _join(self, fetch: Fetch, reading: Reading, away: Away | None) -> None:
+        """`away`: which keys of it, where another fetch has begun it."""
+        joined = reading in fetch.readings
+        again = fetch.readings.setdefault(reading, [])
+        if away is not None and reading.cancelled:
+            again.append(away)
+        if joined:
             return
         reading.waiters.append(fetch)
-        fetch.readings.add(reading)
         if fetch.urgent < reading.urgent or fetch.flow != reading.flow:
             reading.urgent = min(fetch.urgent, reading.urgent)
             for piece, ticket in reading.pieces.items():
                 piece.root.reader.lane.hasten(ticket, fetch.flow, fetch.urgent)
+
+    def _look_again(self, fetch: Fetch, away: list[Away]) -> None:
+        """What had been given up before the fetch came is begun anew. Only that: what could not be read has been tried
+        for everybody. Each time somebody has to come and give up again, so that it ends.
+        """
+        fetch.slices.extend(away)
+        if away and fetch.idle:
+            fetch.idle = False
+            self._disk.loop.call_soon(self._advance, fetch)
 
     def _hold(self, fetch: Fetch, rows: U32Array) -> None:
         self._cache.hold(rows)

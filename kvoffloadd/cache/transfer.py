@@ -19,9 +19,9 @@ from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.device.base import CopyResult
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
+from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import BoolArray, Direction, Outcome
-from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.tiers.hashing import hash_payloads, in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -239,12 +239,17 @@ class Transfers:
         return transfer
 
     async def verify_adopted(self) -> None:
-        """Hash all that was adopted and not loaded since, and drop what is wrong. Nothing else is under way yet."""
+        """Hash all that was adopted and not loaded since, and drop what is wrong. No engine is served yet, but a root
+        that comes late may know that some of it was cleared.
+        """
         columns = self.cache.entries.parts
         parts = np.flatnonzero(columns.unverified[: columns.runs.used])
-        for mine in _turns(parts, self.cache.payload_bytes(parts)):
-            work = partial(hash_payloads, self.cache.payload_addresses(mine), self.cache.payload_bytes(mine))
-            wrong = (await self.hash_lane.perform(work) != columns.digest[mine]).any(axis=1)
+        for turn in in_turns(parts, self.cache.payload_bytes(parts)):
+            mine = turn[columns.unverified[turn] != 0]
+            sizes = self.cache.payload_bytes(mine)
+            work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes)
+            digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
+            wrong = (digests != columns.digest[mine]).any(axis=1)
             columns.unverified[mine] = 0
             self.drop(columns.row[mine[wrong]])
 
@@ -283,7 +288,7 @@ class Transfers:
             begin()
             return
         transfer.timer = self.hash_lane.loop.call_at(terms.deadline_s, transfer.expire)
-        self._verify(transfer, iter(_turns(sealed, self.cache.payload_bytes(plan.parts[sealed]))), begin)
+        self._verify(transfer, iter(in_turns(sealed, self.cache.payload_bytes(plan.parts[sealed]))), begin)
 
     def _verify(self, transfer: Transfer, turns: Iterator[I64Array], begin: Callable[[], None]) -> None:
         """Hash what is at these places of its parts, one turn of the lane after the other, then go on."""
@@ -432,9 +437,3 @@ class Transfers:
             if stuck >= STUCK_LOOKS:
                 return False
         return True
-
-
-def _turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:
-    """The parts, cut into what the hash lane does in one turn."""
-    turn = (np.cumsum(sizes) - sizes) // TURN_BYTES
-    return np.split(parts, np.flatnonzero(np.diff(turn)) + 1) if len(parts) else []

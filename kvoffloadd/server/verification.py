@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.lanes import BACKGROUND
-from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.tiers.hashing import hash_payloads, in_turns
 
 if TYPE_CHECKING:
     from kvoffloadd.model import I64Array
@@ -53,10 +53,12 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     for start in range(0, len(sealed), CHUNK_PARTS):
         parts = sealed[start : start + CHUNK_PARTS]
         parts = parts[columns.state[parts] == PartState.SEALED]
-        wrong = await _wrong_payloads(context, parts)
-        audit.payloads += len(parts)
-        audit.findings += [f"payload: part record {n} does not match its checksum, dropped" for n in wrong.tolist()]
-        context.transfers.drop(columns.row[wrong])
+        for turn in in_turns(parts, context.cache.payload_bytes(parts)):
+            mine = turn[columns.state[turn] == PartState.SEALED]  # others may have gone during the turns before
+            wrong = await _wrong_payloads(context, mine)
+            audit.payloads += len(mine)
+            audit.findings += [f"payload: part record {n} does not match its checksum, dropped" for n in wrong.tolist()]
+            context.transfers.drop(columns.row[wrong])
     if disk and context.cache.disk is not None:
         audit.records, findings = await context.cache.disk.inspection.run(repair=repair)
         audit.findings += findings
@@ -78,8 +80,9 @@ async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:
     """Those of the sealed parts that do not match; one that is evicted meanwhile is not judged."""
     columns, cache = context.cache.entries.parts, context.cache
     generations, expected = columns.generation[parts], columns.digest[parts]
-    work = partial(hash_payloads, cache.payload_addresses(parts), cache.payload_bytes(parts))
-    hashed = await context.hash_lane.perform(work, flow=BACKGROUND)
+    sizes = cache.payload_bytes(parts)
+    work = partial(hash_payloads, cache.payload_addresses(parts), sizes)
+    hashed = await context.hash_lane.perform(work, flow=BACKGROUND, cost_bytes=int(sizes.sum()))
     differs: np.ndarray[tuple[int], np.dtype[np.bool_]] = (hashed != expected).any(axis=1)
     same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.SEALED)
     wrong: I64Array = parts[differs & same]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from kvoffloadd.lanes import TURN_BYTES
+
 if TYPE_CHECKING:
     from kvoffloadd.model import I64Array, U64Array
 
@@ -32,3 +34,9 @@ def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
     digest = xxhash.xxh3_128_digest
     digests = b"".join([digest(view[b:e]) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)])
     return np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def in_turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:
+    """The parts, which have these sizes, cut into what a lane does in one turn."""
+    turn = (np.cumsum(sizes) - sizes) // TURN_BYTES
+    return np.split(parts, np.flatnonzero(np.diff(turn)) + 1) if len(parts) else []

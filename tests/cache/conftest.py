@@ -16,19 +16,21 @@ Open = Callable[..., Awaitable[Tier]]
 @pytest.fixture
 async def open_tier(tmp_path: Path) -> AsyncIterator[Open]:
     """`await open_tier(Shape(...), on_evict=True)` -> a running tier in the test's directory; audited and closed at the
-    end. One after the other, each finds what the one before has left.
+    end. One after the other, each finds what the one before has left. `before`: what is done to it before it starts.
     """
     tiers: list[Tier] = []
 
-    async def make(shape: Shape | None = None, **settings: Any) -> Tier:
+    async def make(
+        shape: Shape | None = None, before: Callable[[Tier], object] = lambda tier: None, **settings: Any
+    ) -> Tier:
         tiers.append(Tier(tmp_path, shape, **settings))
+        before(tiers[-1])
         return await tiers[-1].start()
 
     yield make
     findings = []
     for tier in tiers:
-        tier.files.reading.open()
-        tier.files.writing.open()
+        tier.files.let_all_go()
         tier.files.plant("")
         findings += tier.audit()
         if not tier.is_closed:

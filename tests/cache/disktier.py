@@ -109,12 +109,35 @@ class SteeredFiles(FaultyFiles):
         self.writes: list[int] = []
         self.failing_writes = 0
         self.unreadable: set[str] = set()
+        self._hanging: dict[tuple[str, Path], Gate] = {}
 
     def plant(self, text: str) -> None:
         """Faults from now on, as in FaultyFiles; none: no text."""
         fresh = self.switch.with_suffix(".new")
         fresh.write_text(text)
         fresh.replace(self.switch)
+
+    def hang(self, operation: str, path: Path) -> Gate:
+        """From now on this root does not answer: "enter" when it is taken, "names" when its segments are listed."""
+        gate = self._hanging[operation, path] = Gate()
+        gate.close()
+        return gate
+
+    def let_all_go(self) -> None:
+        """Open every gate."""
+        for gate in (self.reading, self.writing, *self._hanging.values()):
+            gate.open()
+
+    def open_directory(self, path: str | Path) -> int:
+        if (gate := self._hanging.get(("enter", Path(path)))) is not None:
+            gate()
+        return super().open_directory(path)
+
+    def names(self, dir_fd: int) -> list[str]:
+        path = Path(os.readlink(f"/proc/self/fd/{dir_fd}")).parent
+        if (gate := self._hanging.get(("names", path))) is not None:
+            gate()
+        return super().names(dir_fd)
 
     def open(self, directory_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
         if name in self.unreadable:

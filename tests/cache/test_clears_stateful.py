@@ -372,9 +372,9 @@ class ClearMachine(RuleBasedStateMachine):
         self.put_back(name)
         if name not in self.config or self.root(name).opened:
             return
-        root, lock = self.root(name), self.up.disk._arriving
+        root = self.root(name)
         self.run(self.up.until(lambda: root.state == State.OK or root.health.reason.startswith("it is a copy")))
-        self.run(self.up.until(lambda: not lock.locked()))
+        self.run(self.up.until(lambda: root not in self.up.disk.arrivals.coming))
         self.hear(name)
         self.finds_again(name)
 

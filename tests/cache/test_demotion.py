@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.errors import NotDurableError
+from kvoffloadd.model import PAGE_BYTES, U32Array
 from kvoffloadd.tiers.disk.health import State
 
 from .conftest import Open
-from .disktier import HIT, MISS, PENDING, Shape
+from .disktier import HIT, MISS, PENDING, Shape, Tier
 from .fakes import keys_of
+
+N = b"n" * 16
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
 
 SMALL = Shape(pages=32)
 """8 slots of 4 at a time are looked at before eviction."""
@@ -333,10 +344,105 @@ async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_ti
     await tier.until(lambda: tier.root.state == State.OK)
     tier.store(space, 9)
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == [1, 9]
-    tier.disk.demotion.offer(tier.cache.find(space, keys_of(*range(2, 8))).hit_rows)
+    await tier.until(lambda: tier.on_disk(space, *range(10)) == [*range(1, 8), 9])
+    assert tier.not_demoted == lost, "each of them was offered again"
+
+
+# --- what is offered again ---
+
+
+async def with_a_late_root(open_tier: Open, paths: list[Path], **settings: int) -> Tier:
+    """With the first root; the second, which is refused so far, knows of a clear of N."""
+    second = await open_tier(paths=[paths[1]])
+    await second.clear(second.space(N).namespace)
+    await second.close()
+    paths[1].chmod(0o755)
+    return await open_tier(Shape(num_segments=64), paths=paths, **settings)
+
+
+async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open, paths: list[Path]) -> None:
+    """Within the budget for what waits, however much it is."""
+    tier = await with_a_late_root(open_tier, paths, backlog_bytes=6 * PAGE_BYTES)
+    space, other = tier.space(N), tier.space(b"o" * 16)
+    for first in range(0, 40, 5):
+        tier.store(space, *range(first, first + 5))
+        await tier.quiet()
+    await tier.store_away(other, 1)
+    old, writes = space.shelf, sum(tier.files.writes)
+    waiting: list[int] = []
+    offer = tier.disk.demotion.offer
+
+    def watched(rows: U32Array) -> None:
+        offer(rows)
+        waiting.append(tier.disk.demotion.backlog_bytes)
+
+    tier.disk.demotion.offer = watched  # type: ignore[method-assign]
+    paths[1].chmod(0o700)
+    await tier.until(lambda: space.shelf is not old and len(tier.on_disk(space, *range(40))) == 40)
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == [*range(1, 8), 9], "and they can be offered again"
+    await tier.until(lambda: not tier.disk.demotion._again)
+    assert sum(tier.files.writes) == writes + 40
+    assert max(waiting) <= 6 * PAGE_BYTES
+    assert tier.not_demoted == {}
+    await tier.drop()
+    alone = await open_tier(paths=paths)
+    assert alone.on_disk(alone.space(N), *range(40)) == list(range(40))
+
+
+async def test_what_is_being_written_when_it_becomes_void(open_tier: Open, paths: list[Path]) -> None:
+    tier = await with_a_late_root(open_tier, paths)
+    space = tier.space(N)
+    tier.files.writing.close()
+    tier.store(space, *range(12))  # more than one batch
+    await tier.until(tier.files.writing.entered.is_set)
+    old = space.shelf
+    paths[1].chmod(0o700)
+    await tier.until(lambda: space.shelf is not old and not tier.disk.demotion._again)
+    assert tier.audit() == []
+    tier.files.writing.open()
+    await tier.until(lambda: len(tier.on_disk(space, *range(12))) == 12)
+    await tier.quiet()
+    assert tier.disk.demotion.counters.keys == 12
+    await tier.drop()
+    alone = await open_tier(paths=paths)
+    assert alone.on_disk(alone.space(N), *range(12)) == list(range(12))
+
+
+async def test_what_fell_out_while_a_clear_was_not_noted_is_offered_again(open_tier: Open) -> None:
+    tier = await open_tier()
+    trap = tier.root.path / "manifest.new"
+    (trap / "x").mkdir(parents=True)
+    with pytest.raises(NotDurableError):
+        await tier.clear(tier.space(N).namespace)
+    space = tier.space(N)
+    tier.store(space, *range(10))
+    await tier.quiet()
+    assert tier.on_disk(space, *range(10)) == []
+    assert tier.not_demoted == {"clear not noted": 10}
+    shutil.rmtree(trap)
+    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+    await tier.quiet()
+    assert sum(tier.files.writes) == 10
+
+
+@pytest.mark.parametrize("on_evict", [False, True])
+async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier: Open, on_evict: bool) -> None:
+    """If all that is stored is written, not only what is evicted next."""
+    tier = await open_tier(on_evict=on_evict)
+    space, away = tier.space(), tier.folder / "away"
+    tier.root.path.rename(away)
+    await tier.until(lambda: tier.root.state == State.OFF and not tier.root.opened)
+    tier.store(space, *range(10))
+    tier.disk.demotion.offer(tier.cache.find(space, keys_of(*range(10))).hit_rows)
+    await tier.quiet()
+    assert tier.not_demoted == {"no disk": 10}
+    away.rename(tier.root.path)
+    await tier.until(lambda: tier.root.state == State.OK)
+    if not on_evict:
+        await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+    assert not tier.disk.demotion._again
+    await tier.quiet()
+    assert sum(tier.files.writes) == (0 if on_evict else 10)
 
 
 # --- while it is written ---
@@ -410,6 +516,18 @@ async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) ->
     assert await again.fetch(space, *range(20)) == list(range(20))
     assert await again.fetch(wide, *range(5)) == list(range(5))
     assert len(half) == len(unsealed) == 1
+
+
+async def test_an_orderly_end_writes_more_than_may_wait_at_once(open_tier: Open) -> None:
+    roomy = Shape(num_segments=64)
+    tier = await open_tier(roomy, on_evict=True, backlog_bytes=6 * PAGE_BYTES)
+    space, large = tier.space(), tier.space(b"l" * 16, sizes=(5 * PAGE_BYTES,))
+    tier.store(space, *range(40))
+    tier.store(large, *range(3))
+    await tier.close()
+    again = await open_tier(roomy)
+    assert again.on_disk(again.space(), *range(40)) == list(range(40))
+    assert again.on_disk(again.space(b"l" * 16, sizes=(5 * PAGE_BYTES,)), *range(3)) == [0, 1, 2]
 
 
 async def test_an_end_in_time_loses_what_the_disk_is_too_slow_for(open_tier: Open) -> None:

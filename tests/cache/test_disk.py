@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache import catalog as catalog_module
+from kvoffloadd.cache import inspection
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, BoolArray, U32Array
 from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.segment import Segment
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -221,6 +223,28 @@ async def test_an_inspection_finds_what_is_damaged_and_repairs_it(open_tier: Ope
     assert len((await tier.disk.inspection.run(repair=True))[1]) == 2
     assert tier.on_disk(space, *range(10)) == [0, 1, 2, 3, 5, 6, 7, 9]
     assert await tier.disk.inspection.run(repair=True) == (8, [])
+
+
+async def test_an_inspection_reads_so_many_bytes_a_turn(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of groups that nobody has told the sizes of; each turn costs at least what it reads."""
+    monkeypatch.setattr(inspection, "PIECE_BYTES", 8 * PAGE_BYTES)
+    shape = Shape(pages=512, slab_pages=32, segment_pages=256)
+    tier = await open_tier(shape)
+    await tier.store_away(tier.space(sizes=(7 * PAGE_BYTES,)), *range(10))
+    await tier.store_away(tier.space(b"o" * 16), *range(8))
+    await tier.close()
+    again = await open_tier(shape)
+    inspect, turns = again.root.reader.inspect, list[tuple[int, int]]()
+
+    async def watched(segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
+        turns.append((len(pages), cost_bytes // PAGE_BYTES))
+        return await inspect(segment, pages, cost_bytes)
+
+    monkeypatch.setattr(again.root.reader, "inspect", watched)
+    assert await again.disk.inspection.run(repair=False) == (18, [])
+    assert turns[:11] == [(1, 8)] * 10 + [(4, 8)]
+    assert sum(count for count, _ in turns) == 18
+    assert sum(pages for _, pages in turns) < shape.segment_pages
 
 
 async def test_a_forgotten_namespace_keeps_its_disk_and_not_its_number(open_tier: Open) -> None:

@@ -45,7 +45,7 @@ async def comes_late(tier: Tier, path: Path) -> None:
     """A root that was refused."""
     os.chmod(path, 0o700)
     root = next(root for root in tier.roots if root.path == path)
-    await tier.until(lambda: root.state == State.OK and not tier.disk._arriving.locked())
+    await tier.until(lambda: root.state == State.OK and root not in tier.disk.arrivals.coming)
 
 
 # --- what was taken out and put back ---
@@ -118,7 +118,7 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     mine = await read_manifest(away)
     assert mine is not None
     assert mine.epoch_of(A) == tier.space(A).namespace.epoch
-    await tier.disk._look_after(tier.root)
+    await tier.disk.arrivals.look_after(tier.root)
     assert "another root" in tier.root.health.reason
     assert tier.states(tier.space(B), 1) == [MISS]
     assert await read_manifest(paths[0]) == other

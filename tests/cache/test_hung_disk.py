@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.namespace import Space
-from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Urgency
+from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Fetch, Urgency
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.health import LASTING_S, Health, State
@@ -88,6 +88,80 @@ async def test_what_another_one_waits_for_is_read(open_tier: Open) -> None:
     tier.files.reading.open()
     await tier.quiet()
     assert ended == [[3]]
+
+
+HALVES = (PIECE * PAGE_BYTES, PIECE * PAGE_BYTES)
+"""Each part is a piece of its own."""
+
+
+async def half_read(tier: Tier, *numbers: int) -> tuple[Space, Fetch]:
+    """A thread is at the first part of the first of these keys, all else of them waits."""
+    space = tier.space(sizes=HALVES)
+    await tier.store_away(space, *numbers)
+    tier.files.reading.close()
+    fetch = tier.begin_fetch(space, *numbers, done=lambda: None)
+    await tier.until(tier.files.reading.entered.is_set)
+    return space, fetch
+
+
+@pytest.mark.parametrize("settles", [False, True])
+async def test_what_was_given_up_is_read_for_who_comes_later(open_tier: Open, settles: bool) -> None:
+    """Some of it goes on, since a thread is at it: who comes then waits for that, and for the rest as well."""
+    tier = await open_tier(BIG)
+    space, fetch = await half_read(tier, 1, 2, 3)
+    before = sum(tier.files.reads)
+    tier.disk.promotion.cancel(fetch)
+    if settles:
+        await tier.until(lambda: tier.disk.promotion.reserved == 1)
+    later = [asyncio.ensure_future(tier.fetch(space, *numbers)) for numbers in ([1, 2, 3], [1], [3, 2])]
+    await asyncio.sleep(0.01)
+    assert tier.audit() == []
+    tier.files.reading.open()
+    assert await asyncio.gather(*later) == [[1, 2, 3], [1], [3, 2]]
+    await tier.quiet()
+    assert sum(tier.files.reads) == before + 6, "each part once"
+    assert tier.disk.promotion.holds == 0
+
+
+async def test_who_gives_up_again_and_again_ends_it(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    space, fetch = await half_read(tier, 1)
+    promotion = tier.disk.promotion
+    for _ in range(5):
+        promotion.cancel(fetch)
+        fetch = tier.begin_fetch(space, 1, done=lambda: None)
+        await tier.until(lambda fetch=fetch: fetch.readings)  # type: ignore[misc]
+    promotion.cancel(fetch)
+    tier.files.reading.open()
+    await tier.quiet()
+    assert promotion.holds == 0
+    assert tier.states(space, 1) == [PENDING]
+    assert await tier.fetch(space, 1) == [1]
+
+
+async def test_who_waits_for_what_was_given_up_ends_with_its_root(open_tier: Open) -> None:
+    """There is nothing to begin anew."""
+    tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16, stuck_s=0.4))
+    space, fetch = await half_read(tier, 1, 2)
+    tier.disk.promotion.cancel(fetch)
+    assert await tier.fetch(space, 1, 2) == []
+    assert tier.root.state == State.OFF
+    assert tier.audit() == []
+
+
+async def test_what_could_not_be_read_is_not_tried_again(open_tier: Open) -> None:
+    """It was tried for all who waited, though one had given up before."""
+    tier = await open_tier(BIG)
+    space, fetch = await half_read(tier, 1)
+    tier.disk.promotion.cancel(fetch)
+    later = asyncio.ensure_future(tier.fetch(space, 1))
+    await asyncio.sleep(0.01)
+    tier.files.plant("open=EMFILE")
+    tier.files.reading.open()
+    assert await later == []
+    assert tier.disk.promotion.counters.no_resources == 1
+    tier.files.plant("")
+    assert await tier.fetch(space, 1) == [1]
 
 
 # --- bounds ---

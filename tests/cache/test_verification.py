@@ -15,6 +15,7 @@ from kvoffloadd.cache.transfer import LoadPlan, Terms, TransferResult, Transfers
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
+from kvoffloadd.tiers import hashing
 
 from .fakes import keys_of, make_cache, make_space, store
 
@@ -89,3 +90,23 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     assert np.flatnonzero(results[1].bad).tolist() == [3, 4]
     assert not cache.find(space, keys_of(3, 4)).hits.any()
     assert not cache.entries.leases.any()
+
+
+async def test_what_goes_while_what_was_adopted_is_verified(
+    lane: tuple[Lane, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that comes late may end a whole namespace: nobody knows the sizes of its payloads any more."""
+    monkeypatch.setattr(hashing, "TURN_BYTES", 1)
+    cache = make_cache()
+    spaces = [make_space(cache, bytes([n]) * 16)[1] for n in range(2)]
+    for space in spaces:
+        cache.entries.parts.unverified[store(cache, space, keys_of(1))] = 1
+    nobody: Any = None
+    verified = asyncio.ensure_future(Transfers(cache, lane[0], nobody, False).verify_adopted())
+    await asyncio.sleep(0)
+    cache.entries.retire(cache.find(spaces[1], keys_of(1)).hit_rows)
+    cache.close_namespace(spaces[1].namespace)
+    lane[1].set()
+    await verified
+    assert not cache.entries.parts.unverified.any()
+    assert len(cache.find(spaces[0], keys_of(1)).hit_rows) == 1

@@ -288,6 +288,27 @@ def test_a_disk_that_hangs_takes_no_memory_and_comes_back(
     store_on_disk(daemon, rank, lots[25])
 
 
+def test_a_start_without_a_disk_that_hangs(
+    start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
+) -> None:
+    """Memory serves; what was stored meanwhile goes to the disk when it answers."""
+    daemon = launch(start_daemon, switch, tmp_path, "disk.stuck_s=1")
+    store_on_disk(daemon, worker(daemon), lots[0])
+    daemon.stop()
+    switch.set("names_delay_s=3600")
+    daemon.start()
+    assert root_state(daemon) == "off"
+    assert disk(daemon)["roots"][0]["reason"] == "the disk does not answer"
+    rank = worker(daemon)
+    assert rank.states(lots[0]) == [MISS] * 60
+    assert rank.store_keys(lots[1]).outcome is Outcome.DONE
+    assert rank.loads_right(lots[1])
+    switch.set()
+    until(lambda: root_state(daemon) == "ok", "the root is back")
+    demoted(daemon, 120)
+    assert served(rank, lots[0]).all()
+
+
 def test_writes_that_never_end(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]) -> None:
     """Memory serves what is stored; the root is off until the disk answers."""
     daemon = launch(start_daemon, switch, tmp_path, "disk.stuck_s=1", memory="2MiB")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffloadd.lanes import BACKGROUND, Flow, Lane
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.verification import verify
+from kvoffloadd.tiers import hashing
+from tests.cache.fakes import keys_of, make_cache, make_space, store
 
 
 def daemon(findings: list[list[str]], *, verify_loads: bool = False) -> Any:
@@ -47,3 +53,34 @@ async def test_books_that_can_not_be_read_are_wrong() -> None:
     found = await verify(context, payloads=False, disk=False, repair=False)
     assert "IndexError" in found.findings[0]
     assert context.transfers.verify_loads
+
+
+async def test_payloads_are_hashed_in_turns_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which costs what it hashes; a payload whose memory is given up meanwhile is not looked at."""
+    monkeypatch.setattr(hashing, "TURN_BYTES", 4 * PAGE_BYTES)
+    cache = make_cache()
+    space, going = (make_space(cache, bytes([n]) * 16, pages=(n,))[1] for n in (3, 1))
+    store(cache, space, keys_of(*range(5)))
+    parts = store(cache, going, keys_of(1))
+    lane = Lane("hash", 1, asyncio.get_running_loop())
+    costs: list[int] = []
+
+    class Watched:
+        async def perform(self, work: Callable[[], Any], *, flow: Flow, cost_bytes: int = 0) -> Any:
+            assert flow is BACKGROUND
+            costs.append(cost_bytes // PAGE_BYTES)
+            if len(costs) == 1:
+                cache.entries.retire(cache.entries.parts.row[parts])
+                cache.close_namespace(going.namespace)
+            return await lane.perform(work)
+
+    context: Any = SimpleNamespace(
+        audit=lambda: iter([]),
+        cache=cache,
+        transfers=SimpleNamespace(verify_loads=False, drop=lambda rows: None),
+        hash_lane=Watched(),
+    )
+    audit = await verify(context, payloads=True, disk=False, repair=False)
+    assert await lane.close(5.0)
+    assert (audit.findings, audit.payloads) == ([], 5)
+    assert costs == [6, 3, 3, 3], "whole payloads, begun before the turn was full; not the one that went"

@@ -101,7 +101,7 @@ async def _recover_all(home: Home, files: Files, lane: Lane, names: list[str]) -
 
 
 async def _recover(home: Home, files: Files, lane: Lane, name: str) -> Recovered | None:
-    work = partial(recover_segment, files, home.segments_fd, name, direct=home.is_direct)
+    work = partial(recover_segment, files, home.segments_fd, name, direct=home.is_direct, goes_on=home.goes_on)
     try:
         return await lane.perform(work)
     except (OSError, MemoryError) as error:

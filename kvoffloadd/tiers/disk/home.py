@@ -12,10 +12,12 @@ import logging
 import os
 import secrets
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from kvoffloadd.lanes import LaneExecutor
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, lacks_resources, probe_direct
 from kvoffloadd.tiers.disk.health import said
@@ -38,21 +40,29 @@ FIRST: Final = -1
 
 
 class Home:
-    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. Descriptors are -1
-    while the directory is not ours.
+    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. `lane`: where the
+    manifest is read and written. Descriptors are -1 while the directory is not ours. `accepted`: the caller has found
+    that it is no copy of a root in use. `moved_s`: when `goes_on` was called last.
     """
 
-    def __init__(self, path: Path, files: Files, direct: bool | None) -> None:
+    def __init__(self, path: Path, files: Files, direct: bool | None, lane: Lane) -> None:
         self.path = path
         self.files = files
+        self.lane = lane
+        self.accepted = False
+        self.moved_s = time.monotonic()
         self.segments_fd = -1
         self.is_direct = False
         self.manifest: Manifest | None = None
         self._wants_direct = direct
+        # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
+        self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""
         self._writing = asyncio.Lock()
         self._writes: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Task[None] | None = None
+        self._next: Manifest | None = None
         self._using: set[asyncio.Task[Any]] = set()
 
     async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
@@ -73,6 +83,10 @@ class Home:
         """Until nothing of `perform` is under way."""
         while self._using:
             await asyncio.wait(set(self._using))
+
+    def goes_on(self) -> None:
+        """Of many calls that are made together one has ended: the disk answers. From any thread."""
+        self.moved_s = time.monotonic()
 
     def enter(self) -> None:
         """Take the directory, made if it is new; blocks.
@@ -104,7 +118,7 @@ class Home:
         """
         async with self._writing:  # whatever is still writing one from before the root was let go
             try:
-                self.manifest = await read_manifest(self._here)
+                self.manifest = await read_manifest(self._here, self._executor)
             except DiskVersionError:
                 raise
             except DiskError as error:
@@ -125,7 +139,7 @@ class Home:
         """Make the manifest of a new root durable; OSError passes through."""
         if self.manifest is None:
             raise DiskError(f"{self.path} is off")
-        await write_manifest(self._here, self.manifest)
+        await write_manifest(self._here, self.manifest, self._executor)
         self._uuid = self.manifest.root_uuid
 
     @property
@@ -153,23 +167,27 @@ class Home:
 
         Raises OSError or DiskError if that can't be done now.
         """
-        task = asyncio.get_running_loop().create_task(self._write_epochs(base, last, epochs))
-        self._writes.add(task)
-        task.add_done_callback(self._wrote)
-        await asyncio.shield(task)
+        if self.manifest is None or not self._uuid:
+            raise DiskError(f"{self.path} is off")
+        # What waits for its turn has room for one: the later ones know all that the earlier ones did, and behind a disk
+        # that hangs there may be any number.
+        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
+        if self._waiting is None:
+            self._waiting = asyncio.get_running_loop().create_task(self._write_next())
+            self._writes.add(self._waiting)
+            self._waiting.add_done_callback(self._wrote)
+        await asyncio.shield(self._waiting)
 
     def _wrote(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waits has been told
 
-    async def _write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        if self.manifest is None or not self._uuid:
-            raise DiskError(f"{self.path} is off")
-        manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
+    async def _write_next(self) -> None:
         # Clears of several sessions, and whoever looks after the root: one at a time, in order.
         async with self._writing:
-            if self.manifest is None:
+            manifest, self._next, self._waiting = self._next, None, None
+            if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
                 raise DiskError(f"{self.path} is off")
             if manifest == self.manifest:
                 return
@@ -177,7 +195,7 @@ class Home:
                 raise DiskError(f"{self.path} knows of later clears")
             directory_fd = os.dup(self._directory_fd)  # the root may be let go meanwhile
             try:
-                await write_manifest(_path_of(directory_fd), manifest)
+                await write_manifest(_path_of(directory_fd), manifest, self._executor)
             finally:
                 os.close(directory_fd)
             if self.manifest is None:
@@ -189,6 +207,7 @@ class Home:
         return sorted(filter(self._may_be_segment, self.files.names(self.segments_fd)))
 
     def _may_be_segment(self, name: str) -> bool:
+        self.goes_on()
         if not is_segment_name(name):
             return False
         try:
@@ -200,6 +219,7 @@ class Home:
         """Remove segment files, durably; blocks. Raises OSError."""
         for name in names:
             self.files.unlink(self.segments_fd, name)
+            self.goes_on()
         self.files.sync_directory(self.segments_fd)
 
     def size_bytes(self, name: str) -> int:
@@ -263,6 +283,7 @@ class Home:
                 os.close(fd)
         self.segments_fd = self._directory_fd = self._lock_fd = -1
         self.manifest = None
+        self.accepted = False
 
 
 def _path_of(directory_fd: int) -> Path:

@@ -21,6 +21,7 @@ from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.tiers.disk.files import DiskManifestError, DiskVersionError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
     from pathlib import Path
 
 MANIFEST_NAME = "manifest"
@@ -69,8 +70,8 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     epochs: dict[_Hex, _Epoch]
 
 
-async def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of the root directory `path`; None if there is none.
+async def read_manifest(path: Path, executor: Executor | None = None) -> Manifest | None:
+    """The manifest of the root directory `path`; None if there is none. `executor`: whose threads wait for the disk.
 
     Raises:
         DiskVersionError: it is of another version.
@@ -78,30 +79,30 @@ async def read_manifest(path: Path) -> Manifest | None:
         OSError: it can't be read.
     """
     try:
-        async with aiofiles.open(path / MANIFEST_NAME, "rb", opener=_open) as stream:
+        async with aiofiles.open(path / MANIFEST_NAME, "rb", opener=_open, executor=executor) as stream:
             raw = await stream.read(_BYTES_MAX)
     except FileNotFoundError:
         return None
     return decode_manifest(raw)
 
 
-async def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace the manifest of the root directory `path`, durably and in one step. One at a time.
+async def write_manifest(path: Path, manifest: Manifest, executor: Executor | None = None) -> None:
+    """Replace the manifest of the root directory `path`, durably and in one step. One at a time. `executor`: as above.
 
     Raises:
         OSError: the old one holds, or the new one does and may not be durable.
     """
     loop = asyncio.get_running_loop()
     temporary = path / _TEMPORARY_NAME
-    encoded = await loop.run_in_executor(None, encode_manifest, manifest)  # thousands of clears take milliseconds
+    encoded = await loop.run_in_executor(executor, encode_manifest, manifest)  # thousands of clears take milliseconds
     with suppress(FileNotFoundError):
-        await aiofiles.os.unlink(temporary)
-    async with aiofiles.open(temporary, "xb", opener=_open) as stream:
+        await aiofiles.os.unlink(temporary, executor=executor)
+    async with aiofiles.open(temporary, "xb", opener=_open, executor=executor) as stream:
         await stream.write(encoded)
         await stream.flush()
-        await loop.run_in_executor(None, os.fsync, stream.fileno())
-    await aiofiles.os.replace(temporary, path / MANIFEST_NAME)
-    await loop.run_in_executor(None, _sync_directory, path)
+        await loop.run_in_executor(executor, os.fsync, stream.fileno())
+    await aiofiles.os.replace(temporary, path / MANIFEST_NAME, executor=executor)
+    await loop.run_in_executor(executor, _sync_directory, path)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

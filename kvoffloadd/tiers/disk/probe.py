@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kvoffloadd.lanes import Lane
 from kvoffloadd.tiers.disk.health import State, said
 
 if TYPE_CHECKING:
+    from kvoffloadd.lanes import Lane
     from kvoffloadd.tiers.disk.health import Health
     from kvoffloadd.tiers.disk.home import Home
 
@@ -31,7 +32,7 @@ class Probe:
         self._home = home
         self._health = health
         self._loop = lanes[0].loop
-        self.lane = Lane(f"probe-{home.path.name}", 1, self._loop)  # of its own: the others may hang
+        self.lane = home.lane  # not one of the others: they may hang
         self._lanes = (*lanes, self.lane)
         self._retry_s = retry_s
         self._stuck_s = stuck_s
@@ -49,10 +50,32 @@ class Probe:
             left = until - self._loop.time()
         await asyncio.sleep(max(left, 0))
 
+    async def wait_for(self, came: asyncio.Event) -> None:
+        """Until the root has come, however long that takes; but if none of its I/O ends for `stuck_s`, it is OFF, and
+        nobody waits for it any more.
+        """
+        while not came.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._stuck_s / LOOKS):
+                    await came.wait()
+            if not came.is_set() and self.stands_still():
+                self._health.become(State.OFF, NO_ANSWER)
+                return
+
     def hangs(self) -> bool:
-        """Some I/O takes longer than `stuck_s`. Seen twice, since everything looks late after a stop of the process."""
+        """Some I/O takes longer than `stuck_s`."""
         now = time.monotonic()
-        if max(lane.oldest_running_s(now) for lane in self._lanes) < self._stuck_s:
+        return self._is_late(now, max(lane.oldest_running_s(now) for lane in self._lanes))
+
+    def stands_still(self) -> bool:
+        """There is I/O, and for `stuck_s` none of it has ended: a root of many records may be read for long."""
+        now = time.monotonic()
+        moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
+        return self._is_late(now, min(*moved, now - self._home.moved_s) if moved else 0.0)
+
+    def _is_late(self, now: float, waited_s: float) -> bool:
+        """Seen twice, since everything looks late after a stop of the process."""
+        if waited_s < self._stuck_s:
             self._hangs_since_s = None
             return False
         if self._hangs_since_s is None:

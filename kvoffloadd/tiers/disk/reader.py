@@ -86,8 +86,8 @@ class Reader:
             log.error("%s: reading failed", self._home.path, exc_info=error)
         return np.full(count, FAILED, np.uint8)
 
-    async def inspect(self, segment: Segment, pages: U32Array) -> BoolArray:
-        """Which of the records at these pages are whole. In the background.
+    async def inspect(self, segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
+        """Which of the records at these pages are whole. In the background; `cost_bytes`: what they are, about.
 
         Raises:
             OSError: nothing is known. ETIMEDOUT: `give_up` was called.
@@ -113,7 +113,7 @@ class Reader:
             else:
                 ended.set_result(result)
 
-        ticket = self.lane.submit(work, finish, flow=BACKGROUND)
+        ticket = self.lane.submit(work, finish, flow=BACKGROUND, cost_bytes=cost_bytes)
         self._inspections.add(ended)
         try:
             return await ended

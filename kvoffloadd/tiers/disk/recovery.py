@@ -34,6 +34,8 @@ from kvoffloadd.tiers.disk.format import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvoffloadd.model import I64Array, U8Array
     from kvoffloadd.tiers.disk.files import Files
 
@@ -81,15 +83,17 @@ class Walk:
     bad_pages: tuple[int, ...]
 
 
-def recover_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> Recovered:
-    """What this segment file holds.
+def recover_segment(
+    files: Files, segments_fd: int, name: str, *, direct: bool, goes_on: Callable[[], None] = lambda: None
+) -> Recovered:
+    """What this segment file holds. `goes_on` is called after each of many reads.
 
     Raises:
         OSError: the file can't be opened or read.
     """
     fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
     try:
-        found = recover_open_segment(files, fd, name)
+        found = recover_open_segment(files, fd, name, goes_on)
         if not direct:
             files.drop_cached(fd, 0, found.size_bytes)
         return found
@@ -97,7 +101,7 @@ def recover_segment(files: Files, segments_fd: int, name: str, *, direct: bool) 
         files.close(fd)
 
 
-def recover_open_segment(files: Files, fd: int, name: str) -> Recovered:
+def recover_open_segment(files: Files, fd: int, name: str, goes_on: Callable[[], None] = lambda: None) -> Recovered:
     """As `recover_segment`, of an open file."""
     size = files.size_bytes(fd)
     unknown = Recovered(name, Kind.DAMAGED, size_bytes=size)
@@ -115,7 +119,7 @@ def recover_open_segment(files: Files, fd: int, name: str) -> Recovered:
     if footer is not None:
         entries, spaces = footer
         return replace(known, kind=Kind.SEALED, entries=entries, spaces=spaces, end_page=_end_page(entries))
-    walk = walk_segment(files, fd, header.uuid)
+    walk = walk_segment(files, fd, header.uuid, goes_on)
     return replace(
         known,
         kind=Kind.WALKED,
@@ -163,20 +167,21 @@ def _read(files: Files, fd: int, page: int, count: int) -> U8Array:
 # --- the walk ---
 
 
-def walk_segment(files: Files, fd: int, uuid: bytes) -> Walk:
+def walk_segment(files: Files, fd: int, uuid: bytes, goes_on: Callable[[], None] = lambda: None) -> Walk:
     """Look at every page for a header of this use of the file, and at the payload behind it: whole records are jumped
     over, anything else is passed page by page.
 
     Raises:
         OSError: the file can't be read.
     """
-    return _Walker(files, fd, uuid).walk()
+    return _Walker(files, fd, uuid, goes_on).walk()
 
 
 class _Walker:
     """One walk. Reads windows of WALK_BYTES; payloads that reach out of theirs are hashed piece by piece."""
 
-    def __init__(self, files: Files, fd: int, uuid: bytes) -> None:
+    def __init__(self, files: Files, fd: int, uuid: bytes, goes_on: Callable[[], None]) -> None:
+        self._goes_on = goes_on
         self._files = files
         self._fd = fd
         self._uuid = uuid
@@ -260,4 +265,5 @@ class _Walker:
         """Up to `count` pages from `page` on; fewer if the buffer or the file ends."""
         wanted = buffer[: min(count, len(buffer))]
         came = self._files.read(self._fd, page * PAGE_BYTES, [wanted])
+        self._goes_on()
         return wanted[: came // PAGE_BYTES]

@@ -87,7 +87,7 @@ class Root:
         numbers: Numbers,
     ) -> None:
         self.path = path
-        self.home = Home(path, files, settings.direct)
+        self.home = Home(path, files, settings.direct, Lane(f"probe-{path.name}", 1, loop))
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = min(settings.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES)
         self.health = Health(path)
@@ -295,8 +295,8 @@ class Root:
 
     @property
     def opened(self) -> bool:
-        """The directory and its manifest are ours."""
-        return self.home.manifest is not None
+        """The directory and its manifest are ours, and it is no copy of another root in use."""
+        return self.home.accepted
 
     def append(
         self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None], *, moves: bool = False

@@ -1,0 +1,193 @@
+"""Roots come, go and come back: what they hold is found, and what they know of clears holds from then on.
+
+A root comes in five steps:
+
+1. its directory is taken and its manifest read (`Root.open`);
+2. the clears that it knows of are learnt, and shelves of older epochs go;
+3. all its segments are looked at (`Root.recover`);
+4. what its records testify of clears is learnt; those that count by what is known by then come into the catalog, and
+   the root is OK;
+5. its manifest is told, and those of the others.
+
+The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
+the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, shelves of old
+epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and outlive it.
+
+The order holds whatever happens between the steps:
+
+- *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
+  pause, so that the clear closes the shelves of those that were there before it, and later ones do not count.
+- *Another root is heard.* As a clear; the lock keeps its learning whole.
+- *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
+  were accepted before. Of two copies the second is let go; the clears that it knows of are learnt all the same.
+- *The root goes again.* It is OFF before the end of step 4, so that nobody reads or writes there. I/O that fails ends
+  its coming with nothing in the catalog, and it begins anew with step 1. I/O that hangs keeps it OFF, and it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.tiers.disk.health import State, said
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from typing import Any
+
+    from kvoffloadd.cache.disk import Disk
+    from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.tiers.disk.manifest import Manifest
+    from kvoffloadd.tiers.disk.recovery import Recovered
+    from kvoffloadd.tiers.disk.root import Root
+    from kvoffloadd.tiers.disk.segment import Segment
+
+log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Sees to every root for as long as the daemon runs; event loop only. `coming`: those that are between step 1 and
+    the end of step 5.
+    """
+
+    def __init__(self, disk: Disk) -> None:
+        self.coming: set[Root] = set()
+        self._disk = disk
+        self._cache = disk.cache
+        self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
+
+    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Take in the roots, in their order: of two copies the first is used. Who does not answer comes in later."""
+        opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
+        for root, opened in opening.items():
+            came = asyncio.Event()
+            spawn(self._see_to(root, opened, came))
+            await root.probe.wait_for(came)
+
+    async def _see_to(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
+        """For ever: take a root in, notice when it goes, and when it comes back."""
+        try:
+            await self._try(root, self._arrive(root, opened))
+        finally:
+            came.set()
+        while True:
+            await root.probe.pause()
+            await self._try(root, self.look_after(root))
+
+    @staticmethod
+    async def _try(root: Root, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (OSError, KvOffloadError) as error:
+            log.warning("disk %s: %s", root.path, error)
+
+    async def look_after(self, root: Root) -> None:
+        """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
+        disk = self._disk
+        if await root.probe.look():
+            disk.numbers.changed.set()
+            await disk.save_epochs([root])
+            return
+        # Before all that waits for the disk: it may hang.
+        disk.promotion.give_up(root)
+        root.give_up()
+        for ordinal in list(root.segments):
+            await disk.reclaim.forget(ordinal)
+            disk.catalog.close_segment(ordinal)
+        await root.settle()
+        await root.take_off()
+        await self._arrive(root, root.open())
+
+    async def _arrive(self, root: Root, opened: Awaitable[Manifest | None]) -> None:
+        """All five steps, or as many as it gets to; `opened` is the first."""
+        self.coming.add(root)
+        try:
+            known = await opened
+            if known is None:
+                return
+            await self._hear(root, known)
+            if root.opened:
+                await self._take_in(root)
+            await self._disk.save_epochs([one for one in self._disk.roots if one is root or one.state != State.OFF])
+        finally:
+            self.coming.discard(root)
+
+    async def _hear(self, root: Root, known: Manifest) -> None:
+        """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
+        same = [r for r in self._disk.roots if r is not root and r.opened and r.home.uuid == known.root_uuid]
+        if same:
+            root.home.turn_away()
+            root.health.become(State.OFF, f"it is a copy of {same[0].path}, which is in use")
+        else:
+            root.home.accepted = True
+        async with self._changing:
+            await self._learn(known.base_epoch, known.last_epoch, known.epochs)
+
+    async def _take_in(self, root: Root) -> None:
+        """Put what a root holds into the catalog."""
+        try:
+            found = await root.recover()
+        except (OSError, KvOffloadError) as error:
+            root.health.become(State.OFF, said(error))
+            await root.take_off()
+            return
+        records = sum(len(one.entries) for _, one in found)
+        async with self._changing:
+            # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
+            await self._learn(0, 0, root.epochs)
+            self._disk.catalog.index.expect(records)
+            for segment, one in found:
+                self._load(segment, one)
+                await asyncio.sleep(0)
+            root.health.become(State.OK)
+        self._disk.numbers.changed.set()
+        log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
+
+    def _load(self, segment: Segment, found: Recovered) -> None:
+        for number, name in enumerate(found.spaces):
+            if name.epoch != self._cache.epochs.of(name.fingerprint):
+                continue
+            shelf = self._disk.catalog.shelf(name)
+            mine = found.entries[found.entries["space"] == number]
+            mine = mine[mine["part"] < name.parts]
+            if shelf is not None and len(mine):
+                parts = mine["part"].astype(np.uint16)
+                keys = np.ascontiguousarray(mine["key"])
+                self._disk.catalog.put(shelf, keys, parts, segment.ordinal, mine["page"])
+
+    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
+        """Somebody came late, and knows of clears that nobody here has heard of. Keys that were stored in this run
+        were stored after them, and stay; what came from a pool or a disk goes, and what is on disk of older epochs.
+        """
+        cache, catalog = self._cache, self._disk.catalog
+        later = cache.epochs.merged(base, last, by_namespace)
+        if later == cache.epochs:
+            return
+        for shelf in catalog.shelves.values():
+            if shelf.name.epoch != later.of(shelf.name.fingerprint):
+                catalog.close(shelf)  # nothing more is promoted from it
+        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
+        # Before the new epoch is written down, for a successor must not find these keys in it.
+        for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
+            for _ in cache.drop_inherited(namespace):
+                await asyncio.sleep(0)
+        cache.epochs.merge(base, last, by_namespace)
+        for namespace in cache.namespaces.values():
+            self._renew(namespace)
+        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
+            cache.remember()
+        await self._disk.empty(self._disk.begin_clear(None))
+
+    def _renew(self, namespace: Namespace) -> None:
+        """Go on in the epoch that the namespace has by now."""
+        epoch = self._cache.epochs.of(namespace.fingerprint)
+        if namespace.epoch != epoch:
+            namespace.epoch = epoch
+            for space in namespace.spaces.values():
+                space.shelf = None
+                self._disk.shelve(space)
+                self._disk.demotion.offer_again(space)  # what it has on disk is void

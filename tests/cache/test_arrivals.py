@@ -1,0 +1,416 @@
+"""Roots that come, at the start or later: one that hangs keeps nobody waiting, and clears hold in whatever order its
+steps and others' follow one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.namespace import Namespace
+from kvoffloadd.errors import NotDurableError
+from kvoffloadd.tiers.disk import manifest as manifest_module
+from kvoffloadd.tiers.disk import probe as probe_module
+from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.probe import NO_ANSWER
+
+from .conftest import Open
+from .disktier import HIT, MISS, PENDING, Gate, Shape, Tier
+
+A, B = (bytes([n]) * 16 for n in (1, 2))
+STEPS = ["enter", "manifest", "names"]
+
+Hang = Callable[[Tier, str, Path], Gate]
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    """`hang(tier, step, path)`: this root does not answer when it is taken, its manifest opened or its files listed."""
+    gates: dict[Path, Gate] = {}
+    open_file = manifest_module._open
+
+    def opener(path: str, flags: int) -> int:
+        if (gate := gates.get(Path(os.path.realpath(path)).parent)) is not None:
+            gate()
+        return open_file(path, flags)
+
+    monkeypatch.setattr(manifest_module, "_open", opener)
+
+    def make(tier: Tier, step: str, path: Path) -> Gate:
+        if step != "manifest":
+            return tier.files.hang(step, path)
+        gates[path] = Gate()
+        gates[path].close()
+        return gates[path]
+
+    yield make
+    for gate in gates.values():
+        gate.open()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+async def one_on_each(open_tier: Open, paths: list[Path]) -> None:
+    """Key 1 of A on the first root, key 2 on the second."""
+    for number, path in enumerate(paths, 1):
+        tier = await open_tier(paths=[path])
+        await tier.store_away(tier.space(A), number)
+        await tier.close()
+
+
+async def take_off(tier: Tier, *paths: Path) -> None:
+    """Their directories are gone."""
+    for path in paths:
+        path.rename(path.with_suffix(".gone"))
+    roots = [root for root in tier.roots if root.path in paths]
+    await tier.until(lambda: all(root.state == State.OFF and not root.opened for root in roots))
+
+
+# --- a root that hangs ---
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_root_that_hangs_as_it_comes_back_keeps_no_other_from_coming(
+    open_tier: Open, paths: list[Path], hang: Hang, step: str
+) -> None:
+    await one_on_each(open_tier, paths)
+    tier = await open_tier(paths=paths)
+    space = tier.space(A)
+    await take_off(tier, *paths)
+    assert tier.states(space, 1, 2) == [MISS, MISS]
+    gate = hang(tier, step, paths[0])
+    paths[0].with_suffix(".gone").rename(paths[0])
+    await tier.until(gate.entered.is_set)
+    paths[1].with_suffix(".gone").rename(paths[1])
+    await tier.until(lambda: tier.roots[1].state == State.OK)
+    assert await tier.fetch(space, 1, 2) == [2]
+    assert tier.roots[0].state == State.OFF
+    gate.open()
+    await tier.until(lambda: tier.roots[0].state == State.OK)
+    assert await tier.fetch(space, 1, 2) == [1, 2]
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_start_goes_on_without_a_root_that_hangs(
+    open_tier: Open, paths: list[Path], hang: Hang, step: str
+) -> None:
+    """It comes in when its I/O ends, and clears meanwhile hold for it."""
+    await one_on_each(open_tier, paths)
+    gates = []
+    tier = await open_tier(
+        Shape(stuck_s=1.0), paths=paths, before=lambda tier: gates.append(hang(tier, step, paths[0]))
+    )
+    assert [(root.state, root.health.reason) for root in tier.roots] == [(State.OFF, NO_ANSWER), (State.OK, "")]
+    space, other = tier.space(A), tier.space(B)
+    assert await tier.fetch(space, 1, 2) == [2]
+    tier.store(other, 3)
+    await tier.quiet()
+    assert tier.on_disk(other, 3) == [3]
+    await take_off(tier, paths[1])
+    paths[1].with_suffix(".gone").rename(paths[1])
+    await tier.until(lambda: tier.roots[1].state == State.OK)
+    assert tier.states(space, 1, 2) == [MISS, HIT]
+    if step == "enter":  # of the others the manifest may be written already
+        with pytest.raises(NotDurableError, match="does not answer"):
+            await tier.clear(space.namespace)
+        assert tier.states(tier.space(A), 1, 2) == [MISS, MISS]
+    gates[0].open()
+    await tier.until(lambda: tier.roots[0].state == State.OK)
+    assert tier.states(tier.space(A), 1, 2) == ([MISS, MISS] if step == "enter" else [PENDING, HIT])
+
+
+async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: Path, hang: Hang) -> None:
+    """Their directories are taken at the same time: each is at its gate before the first is given up."""
+    paths = [tmp_path / f"root{n}" for n in range(4)]
+    seen: list[list[bool]] = []
+    gates: list[Gate] = []
+
+    def before(tier: Tier) -> None:
+        gates.extend(hang(tier, "enter", path) for path in paths[:3])
+        become = tier.roots[0].health.become
+
+        def note(state: str, reason: str = "") -> None:
+            seen.append([gate.entered.is_set() for gate in gates])
+            become(state, reason)
+
+        tier.roots[0].health.become = note  # type: ignore[method-assign]
+
+    tier = await open_tier(Shape(stuck_s=1.0), paths=paths, before=before)
+    assert [root.state for root in tier.roots] == [State.OFF, State.OFF, State.OFF, State.OK]
+    assert seen[0] == [True, True, True]
+
+
+async def test_a_manifest_that_hangs_keeps_no_thread_of_the_loop(
+    open_tier: Open, paths: list[Path], hang: Hang
+) -> None:
+    await one_on_each(open_tier, paths)
+    tier = await open_tier(paths=paths)
+    await take_off(tier, *paths)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    gate = hang(tier, "manifest", paths[0])
+    for path in paths:
+        path.with_suffix(".gone").rename(path)
+    await tier.until(gate.entered.is_set)
+    await tier.until(lambda: tier.roots[1].state == State.OK)
+    assert await tier.fetch(tier.space(A), 2) == [2]
+    gate.open()
+    await tier.until(lambda: tier.roots[0].state == State.OK)
+
+
+async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
+    open_tier: Open, paths: list[Path], hang: Hang
+) -> None:
+    tier = await open_tier(paths=[paths[0]])
+    home, gate = tier.root.home, hang(tier, "manifest", paths[0])
+    assert home.manifest is not None
+    notes = []
+    for number in range(1, 50):
+        notes.append(asyncio.ensure_future(home.write_epochs(number, number, {})))
+        await asyncio.sleep(0)
+    await tier.until(gate.entered.is_set)
+    assert len(home._writes) <= 2
+    gate.open()
+    await asyncio.gather(*notes)
+    assert home.manifest.base_epoch == 49, "and the last one knows all"
+
+
+# --- a root that is slow ---
+
+
+def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long one of them takes, and however long all together."""
+    now = [1000.0]
+    monkeypatch.setattr(probe_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def lane(*running: float) -> Any:
+        return SimpleNamespace(
+            loop=None,
+            running=len(running),
+            oldest_running_s=lambda at: max((at - began for began in running), default=0.0),
+            newest_running_s=lambda at: min((at - began for began in running), default=0.0),
+        )
+
+    def probe(moved_s: float, *lanes: Any) -> probe_module.Probe:
+        home: Any = SimpleNamespace(lane=lane(), moved_s=moved_s)
+        health: Any = None
+        return probe_module.Probe(home, health, lanes, 5.0, 10.0)
+
+    def stands_still(one: probe_module.Probe) -> list[bool]:
+        now[0] = 1000.0
+        found = [one.stands_still()]
+        now[0] = 1002.0
+        return [*found, one.stands_still()]
+
+    assert stands_still(probe(0.0, lane(), lane())) == [False, False], "nothing is asked of it"
+    assert stands_still(probe(0.0, lane(900.0), lane())) == [False, True]
+    assert stands_still(probe(0.0, lane(900.0, 999.0), lane())) == [False, False], "another thread goes on"
+    assert stands_still(probe(0.0, lane(900.0), lane(999.0))) == [False, False], "another lane goes on"
+    assert stands_still(probe(999.0, lane(900.0), lane())) == [False, False], "it is a call of many"
+    assert probe(999.0, lane(900.0), lane()).hangs() is False, "seen once"
+
+
+async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Path]) -> None:
+    tier = await open_tier(paths=[paths[0]])
+    await tier.store_away(tier.space(A), 1)
+    await tier.drop()
+    told: list[str] = []
+
+    def before(tier: Tier) -> None:
+        tier.root.home.goes_on = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
+
+    again = await open_tier(paths=[paths[0]], before=before)
+    assert again.on_disk(again.space(A), 1) == [1]
+    listed = len(list((paths[0] / "segments").iterdir()))
+    assert len([name for name in told if "read" in name]) > listed, "for each name, and for what was walked"
+
+
+# --- what happens between the steps ---
+
+
+async def comes_to_be_known(tier: Tier, number: int) -> None:
+    """The segments of a root have been looked at; what they hold is not in the catalog yet."""
+    await tier.until(lambda: tier.roots[number].segments)
+    assert tier.roots[number].state == State.OFF
+
+
+async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths: list[Path]) -> None:
+    await one_on_each(open_tier, paths)
+    tier = await open_tier(paths=paths)
+    await take_off(tier, paths[0])
+    async with tier.disk.arrivals._changing:
+        paths[0].with_suffix(".gone").rename(paths[0])
+        await tier.until(lambda: tier.roots[0].opened)
+    async with tier.disk.arrivals._changing:
+        await comes_to_be_known(tier, 0)
+        await tier.clear(tier.space(A).namespace)
+        await tier.store_away(tier.space(A), 3)
+    await tier.until(lambda: tier.roots[0].state == State.OK)
+    assert tier.states(tier.space(A), 1, 2, 3) == [MISS, MISS, PENDING]
+
+
+async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
+    open_tier: Open, paths: list[Path], hang: Hang
+) -> None:
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1)
+    await first.close()
+    second = await open_tier(paths=[paths[1]])
+    await second.clear(second.space(A).namespace)
+    await second.store_away(second.space(A), 2)
+    await second.close()
+    for path in paths:
+        path.chmod(0o755)
+    tier = await open_tier(paths=paths)
+    gate = hang(tier, "names", paths[0])
+    paths[0].chmod(0o700)
+    await tier.until(gate.entered.is_set)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: tier.roots[1].state == State.OK)
+    gate.open()
+    await tier.until(lambda: tier.roots[0].state == State.OK and not tier.disk.arrivals.coming)
+    assert tier.states(tier.space(A), 1, 2) == [MISS, PENDING]
+    await tier.close()
+    alone = await open_tier(paths=[paths[0]])
+    assert alone.states(alone.space(A), 1) == [MISS], "it has been told"
+
+
+class Walks:
+    """Of `drop_inherited`: when all is dropped, the n-th walk goes on until it is let go."""
+
+    def __init__(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = 0
+        self.let_go = 0
+        self._drop = tier.cache.drop_inherited
+        monkeypatch.setattr(tier.cache, "drop_inherited", self)
+
+    def __call__(self, namespace: Namespace) -> Iterator[None]:
+        self.begun += 1
+        mine = self.begun
+        yield from self._drop(namespace)
+        while mine > self.let_go:
+            yield
+
+
+@pytest.mark.parametrize("heard_before", [False, True])
+async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
+    open_tier: Open, paths: list[Path], hang: Hang, monkeypatch: pytest.MonkeyPatch, heard_before: bool
+) -> None:
+    """Else its records would be read under the old epoch by whoever opens their namespace then, and their keys be taken
+    over into the new one.
+    """
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1)
+    await first.close()
+    second = await open_tier(paths=[paths[1]])
+    await second.clear()
+    await second.close()
+    for path in paths:
+        path.chmod(0o755)
+    tier = await open_tier(paths=paths)
+    tier.space(B)
+    walks = Walks(tier, monkeypatch)
+    gate = hang(tier, "names", paths[0])
+    if heard_before:
+        paths[0].chmod(0o700)
+        await tier.until(gate.entered.is_set)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    paths[0].chmod(0o700)
+    gate.open()
+    await tier.until(lambda: tier.roots[0].segments if heard_before else tier.roots[0].opened)
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+        await tier.fetch(tier.space(A), 1)
+    walks.let_go = 1
+    await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
+    assert tier.states(tier.space(A), 1) == [MISS]
+
+
+async def test_clears_of_two_roots_are_learnt_one_after_the_other(
+    open_tier: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the first of them has would be in memory when the second one's walk has passed."""
+    paths = [tmp_path / name for name in "abc"]
+    second = await open_tier(paths=[paths[1]])
+    await second.clear(second.space(A).namespace)
+    await second.store_away(second.space(A), 1)
+    await second.close()
+    third = await open_tier(paths=[paths[2]])
+    await third.clear(third.space(A).namespace)
+    await third.close()
+    for path in paths[1:]:
+        path.chmod(0o755)
+    tier = await open_tier(paths=paths)
+    space, walks = tier.space(A), Walks(tier, monkeypatch)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    paths[2].chmod(0o700)
+    await tier.until(lambda: tier.roots[2].opened)
+    await asyncio.sleep(0.01)
+    walks.let_go = 1
+    for _ in range(300):
+        await asyncio.sleep(0.001)
+        await tier.fetch(space, 1)
+    walks.let_go = 2
+    await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
+    await tier.until(lambda: not tier.disk.arrivals.coming)
+    assert tier.states(space, 1) == [MISS]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_two_copies_that_come_at_the_same_time(
+    open_tier: Open, paths: list[Path], hang: Hang, hangs: bool
+) -> None:
+    """One is used, and what both know of clears counts; also if the one that is used hangs on its way."""
+    first = await open_tier(paths=[paths[0]])
+    await first.store_away(first.space(A), 1)
+    await first.store_away(first.space(B), 1)
+    await first.close()
+    shutil.copytree(paths[0], paths[1])
+    for path, name in zip(paths, (A, B), strict=True):
+        alone = await open_tier(paths=[path])
+        await alone.clear(alone.space(name).namespace)
+        await alone.close()
+    for path in paths:
+        path.chmod(0o755)
+    tier = await open_tier(paths=paths)
+    gates = [hang(tier, "names", path) for path in paths] if hangs else []
+    for path in paths:
+        path.chmod(0o700)
+    await tier.until(lambda: sum(root.health.reason.startswith("it is a copy") for root in tier.roots) == 1)
+    assert sum(root.opened for root in tier.roots) == 1
+    for gate in gates:
+        gate.open()
+    await tier.until(lambda: any(root.state == State.OK for root in tier.roots))
+    assert tier.states(tier.space(A), 1) == tier.states(tier.space(B), 1) == [MISS]
+    assert sorted(root.state for root in tier.roots) == [State.OFF, State.OK]
+
+
+async def test_a_root_that_goes_again_while_it_comes(open_tier: Open, paths: list[Path], hang: Hang) -> None:
+    await one_on_each(open_tier, paths)
+    tier = await open_tier(paths=paths)
+    await take_off(tier, paths[0])
+    gate = hang(tier, "names", paths[0])
+    paths[0].with_suffix(".gone").rename(paths[0])
+    await tier.until(gate.entered.is_set)
+    paths[0].rename(paths[0].with_suffix(".gone"))
+    tier.files.plant("names=EIO")
+    gate.open()
+    await tier.until(lambda: not tier.roots[0].opened)
+    assert tier.states(tier.space(A), 1, 2) == [MISS, PENDING]
+    tier.files.plant("")
+    paths[0].with_suffix(".gone").rename(paths[0])
+    await tier.until(lambda: tier.roots[0].state == State.OK)
+    assert await tier.fetch(tier.space(A), 1, 2) == [1, 2]
