@@ -160,8 +160,9 @@ class Arrivals:
                 self._disk.catalog.put(shelf, keys, parts, segment.ordinal, mine["page"])
 
     async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
-        """Somebody came late, and knows of clears that nobody here has heard of. Keys that were stored in this run
-        were stored after them, and stay; what came from a pool or a disk goes, and what is on disk of older epochs.
+        """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
+        what came from a pool or a disk, what is on disk of older epochs, and if another daemon has cleared since this
+        run began, what was stored in it.
         """
         cache, catalog = self._cache, self._disk.catalog
         later = cache.epochs.merged(base, last, by_namespace)
@@ -173,7 +174,7 @@ class Arrivals:
         cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
         # Before the new epoch is written down, for a successor must not find these keys in it.
         for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
-            for _ in cache.drop_inherited(namespace):
+            for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
                 await asyncio.sleep(0)
         cache.epochs.merge(base, last, by_namespace)
         for namespace in cache.namespaces.values():

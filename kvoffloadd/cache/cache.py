@@ -468,14 +468,16 @@ class Cache:
                 self.counters.keys_cleared += keys - space.keys
                 yield keys - space.keys, held_bytes - space.bytes
 
-    def drop_inherited(self, namespace: Namespace) -> Iterator[None]:
-        """A clear of the namespace has become known that was before this run: what was not stored in this run goes,
-        some a step.
+    def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
+        """A clear of the namespace has become known, by its number: what may have been stored before it goes, some a
+        step. Of a clear from before this run that is what was not stored in this run.
         """
+        anything = epoch > self.epochs.began
         for space in list(namespace.spaces.values()):
             for rows in self.entries.scan(space):
                 keys = space.keys
-                self.entries.retire(self.entries.live(rows[self.entries.inherited[rows] != 0]), Reason.CLEARED)
+                older = rows if anything else rows[self.entries.inherited[rows] != 0]
+                self.entries.retire(self.entries.live(older), Reason.CLEARED)
                 self.counters.keys_cleared += keys - space.keys
                 yield
 

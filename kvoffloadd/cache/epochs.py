@@ -37,13 +37,14 @@ class Epochs:
     places that never met, and no number is given out twice, also not by a daemon that has forgotten.
 
     `base`: the epoch of namespaces that `by_namespace`, by fingerprint, does not list. `last`: the highest number that
-    anybody has heard of.
+    anybody has heard of. `began`: when this run did; somebody else's clear that is later was while it stored.
     """
 
     base: int = 0
     last: int = 0
     by_namespace: dict[bytes, int] = field(default_factory=dict)
     clock: Callable[[], int] = field(default=unix_time_us, compare=False)
+    began: int = field(default_factory=unix_time_us, compare=False)
 
     def of(self, fingerprint: bytes) -> int:
         """The epoch of a namespace, whether it is open or not."""

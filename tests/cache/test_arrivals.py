@@ -287,18 +287,18 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
 
 
 class Walks:
-    """Of `drop_inherited`: when all is dropped, the n-th walk goes on until it is let go."""
+    """Of `drop_older`: when all is dropped, the n-th walk goes on until it is let go."""
 
     def __init__(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.let_go = 0
-        self._drop = tier.cache.drop_inherited
-        monkeypatch.setattr(tier.cache, "drop_inherited", self)
+        self._drop = tier.cache.drop_older
+        monkeypatch.setattr(tier.cache, "drop_older", self)
 
-    def __call__(self, namespace: Namespace) -> Iterator[None]:
+    def __call__(self, namespace: Namespace, epoch: int) -> Iterator[None]:
         self.begun += 1
         mine = self.begun
-        yield from self._drop(namespace)
+        yield from self._drop(namespace, epoch)
         while mine > self.let_go:
             yield
 

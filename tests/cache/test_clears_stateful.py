@@ -191,7 +191,7 @@ class ClearMachine(RuleBasedStateMachine):
             paths = [self.path(name) for name in config]
             tier = StampedTier(self.folder, SHAPE, paths=paths, pool=kept_pool, retry_s=0.004)
             tier.clears, tier.found = self.clears, {}
-            tier.cache.epochs.clock = self.clock
+            tier.cache.epochs.clock, tier.cache.epochs.began = self.clock, self.clock()
             await tier.start()
             return tier
 

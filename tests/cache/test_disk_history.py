@@ -101,6 +101,29 @@ async def test_the_second_root_with_one_uuid_is_off(open_tier: Open, paths: list
     await both.until(lambda: both.roots[1].state == State.OK)
 
 
+async def test_a_root_that_another_daemon_cleared_meanwhile(open_tier: Open, paths: list[Path]) -> None:
+    """It may have been cleared after what this one has stored since it went, which nobody can tell."""
+    here = await open_tier(paths=[paths[0]])
+    space = here.space(A)
+    here.store(space, 1)
+    await here.quiet()
+    paths[0].rename(paths[1])
+    await here.until(lambda: here.root.state == State.OFF and not here.root.opened)
+    here.store(space, 2)
+    there = await open_tier(paths=[paths[1]])
+    await there.clear(there.space(A).namespace)
+    await there.store_away(there.space(A), 3)
+    await there.close()
+    paths[1].rename(paths[0])
+    await here.until(lambda: here.root.state == State.OK and not here.disk.arrivals.coming)
+    assert here.states(here.space(A), 1, 2, 3) == [MISS, MISS, PENDING]
+    here.store(here.space(A), 4)
+    await here.quiet()
+    await here.close()
+    after = await open_tier(paths=[paths[0]])
+    assert after.states(after.space(A), 1, 2, 3, 4) == [MISS, MISS, PENDING, PENDING]
+
+
 async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths: list[Path]) -> None:
     """It is not used, and its manifest stays what it is, also by a clear before anybody has noticed."""
     for path, name in zip(paths, (A, B), strict=True):
