@@ -17,11 +17,12 @@ from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
 from kvoffloadd.cache.spaces import Spaces
+from kvoffloadd.cache.together import numbers_of
 from kvoffloadd.errors import InternalError
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvoffloadd.cache.disk import Disk
     from kvoffloadd.cache.namespace import Namespace, Space
@@ -76,25 +77,36 @@ class Entries:
     # --- beginning ---
 
     def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
-        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, and there is room for
-        rows and parts.
+        """`insert_all` of one space."""
+        return self.insert_all([(space, len(keys))], keys, positions)
+
+    def insert_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array, positions: U32Array) -> U32Array:
+        """New live rows with EMPTY parts, for keys that are not held: of each space in turn so many. All have as many
+        parts and the same queue, and there is room for rows and parts.
 
         Raises:
-            InternalError: the space is retired: nobody would find them, and nothing would end them.
+            InternalError: a space is retired: nobody would find its keys, and nothing would end them.
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
-        self.check_current(space)
-        rows = self.index.insert(space.id, keys)
-        self.first[rows] = self.parts.allocate(space.schema.parts, rows)
-        self.missing[rows] = space.schema.parts
+        for space, _ in spaces:
+            self.check_current(space)
+        width, numbers = spaces[0][0].schema.parts, numbers_of(spaces)
+        rows = self.index.insert(numbers, keys)
+        self.first[rows] = self.parts.allocate(width, rows)
+        self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
         if self.disk:
             self.reading[rows] = 0
             self.demoting[rows] = 0
         self.state[rows] = RowState.LIVE
-        space.rows += len(rows)
-        if space.queue:
-            space.queue.policy.insert(rows, self.index.hash(space.id, keys), positions)
+        hashes = self.index.hash(numbers, keys)
+        begin = 0
+        for space, count in spaces:
+            mine = slice(begin, begin + count)
+            begin += count
+            space.rows += count
+            if space.queue and count:
+                space.queue.policy.insert(rows[mine], hashes[mine], positions[mine])
         return rows
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
@@ -112,6 +124,16 @@ class Entries:
     def find(self, space: Space, keys: U64Array) -> I64Array:
         """The row of each key, or -1; in a space that is retired there are none."""
         return np.full(len(keys), -1, np.int64) if space.retired else self.index.find(space.id, keys)
+
+    def find_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array) -> I64Array:
+        """The same for keys of several spaces: of each in turn so many."""
+        rows = self.index.find(numbers_of(spaces), keys)
+        begin = 0
+        for space, count in spaces:
+            if space.retired:
+                rows[begin : begin + count] = -1
+            begin += count
+        return rows
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """All parts committed."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgpack
 import numpy as np
 
-from kvoffloadd.cache.cache import Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
+from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import (
     DrainingError,
     DuplicateError,
@@ -183,8 +183,8 @@ class Session:
         return self._own_pins().prefetch(message.seq, self._find(message.groups))
 
     def _touch(self, message: m.Touch) -> m.Reply:
-        for share in self._find(message.groups).shares:
-            self._context.cache.use(share.space, share.found, share.first)
+        shares = self._find(message.groups).shares
+        self._context.cache.use_all([(share.space, share.found, share.first) for share in shares])
         return m.Done(seq=message.seq)
 
     def _find(self, groups: list[m.GroupKeys]) -> Answered:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache, Wanted
+from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
 
