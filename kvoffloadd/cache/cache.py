@@ -155,10 +155,17 @@ class Cache:
         return space
 
     def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
-        """A rank has told the payload size of its part. Raises SchemaError if another rank told another one."""
-        space.check_part(part, payload_bytes)
-        if space.part_bytes[part] != payload_bytes:
-            space.part_bytes[part] = payload_bytes
+        """`learn_parts` of one part."""
+        self.learn_parts(space, {part: payload_bytes})
+
+    def learn_parts(self, space: Space, payload_bytes: dict[int, int]) -> None:
+        """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
+        for part, size in payload_bytes.items():
+            space.check_part(part, size)
+        new = {part: size for part, size in payload_bytes.items() if space.part_bytes[part] != size}
+        for part, size in new.items():
+            space.part_bytes[part] = size
+        if new:
             self._names_differ = True
             self.admit(space)
 

@@ -32,6 +32,7 @@ from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
 from kvoffloadd.server.jobs import Jobs
 from kvoffloadd.server.pins import Answered, Pins, find_all
+from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.verification import verify
 
@@ -159,8 +160,14 @@ class Session:
         sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=sizes)
 
-    def _register(self, message: m.Register) -> m.Reply:
+    def _register(self, message: m.Register) -> Answer:
+        if is_large(message):
+            return self._finish_register(message)
         number = self._registry.register(self._own_namespace(), message)
+        return m.Registered(seq=message.seq, registration=number)
+
+    async def _finish_register(self, message: m.Register) -> m.Reply:
+        number = await self._registry.register_large(self._own_namespace(), message)
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
