@@ -29,6 +29,9 @@ def slot_pages(payload_bytes: int) -> int:
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 
+PARTS_AT_THE_PRICE_OF_ONE = 16
+"""Whatever is done to a key costs a little for each of its parts: with so many, about as much as another key."""
+
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
@@ -110,3 +113,7 @@ class GroupSchema:
     window_keys: int = 0
     blocks_per_key: int = 1
     parts: int = 1
+
+    def price(self, parts: int) -> int:
+        """How many keys a key counts as where a request is after so many of its parts."""
+        return max(parts, -(-self.parts // PARTS_AT_THE_PRICE_OF_ONE))

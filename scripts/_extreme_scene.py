@@ -68,14 +68,16 @@ class Scene:
         begin += int(self.rng.integers(0, 1 << 30)) if new else 0
         return keys_of(np.arange(begin, begin + count)).tobytes()
 
-    def fill(self, count: int) -> None:
-        """So many keys, of a page each."""
+    def fill(self, count: int, *, has_disk: bool) -> None:
+        """So many keys, of a page each; all of them are written to the disk, if there is one."""
         peer, registration = self.worker()
         while self.held < count:
             share = min(KEYS, count - self.held)
             keys = keys_of(np.arange(self.held, self.held + share)).tobytes()
             run(peer, "store", 1, registration, keys, np.zeros(share, "<u4"))
             self.held += share
+            if has_disk:
+                written(peer)
         self.close()
 
     def worker(self) -> tuple[RawPeer, int]:
@@ -104,6 +106,14 @@ def ready(peer: RawPeer) -> None:
     until = time.monotonic() + REPLY_S
     while (message := peer.message(until)) is not None and message["type"] != "ready":
         peer.pushes.append(message)
+
+
+def written(peer: RawPeer) -> None:
+    """Waits until all that was stored is on disk."""
+    until = time.monotonic() + REPLY_S
+    ask(peer, "drain", deadline_s=REPLY_S)
+    while ask(peer, "status")["status"]["disk"]["backlog_bytes"] and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def shares(packed: Sequence[bytes]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ What comes before a case's `yield` is not measured.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from _extreme_scene import (
     register,
     run,
     shares,
+    written,
 )
 
 if TYPE_CHECKING:
@@ -44,14 +44,6 @@ def on_disk(scene: Scene) -> bytes:
     begin = scene.taken
     scene.taken += KEYS
     return keys_of(np.arange(begin, begin + KEYS)).tobytes()
-
-
-def written(peer: RawPeer) -> None:
-    """Waits until all that was stored is on disk."""
-    until = time.monotonic() + REPLY_S
-    ask(peer, "drain", deadline_s=REPLY_S)
-    while ask(peer, "status")["status"]["disk"]["backlog_bytes"] and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def lookup_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:

@@ -133,7 +133,7 @@ def play(
         daemon.start()
         try:
             scene = Scene(daemon.socket, np.random.default_rng(options.seed))
-            scene.fill(stage.held(options.keys))
+            scene.fill(stage.held(options.keys), has_disk=stage.has_disk)
             bystander = Bystander(daemon.socket)
             with Client(daemon.socket, namespace=None, role="observer", deadline_s=60.0) as observer:
                 for case in chosen:

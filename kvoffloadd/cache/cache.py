@@ -22,7 +22,7 @@ from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.cache.together import spans
+from kvoffloadd.cache.together import begins_of, spans
 from kvoffloadd.cache.wanted import Joined, Reservation, Wanted
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.namespace import Queue, Space
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
@@ -239,22 +239,24 @@ class Cache:
 
     def use_all(self, used: Sequence[tuple[Space, Found, int]]) -> None:
         """`use` of each of several groups of one request."""
-        touched = [NO_ROWS]
-        for space, found, first in used:
-            at = np.flatnonzero(found.hits)
-            if not len(at) or space.queue is None:
-                continue
-            rows = found.rows[at].astype(np.uint32)
+        queues: dict[int, tuple[Queue, list[tuple[Space, Found, int]]]] = {}
+        for one in used:
+            if one[0].queue is not None and one[1].hits.any():
+                queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
+        for queue, some in queues.values():
+            at = [np.flatnonzero(found.hits) for _, found, _ in some]
+            rows = np.concatenate([found.rows[hits] for (_, found, _), hits in zip(some, at, strict=True)])
+            places = np.concatenate([hits + first for (_, _, first), hits in zip(some, at, strict=True)])
+            begins = begins_of([(space, len(hits)) for (space, _, _), hits in zip(some, at, strict=True)])
             if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
                 once = first_of_each(rows)
-                at, rows = at[once], rows[once]
-            space.queue.policy.touch(rows, (at + first).astype(np.uint32))
-            touched.append(rows)
-        if len(touched) > 1:
-            rows = np.concatenate(touched)
+                rows, places = rows[once], places[once]
+                begins = None if begins is None else np.searchsorted(once, begins)
+            told = rows.astype(np.uint32)
+            queue.policy.touch(told, places.astype(np.uint32), begins)
             if self.disk:
-                self.disk.demotion.used(rows)
-            self._touch_slots(self.entries.first[rows].astype(np.int64))
+                self.disk.demotion.used(told)
+            self._touch_slots(self.entries.first[told].astype(np.int64))
 
     def _touch_slots(self, parts: I64Array) -> None:
         self._tick += 1

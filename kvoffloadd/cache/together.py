@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvoffloadd.cache.namespace import Space
-    from kvoffloadd.model import U16Array
+    from kvoffloadd.model import I64Array, U16Array, U64Array
 
 
 def spans(counts: Iterable[int]) -> list[slice]:
@@ -27,3 +27,19 @@ def numbers_of(spaces: Sequence[tuple[Space, int]]) -> int | U16Array:
     if len(spaces) == 1:
         return spaces[0][0].id
     return np.repeat(np.array([space.id for space, _ in spaces], np.uint16), [count for _, count in spaces])
+
+
+def groups_of(spaces: Sequence[tuple[Space, int]]) -> int | U64Array:
+    """The same with the numbers that groups have in their namespace."""
+    if len(spaces) == 1:
+        return spaces[0][0].schema.group
+    return np.repeat(np.array([space.schema.group for space, _ in spaces], np.uint64), [count for _, count in spaces])
+
+
+def begins_of(spaces: Sequence[tuple[Space, int]]) -> I64Array | None:
+    """Where the keys of each space begin that has some; None: there is one space."""
+    if len(spaces) == 1:
+        return None
+    counts = np.array([count for _, count in spaces if count], np.int64)
+    begins: I64Array = np.cumsum(counts) - counts
+    return begins

@@ -261,7 +261,7 @@ class Jobs:
                 )
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
-        total = sum(len(share.keys) * len(share.group.held) for share in shares)
+        total = sum(len(share.keys) * share.group.schema.price(len(share.group.held)) for share in shares)
         cap = self.limits.keys_per_request
         if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")

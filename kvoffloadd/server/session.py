@@ -30,6 +30,7 @@ from kvoffloadd.errors import (
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
+from kvoffloadd.server import status
 from kvoffloadd.server.jobs import Jobs
 from kvoffloadd.server.pins import Answered, Pins, find_all
 from kvoffloadd.server.registration import is_large
@@ -199,12 +200,16 @@ class Session:
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Space, int, U64Array]]:
         namespace = self._own_namespace()
-        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
-        if len({space.id for space, _, _ in asked}) != len(asked):
+        if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
-        if (total := sum(len(keys) for _, _, keys in asked)) > self._limits.keys_per_request:
-            raise LimitError(f"{total} keys in one request; the cap is {self._limits.keys_per_request}")
+        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
+        self._check_price(sum(len(keys) * space.schema.price(1) for space, _, keys in asked))
         return asked
+
+    def _check_price(self, keys: int) -> None:
+        """Raises LimitError if a request counts as more keys than it may have."""
+        if keys > (cap := self._limits.keys_per_request):
+            raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
         if self._context.draining:
@@ -220,6 +225,7 @@ class Session:
             if has_duplicates(keys):
                 raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
+        self._check_price(sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
         most = sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
         reserved = self._context.cache.reserve_all(plans)
@@ -278,8 +284,14 @@ class Session:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
         return list(self._context.cache.namespaces.values())
 
-    def _status(self, message: m.Status) -> m.Reply:
-        return m.Report(seq=message.seq, status=self._context.status(None if self.privileged else self.peer.uid))
+    def _status(self, message: m.Status) -> Answer:
+        uid = None if self.privileged else self.peer.uid
+        if status.is_large(self._context):
+            return self._finish_status(message.seq, uid)
+        return m.Report(seq=message.seq, status=self._context.status(uid))
+
+    async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
+        return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))
 
     def _verify(self, message: m.Verify) -> Answer:
         if not self.privileged:

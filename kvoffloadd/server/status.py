@@ -5,23 +5,35 @@ docs/STATUS.md explains every key; a test compares them. Names are stable, new o
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvoffloadd import __version__
-from kvoffloadd.cache.asked import name_of
 from kvoffloadd.cache.lease import ReadLease
+from kvoffloadd.deliveries import TURN_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvoffloadd.cache.namespace import Namespace
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.session import Session
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 NAMESPACES_TOLD = 1000
 """At most so many, since the frame is bounded."""
+
+LARGE = 500
+"""Sessions, namespaces, engines, leases and jobs together: more are told of over several turns of the loop."""
+
+STEP_ITEMS, STEP_LEASES = 64, 2048
+"""What is told of in one step: a fraction of a millisecond."""
 
 SLOW_JOBS_TOLD = 20
 SLOW_S = 0.5
@@ -32,22 +44,80 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
     """Everything; or what one user may know: that user's own figures, and of the daemon only what nobody else's doings
     change (how late the loop is, everybody can measure).
     """
+    return _to_the_end(steps(context, uid))
+
+
+async def tell_in_turns(context: Context, uid: int | None = None) -> dict[str, Any]:
+    """The same over several turns of the loop, where thousands of sessions or namespaces would take one too long: each
+    figure is of its own moment.
+    """
+    walk = steps(context, uid)
+    turn_ends = time.monotonic() + TURN_S
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            told: dict[str, Any] = end.value
+            return told
+        if time.monotonic() >= turn_ends:
+            await asyncio.sleep(0)
+            turn_ends = time.monotonic() + TURN_S
+
+
+def is_large(context: Context) -> bool:
+    """Whether it takes more than some milliseconds to tell."""
+    leases = sum(len(instance.leases) for instance in context.instances.all())
+    jobs = len(context.transfers.running)
+    return len(context.sessions) + len(context.cache.namespaces) + len(context.instances) + leases + jobs > LARGE
+
+
+Steps = Generator[None, None, T]
+"""A walk that yields now and then, so that the loop can turn, and returns what it has found."""
+
+
+def _to_the_end(walk: Steps[T]) -> T:
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+def steps(context: Context, uid: int | None) -> Steps[dict[str, Any]]:
+    """See `tell`."""
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
-    return {
+    told = {
         "version": __version__,
         "boot_id": context.boot_id.hex(),
         "pid": os.getpid(),
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "draining": context.draining,
         **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
-        "leases": _leases(context, uid),
-        "loop": context.lag.figures(),
-        "accounts": _accounts(context, uid),
-        "sessions": [session.figures() for session in sessions],
-        "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
-        "lookups": context.cache.lookups.figures(uid),
-        "namespaces": _namespaces(context, uid),
     }
+    yield
+    told["leases"] = yield from _leases(context, uid)
+    told["loop"] = context.lag.figures()
+    told["accounts"] = _accounts(context, uid)
+    yield
+    told["sessions"] = yield from _each(sessions, lambda session: session.figures())
+    slow = yield from _each(sessions, lambda session: session.slow_jobs(SLOW_S))
+    told["slow_jobs"] = slowest([job for jobs in slow for job in jobs])
+    yield
+    told["lookups"] = context.cache.lookups.figures(uid)
+    yield
+    mine = (n for n in list(context.cache.namespaces.values()) if uid in (None, n.uid))
+    told["namespaces"] = yield from _each(list(itertools.islice(mine, NAMESPACES_TOLD)), _namespace)
+    return told
+
+
+def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
+    found = []
+    for number, item in enumerate(items):
+        if number % STEP_ITEMS == 0:
+            yield
+        found.append(figures(item))
+    return found
 
 
 def _all_users(context: Context) -> dict[str, Any]:
@@ -88,12 +158,20 @@ def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_TOLD]
 
 
-def _leases(context: Context, uid: int | None) -> dict[str, int]:
+def _leases(context: Context, uid: int | None) -> Steps[dict[str, int]]:
+    told = {"read": 0, "keys": 0, "write": 0, "parts": 0}
     instances = [instance for instance in context.instances.all() if uid in (None, instance.uid)]
-    held = [lease for instance in instances for lease in instance.leases.all()]
-    read = [len(lease.rows) for lease in held if isinstance(lease, ReadLease)]
-    write = [len(lease.parts) for lease in held if not isinstance(lease, ReadLease)]
-    return {"read": len(read), "keys": sum(read), "write": len(write), "parts": sum(write)}
+    yield
+    counted = 0
+    for instance in instances:
+        for lease in instance.leases.all():
+            is_read = isinstance(lease, ReadLease)
+            told["read" if is_read else "write"] += 1
+            told["keys" if is_read else "parts"] += len(lease.rows if isinstance(lease, ReadLease) else lease.parts)
+            counted += 1
+            if counted % STEP_LEASES == 0:
+                yield
+    return told
 
 
 def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
@@ -115,17 +193,13 @@ def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
     return {name: used for name, used in accounts.items() if uid is None or name == str(uid)}
 
 
-def _namespaces(context: Context, uid: int | None) -> list[dict[str, Any]]:
-    mine = (n for n in context.cache.namespaces.values() if uid in (None, n.uid))
-    return [
-        {
-            "namespace": name_of(n),
-            "label": n.label,
-            "uid": n.uid,
-            "epoch": n.epoch,
-            "keys": n.keys,
-            "bytes": n.bytes,
-            "sessions": n.sessions,
-        }
-        for n in itertools.islice(mine, NAMESPACES_TOLD)
-    ]
+def _namespace(namespace: Namespace) -> dict[str, Any]:
+    return {
+        "namespace": namespace.name,
+        "label": namespace.label,
+        "uid": namespace.uid,
+        "epoch": namespace.epoch,
+        "keys": namespace.keys,
+        "bytes": namespace.bytes,
+        "sessions": namespace.sessions,
+    }

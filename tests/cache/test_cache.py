@@ -15,7 +15,7 @@ from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import KeyWidthError, SchemaError
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
 from .fakes import keys_of, make_cache, make_space
 
@@ -321,7 +321,11 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     found = cache.find(space, keys_of(2, 1, 2))
     assert space.queue is not None
     told: list[list[int]] = []
-    space.queue.policy.touch = lambda rows, positions: told.append([*rows.tolist(), *positions.tolist()])  # type: ignore[method-assign]
+
+    def touch(rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
+        told.append([*rows.tolist(), *positions.tolist()])
+
+    space.queue.policy.touch = touch  # type: ignore[method-assign]
     cache.use(space, found, 5)
     assert told == [[*found.rows[:2].tolist(), 5, 6]]
     cache.hold(found.hit_rows)
