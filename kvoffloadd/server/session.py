@@ -222,10 +222,11 @@ class Session:
                 raise SchemaError(f"group {space.schema.group} has parts 0 to {space.schema.parts - 1}, not {wanted}")
             if not all(space.part_bytes[p] for p in wanted):
                 raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
-            if has_duplicates(keys):
-                raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
         self._check_price(sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
+        for plan in plans:
+            if has_duplicates(plan.keys):
+                raise DuplicateError(f"group {plan.space.schema.group}: a key is reserved twice in one request")
         most = sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
         reserved = self._context.cache.reserve_all(plans)
