@@ -90,8 +90,10 @@ class Joined:
         """What was reserved of each group."""
         if len(self.spaces) == 1:
             return [made]
+        keys = spans(count for _, count in self.spaces)
+        ends = np.searchsorted(made.keys, [at.stop for at in keys]).tolist()
         found = []
-        for keys in spans(count for _, count in self.spaces):
-            of = slice(*np.searchsorted(made.keys, (keys.start, keys.stop)).tolist())
-            found.append(Reservation(made.parts[of], made.keys[of] - keys.start, made.columns[of], made.states[keys]))
+        for at, begin, end in zip(keys, [0, *ends], ends, strict=False):
+            mine = made.keys[begin:end] - at.start
+            found.append(Reservation(made.parts[begin:end], mine, made.columns[begin:end], made.states[at]))
         return found

@@ -253,12 +253,13 @@ class Jobs:
                     f"need {4 * per_key * len(keys)}"
                 )
             blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
-            outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
-            if outside.any():
-                raise BlockIdError(
-                    f"group {item.group}: block id {int(blocks[outside].max())}; "
-                    f"the tensors have {group.num_blocks} blocks"
-                )
+            if blocks.size and blocks.max() >= group.num_blocks:
+                outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
+                if outside.any():
+                    raise BlockIdError(
+                        f"group {item.group}: block id {int(blocks[outside].max())}; "
+                        f"the tensors have {group.num_blocks} blocks"
+                    )
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
         total = sum(len(share.keys) * share.group.schema.price(len(share.group.held)) for share in shares)
@@ -330,8 +331,8 @@ class Jobs:
     def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
         """What this rank holds of the keys at these places."""
         parts = self.context.cache.entries.records(rows[at], share.group.parts)
-        keys, columns = np.indices(parts.shape)
-        return Payloads(parts.ravel(), at[keys.ravel()], columns.ravel())
+        many, width = parts.shape
+        return Payloads(parts.ravel(), np.repeat(at, width), np.tile(np.arange(width), many))
 
     def _list(self, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
         addresses = self.context.cache.payload_addresses(taken.parts)
