@@ -32,6 +32,12 @@ NO_BLOCK = 0xFFFFFFFF
 PARTS_AT_THE_PRICE_OF_ONE = 16
 """Whatever is done to a key costs a little for each of its parts: with so many, about as much as another key."""
 
+
+def key_price(parts: int, named: int) -> int:
+    """How many keys a key of so many parts counts as in a request that is after so many of them."""
+    return max(named, -(-parts // PARTS_AT_THE_PRICE_OF_ONE))
+
+
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
@@ -116,4 +122,4 @@ class GroupSchema:
 
     def price(self, parts: int) -> int:
         """How many keys a key counts as where a request is after so many of its parts."""
-        return max(parts, -(-self.parts // PARTS_AT_THE_PRICE_OF_ONE))
+        return key_price(self.parts, parts)
