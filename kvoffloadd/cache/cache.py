@@ -86,6 +86,24 @@ class Found:
         return self.rows[self.hits].astype(np.uint32)
 
 
+def _used(groups: list[tuple[Space, Found, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
+    """Rows of what hits, each once, where each stands in its prompt, and where each group begins; each has a hit."""
+    at = [np.flatnonzero(found.hits) for _, found, _ in groups]
+    hits = list(zip(groups, at, strict=True))
+    rows = _joined([found.rows[mine] for (_, found, _), mine in hits])
+    places = _joined([mine + first for (_, _, first), mine in hits])
+    begins = begins_of([(space, len(mine)) for (space, _, _), mine in hits])
+    if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
+        once = first_of_each(rows)
+        rows, places = rows[once], places[once]
+        begins = None if begins is None else np.searchsorted(once, begins)
+    return rows.astype(np.uint32), places.astype(np.uint32), begins
+
+
+def _joined(arrays: list[I64Array]) -> I64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 class Cache:
     """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction
     policy.
@@ -153,10 +171,6 @@ class Cache:
             part_bytes = [0] * schema.parts
             space = namespace.spaces[schema.group] = self.entries.spaces.add(namespace, schema, part_bytes, number)
         return space
-
-    def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
-        """`learn_parts` of one part."""
-        self.learn_parts(space, {part: payload_bytes})
 
     def learn_parts(self, space: Space, payload_bytes: dict[int, int]) -> None:
         """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
@@ -244,19 +258,11 @@ class Cache:
             if one[0].queue is not None and one[1].hits.any():
                 queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
         for queue, some in queues.values():
-            at = [np.flatnonzero(found.hits) for _, found, _ in some]
-            rows = np.concatenate([found.rows[hits] for (_, found, _), hits in zip(some, at, strict=True)])
-            places = np.concatenate([hits + first for (_, _, first), hits in zip(some, at, strict=True)])
-            begins = begins_of([(space, len(hits)) for (space, _, _), hits in zip(some, at, strict=True)])
-            if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
-                once = first_of_each(rows)
-                rows, places = rows[once], places[once]
-                begins = None if begins is None else np.searchsorted(once, begins)
-            told = rows.astype(np.uint32)
-            queue.policy.touch(told, places.astype(np.uint32), begins)
+            rows, places, begins = _used(some)
+            queue.policy.touch(rows, places, begins)
             if self.disk:
-                self.disk.demotion.used(told)
-            self._touch_slots(self.entries.first[told].astype(np.int64))
+                self.disk.demotion.used(rows)
+            self._touch_slots(self.entries.first[rows].astype(np.int64))
 
     def _touch_slots(self, parts: I64Array) -> None:
         self._tick += 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvoffloadd.cache.cache import NO_ROWS
-from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.disk import away_all, away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.together import spans
@@ -168,7 +168,7 @@ class Jobs:
         founds = cache.find_all(asked)
         if cache.disk is None:
             return founds, [np.zeros(len(share.keys), bool) for share in shares]
-        return founds, cache.disk.away_all(asked, founds)
+        return founds, away_all(cache.disk, asked, founds)
 
     def _plan_load(
         self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None

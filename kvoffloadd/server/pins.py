@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.disk import away_all, away_keys
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.cache.promotion import Fetch, Urgency
 from kvoffloadd.errors import LimitError
@@ -80,7 +80,7 @@ def find_all(cache: Cache, asked: list[tuple[Space, int, U64Array]]) -> Answered
     """Look keys up in memory and on disk. Changes nothing."""
     named = [(space, keys) for space, _, keys in asked]
     founds = cache.find_all(named)
-    aways = cache.disk.away_all(named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
+    aways = away_all(cache.disk, named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
     return Answered([Share(*one, found, away) for one, found, away in zip(asked, founds, aways, strict=True)])
 
 

@@ -65,6 +65,12 @@ def _told(limits: LimitsConfig, config: Config) -> m.Limits:
     )
 
 
+def _check_price(limits: LimitsConfig, keys: int) -> None:
+    """Raises LimitError if a request counts as more keys than it may have."""
+    if keys > (cap := limits.keys_per_request):
+        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
+
+
 class Session:
     """From hello to the end of its last copy. `push` queues a message for the peer."""
 
@@ -203,13 +209,8 @@ class Session:
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
         asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
-        self._check_price(sum(len(keys) * space.schema.price(1) for space, _, keys in asked))
+        _check_price(self._limits, sum(len(keys) * space.schema.price(1) for space, _, keys in asked))
         return asked
-
-    def _check_price(self, keys: int) -> None:
-        """Raises LimitError if a request counts as more keys than it may have."""
-        if keys > (cap := self._limits.keys_per_request):
-            raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
         if self._context.draining:
@@ -223,7 +224,7 @@ class Session:
             if not all(space.part_bytes[p] for p in wanted):
                 raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
-        self._check_price(sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
+        _check_price(self._limits, sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
         for plan in plans:
             if has_duplicates(plan.keys):
                 raise DuplicateError(f"group {plan.space.schema.group}: a key is reserved twice in one request")

@@ -67,7 +67,7 @@ def make_space(
     namespace = cache.open_namespace(name, 0, "test", 32)
     space = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
     for part, size in enumerate(pages):
-        cache.learn_part(space, part, size * PAGE_BYTES)
+        cache.learn_parts(space, {part: size * PAGE_BYTES})
     return namespace, space
 
 

@@ -137,7 +137,7 @@ def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> No
     cache = make_cache(pages=8, slab_pages=4, policy=policy)
     namespace, one = make_space(cache)
     two = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
-    cache.learn_part(two, 0, 4096)
+    cache.learn_parts(two, {0: 4096})
     store(cache, two, 1, 2, 3)
     store(cache, one, 4, 5, 6, 7)
     request = [
@@ -287,9 +287,9 @@ def test_a_namespace_keeps_its_schema(cache: Cache) -> None:
     with pytest.raises(SchemaError):
         cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 32))
     with pytest.raises(SchemaError):
-        cache.learn_part(space, 0, 8192)
+        cache.learn_parts(space, {0: 8192})
     half = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16, parts=2))
-    cache.learn_part(half, 1, 4096)
+    cache.learn_parts(half, {1: 4096})
     with pytest.raises(SchemaError):
         cache.reserve(half, keys_of(1), BOTH, 0)
 
