@@ -29,6 +29,15 @@ def slot_pages(payload_bytes: int) -> int:
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 
+PARTS_AT_THE_PRICE_OF_ONE = 16
+"""Whatever is done to a key costs a little for each of its parts: with so many, about as much as another key."""
+
+
+def key_price(parts: int, named: int) -> int:
+    """How many keys a key of so many parts counts as in a request that is after so many of them."""
+    return max(named, -(-parts // PARTS_AT_THE_PRICE_OF_ONE))
+
+
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
@@ -110,3 +119,7 @@ class GroupSchema:
     window_keys: int = 0
     blocks_per_key: int = 1
     parts: int = 1
+
+    def price(self, parts: int) -> int:
+        """How many keys a key counts as where a request is after so many of its parts."""
+        return key_price(self.parts, parts)

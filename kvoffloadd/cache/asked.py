@@ -27,7 +27,6 @@ NAMESPACES_MAX = 64
 """Namespaces that are told apart since the start; all others count as one."""
 
 OTHERS: Final = "other"
-_LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 
 @dataclass(slots=True, eq=False)
@@ -124,18 +123,20 @@ class Lookups:
         if asked is None:
             if len(self._by_fingerprint) >= NAMESPACES_MAX:
                 return self._others
-            asked = self._by_fingerprint[namespace.fingerprint] = Asked(name_of(namespace), namespace.uid)
+            asked = self._by_fingerprint[namespace.fingerprint] = Asked(namespace.name, namespace.uid)
         return asked
 
     def look(self) -> None:
-        """At the misses that wait: one namespace and group after the other."""
+        """At the misses that wait: one namespace after the other."""
         waiting, self._waiting = self._waiting, []
-        parts: dict[tuple[bytes, int], list[_Batch]] = {}
+        parts: dict[bytes, list[_Batch]] = {}
         for batch in waiting:
-            parts.setdefault((batch.fingerprint, batch.group), []).append(batch)
-        for (fingerprint, group), batches in parts.items():
+            parts.setdefault(batch.fingerprint, []).append(batch)
+        for fingerprint, batches in parts.items():
             asked = batches[0].asked
-            h = self._ghosts.hash(group, np.concatenate([batch.keys for batch in batches]))
+            counts = [len(batch.keys) for batch in batches]
+            groups = np.repeat(np.array([batch.group for batch in batches], np.uint64), counts)
+            h = self._ghosts.hash(groups, np.concatenate([batch.keys for batch in batches]))
             absent = np.concatenate([batch.absent for batch in batches])
             why = np.full(len(h), Reason.INCOMPLETE, np.uint8)
             why[absent] = self._ghosts.why(batches[0].uid, fingerprint, h[absent])
@@ -146,9 +147,3 @@ class Lookups:
 
 _NEVER_THERE = np.array([reason in ("never_stored", "other_namespace", "incomplete") for reason in REASONS])
 """By reason: an infinite cache would not have had such a key either."""
-
-
-def name_of(namespace: Namespace) -> str:
-    """A short name, safe anywhere: what the engine calls its model, and what tells it from others of that name."""
-    label = "".join(c if c.isascii() and (c.isalnum() or c in "._/-") else "_" for c in namespace.label)
-    return f"{label[-_LABEL_CHARS:]}#{namespace.fingerprint.hex()[:_FINGERPRINT_CHARS]}"

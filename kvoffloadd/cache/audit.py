@@ -139,6 +139,8 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
     """Each has the records that it names, they the slots, slots and records of the pool agree, and it is found."""
     entries, tier = cache.entries, cache.tier
     parts, findings = entries.parts, []
+    found_at = entries.index.find(entries.index.space[rows], entries.index.keys[rows])
+    taken, sizes, live = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for space, at in entries.by_space(rows):
         mine = rows[at]
         records = parts.run(entries.first[mine], space.schema.parts)
@@ -147,7 +149,7 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
         missing = (parts.state[records] < PartState.COMMITTED).sum(axis=1)
         if (missing != entries.missing[mine]).any():
             findings.append(f"rows: missing parts of group {space.schema.group} are miscounted")
-        found = entries.index.find(space.id, entries.index.keys[mine])
+        found = found_at[at]
         is_live = entries.state[mine] == RowState.LIVE
         if (found[is_live] != mine[is_live]).any():
             findings.append(f"index: a live key of group {space.schema.group} is not found")
@@ -155,9 +157,12 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
             findings.append(f"index: a retired key of group {space.schema.group} is found")
         pages = np.broadcast_to([slot_pages(size) for size in space.part_bytes], records.shape)
         filled = parts.state[records] != PartState.EMPTY
-        findings += tier.check_slots(parts.page[records[filled]], pages[filled], records[filled].astype(np.uint32))
-        findings += _check_sealed(cache, records[is_live])
-    return findings
+        taken.append(records[filled])
+        sizes.append(pages[filled])
+        live.append(records[is_live].ravel())
+    records = np.concatenate(taken)  # of all spaces at once: there may be hundreds, of few keys each
+    findings += tier.check_slots(parts.page[records], np.concatenate(sizes), records.astype(np.uint32))
+    return findings + _check_sealed(cache, np.concatenate(live))
 
 
 def _check_sealed(cache: Cache, records: I64Array) -> list[str]:

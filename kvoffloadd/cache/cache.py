@@ -22,6 +22,8 @@ from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.together import begins_of, spans
+from kvoffloadd.cache.wanted import Joined, Reservation, Wanted
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
     BoolArray,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.namespace import Queue, Space
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
@@ -84,43 +86,22 @@ class Found:
         return self.rows[self.hits].astype(np.uint32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Payloads:
-    """Parts of some keys: record numbers `parts`; of each the index of its key among those that were asked for, and the
-    index `columns` of its part among those that were wanted.
-    """
-
-    parts: I64Array
-    keys: I64Array
-    columns: I64Array
-
-    def only(self, wanted: BoolArray) -> Payloads:
-        """Those of the mask."""
-        return Payloads(self.parts[wanted], self.keys[wanted], self.columns[wanted])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reservation(Payloads):
-    """What was reserved, key by key, part by part; `states` per key."""
-
-    states: U8Array
+def _used(groups: list[tuple[Space, Found, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
+    """Rows of what hits, each once, where each stands in its prompt, and where each group begins; each has a hit."""
+    at = [np.flatnonzero(found.hits) for _, found, _ in groups]
+    hits = list(zip(groups, at, strict=True))
+    rows = _joined([found.rows[mine] for (_, found, _), mine in hits])
+    places = _joined([mine + first for (_, _, first), mine in hits])
+    begins = begins_of([(space, len(mine)) for (space, _, _), mine in hits])
+    if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
+        once = first_of_each(rows)
+        rows, places = rows[once], places[once]
+        begins = None if begins is None else np.searchsorted(once, begins)
+    return rows.astype(np.uint32), places.astype(np.uint32), begins
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """Parts of some keys of a space, for which slots are asked. `keys` are distinct; `positions`: u32 of each, where it
-    stands in its prompt.
-    """
-
-    space: Space
-    keys: U64Array
-    parts: U16Array
-    positions: U32Array
-
-    @classmethod
-    def from_first(cls, space: Space, keys: U64Array, parts: U16Array, first: int) -> Wanted:
-        """Keys that follow one another in their prompt, from this position on."""
-        return cls(space, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
+def _joined(arrays: list[I64Array]) -> I64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class Cache:
@@ -191,11 +172,14 @@ class Cache:
             space = namespace.spaces[schema.group] = self.entries.spaces.add(namespace, schema, part_bytes, number)
         return space
 
-    def learn_part(self, space: Space, part: int, payload_bytes: int) -> None:
-        """A rank has told the payload size of its part. Raises SchemaError if another rank told another one."""
-        space.check_part(part, payload_bytes)
-        if space.part_bytes[part] != payload_bytes:
-            space.part_bytes[part] = payload_bytes
+    def learn_parts(self, space: Space, payload_bytes: dict[int, int]) -> None:
+        """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
+        for part, size in payload_bytes.items():
+            space.check_part(part, size)
+        new = {part: size for part, size in payload_bytes.items() if space.part_bytes[part] != size}
+        for part, size in new.items():
+            space.part_bytes[part] = size
+        if new:
             self._names_differ = True
             self.admit(space)
 
@@ -234,7 +218,17 @@ class Cache:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a space that was
         retired since the caller got hold of it, all is a miss.
         """
-        rows = self.entries.find(space, keys)
+        return self._found(self.entries.find(space, keys))
+
+    def find_all(self, asked: Sequence[tuple[Space, U64Array]]) -> list[Found]:
+        """`find` of each space's keys, in one go: some hundred groups of a request cost little more than one."""
+        if len(asked) < 2:
+            return [self.find(space, keys) for space, keys in asked]
+        counts = [(space, len(keys)) for space, keys in asked]
+        found = self._found(self.entries.find_all(counts, np.concatenate([keys for _, keys in asked])))
+        return [Found(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)]
+
+    def _found(self, rows: I64Array) -> Found:
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
@@ -255,17 +249,20 @@ class Cache:
 
     def use(self, space: Space, found: Found, first: int) -> None:
         """Tell the policy that a request uses the keys that hit; `first`: position of the first key in its prompt."""
-        at = np.flatnonzero(found.hits)
-        if not len(at) or space.queue is None:
-            return
-        rows = found.rows[at].astype(np.uint32)
-        if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
-            once = first_of_each(rows)
-            at, rows = at[once], rows[once]
-        space.queue.policy.touch(rows, (at + first).astype(np.uint32))
-        if self.disk:
-            self.disk.demotion.used(rows)
-        self._touch_slots(self.entries.first[rows].astype(np.int64))
+        self.use_all([(space, found, first)])
+
+    def use_all(self, used: Sequence[tuple[Space, Found, int]]) -> None:
+        """`use` of each of several groups of one request."""
+        queues: dict[int, tuple[Queue, list[tuple[Space, Found, int]]]] = {}
+        for one in used:
+            if one[0].queue is not None and one[1].hits.any():
+                queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
+        for queue, some in queues.values():
+            rows, places, begins = _used(some)
+            queue.policy.touch(rows, places, begins)
+            if self.disk:
+                self.disk.demotion.used(rows)
+            self._touch_slots(self.entries.first[rows].astype(np.int64))
 
     def _touch_slots(self, parts: I64Array) -> None:
         self._tick += 1
@@ -311,15 +308,23 @@ class Cache:
             unknown = [p for p in wanted.parts.tolist() if not wanted.space.part_bytes[p]]
             if unknown:
                 raise SchemaError(f"no rank has registered part {unknown[0]} of group {wanted.space.schema.group} yet")
-        rows = [self.entries.find(wanted.space, wanted.keys) for wanted in request]
+        # Groups whose keys take the same slots are one list of keys from here on: what it takes is paid once.
+        alike: list[list[Wanted]] = []
+        for wanted in request:
+            if alike and wanted.is_like(alike[-1][0]):
+                alike[-1].append(wanted)
+            else:
+                alike.append([wanted])
+        joined = [Joined.of(some) for some in alike]
+        rows = [self.entries.find_all(some.spaces, some.keys) for some in joined]
         named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
         self.hold(named)
-        made = [self._reserve(wanted, found) for wanted, found in zip(request, rows, strict=True)]
+        made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
         self.unhold(named)
-        return made
+        return [one for some, reserved in zip(joined, made, strict=True) for one in some.split(reserved)]
 
-    def _reserve(self, wanted: Wanted, rows: I64Array) -> Reservation:
-        """Of one group, whose keys have these rows so far."""
+    def _reserve(self, wanted: Joined, rows: I64Array) -> Reservation:
+        """Of groups that are alike, whose keys have these rows so far."""
         states = np.full(len(rows), _RESERVED, np.uint8)
         empty = np.ones((len(rows), len(wanted.parts)), bool)
         held = np.flatnonzero(rows >= 0)
@@ -337,13 +342,13 @@ class Cache:
         which, columns = np.nonzero(empty[at])
         return Reservation(self.entries.records(rows[at], wanted.parts)[which, columns], at[which], columns, states)
 
-    def _reserve_slots(self, wanted: Wanted, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
+    def _reserve_slots(self, wanted: Joined, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
         """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
         many of the keys got all of theirs; the others got none.
 
         One slot size after the other, each one's slots taken before the next one looks for room.
         """
-        space, keys, parts = wanted.space, wanted.keys, wanted.parts
+        space, keys, parts = wanted.spaces[0][0], wanted.keys, wanted.parts
         sizes = np.array([slot_pages(space.part_bytes[p]) for p in parts.tolist()], np.int64)
         served = min(len(at), self.entries.parts.room(space.schema.parts))
         inserted = False
@@ -355,7 +360,7 @@ class Cache:
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
                 try:
-                    rows[new] = self.entries.insert(space, keys[new], wanted.positions[new])
+                    rows[new] = self.entries.insert_all(wanted.counts(new), keys[new], wanted.positions[new])
                 except LimitError:
                     return 0  # for the index has no room for them, though memory has
                 inserted = True

@@ -113,6 +113,12 @@ class Catalog:
         rows[self.missing[rows] != 0] = -1  # row -1 reads some other row, and is -1 either way
         return rows
 
+    def find_all(self, shelves: U16Array, keys: U64Array) -> I64Array:
+        """The same for keys of several open shelves, by each one's number."""
+        rows = self.index.find(shelves, keys)
+        rows[self.missing[rows] != 0] = -1
+        return rows
+
     def complete(self, shelf: Shelf, keys: U64Array) -> BoolArray:
         """Which keys are complete on a shelf that may be closed."""
         rows = self.index.find(shelf.id, keys)

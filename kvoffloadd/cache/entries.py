@@ -17,14 +17,15 @@ from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.parts import Parts, PartState
 from kvoffloadd.cache.spaces import Spaces
+from kvoffloadd.cache.together import begins_of, groups_of, numbers_of
 from kvoffloadd.errors import InternalError
 from kvoffloadd.sharedmem import reserve_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.namespace import Namespace, Queue, Space
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
     from kvoffloadd.tiers.memory import MemoryTier
 
@@ -76,25 +77,32 @@ class Entries:
     # --- beginning ---
 
     def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
-        """New live rows with EMPTY parts, for keys that are not held; the space has a queue, and there is room for
-        rows and parts.
+        """`insert_all` of one space."""
+        return self.insert_all([(space, len(keys))], keys, positions)
+
+    def insert_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array, positions: U32Array) -> U32Array:
+        """New live rows with EMPTY parts, for keys that are not held: of each space in turn so many. All have as many
+        parts and the same queue, and there is room for rows and parts.
 
         Raises:
-            InternalError: the space is retired: nobody would find them, and nothing would end them.
+            InternalError: a space is retired: nobody would find its keys, and nothing would end them.
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
-        self.check_current(space)
-        rows = self.index.insert(space.id, keys)
-        self.first[rows] = self.parts.allocate(space.schema.parts, rows)
-        self.missing[rows] = space.schema.parts
+        for space, _ in spaces:
+            self.check_current(space)
+        width, numbers = spaces[0][0].schema.parts, numbers_of(spaces)
+        rows = self.index.insert(numbers, keys)
+        self.first[rows] = self.parts.allocate(width, rows)
+        self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
         if self.disk:
             self.reading[rows] = 0
             self.demoting[rows] = 0
         self.state[rows] = RowState.LIVE
-        space.rows += len(rows)
-        if space.queue:
-            space.queue.policy.insert(rows, self.index.hash(space.id, keys), positions)
+        for space, count in spaces:
+            space.rows += count
+        if queue := spaces[0][0].queue:
+            queue.policy.insert(rows, self.index.hash(numbers, keys), positions, begins_of(spaces))
         return rows
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
@@ -113,6 +121,16 @@ class Entries:
         """The row of each key, or -1; in a space that is retired there are none."""
         return np.full(len(keys), -1, np.int64) if space.retired else self.index.find(space.id, keys)
 
+    def find_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array) -> I64Array:
+        """The same for keys of several spaces: of each in turn so many."""
+        rows = self.index.find(numbers_of(spaces), keys)
+        begin = 0
+        for space, count in spaces:
+            if space.retired:
+                rows[begin : begin + count] = -1
+            begin += count
+        return rows
+
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """All parts committed."""
         found: BoolArray = self.missing[rows] == 0
@@ -122,7 +140,7 @@ class Entries:
         """A part is reserved or being written."""
         flags = np.zeros(len(rows), bool)
         unready = np.flatnonzero(self.missing[rows] > 0)
-        for width, at in self._by_width(rows[unready]):
+        for width, at in self.by_width(rows[unready]):
             state = self.parts.state[self.parts.run(self.first[rows[unready[at]]], width)]
             flags[unready[at]] = ((state == PartState.RESERVED) | (state == PartState.WRITING)).any(axis=1)
         return flags
@@ -137,7 +155,7 @@ class Entries:
     def vacant(self, rows: U32Array) -> BoolArray:
         """No part has a slot."""
         flags = np.zeros(len(rows), bool)
-        for width, at in self._by_width(rows):
+        for width, at in self.by_width(rows):
             flags[at] = (self.parts.state[self.parts.run(self.first[rows[at]], width)] == PartState.EMPTY).all(axis=1)
         return flags
 
@@ -154,14 +172,13 @@ class Entries:
             return
         self.tell(rows[self.complete(rows)], added=False, why=why)
         self.index.remove(rows)
-        for space, at in self.by_space(rows):
-            if space.queue:
-                space.queue.policy.remove(rows[at])
+        for queue, at in self.by_queue(rows):
+            queue.policy.remove(rows[at])
         self.state[rows] = RowState.RETIRED
         self.bury(rows)
         held = rows[self.state[rows] == RowState.RETIRED]
-        for space, at in self.by_space(held):  # their slots are not given back yet, but nobody may inherit them
-            records = self.parts.run(self.first[held[at]], space.schema.parts).ravel()
+        for width, at in self.by_width(held):  # their slots are not given back yet, but nobody may inherit them
+            records = self.parts.run(self.first[held[at]], width).ravel()
             self.tier.ledger.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
 
     def bury(self, rows: U32Array) -> None:
@@ -173,10 +190,11 @@ class Entries:
         rows = rows[~self.in_flight(rows)]
         if not len(rows):
             return
-        for space, at in self.by_space(rows):
-            records = self.parts.run(self.first[rows[at]], space.schema.parts).ravel()
+        for width, at in self.by_width(rows):
+            records = self.parts.run(self.first[rows[at]], width).ravel()
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
-            self.parts.free(space.schema.parts, self.first[rows[at]])
+            self.parts.free(width, self.first[rows[at]])
+        for space, at in self.by_space(rows):
             space.rows -= len(at)
             self.spaces.let_go(space)
         self.state[rows] = RowState.FREE
@@ -200,22 +218,30 @@ class Entries:
         """Committed bytes of each space, `parts` being committed (+1) or vacated (-1)."""
         rows = self.parts.row[parts]
         for space, at in self.by_space(rows):
+            if space.schema.parts == 1:
+                space.bytes += sign * len(at) * space.part_bytes[0]
+                continue
             numbers = parts[at] - self.first[rows[at]]
             space.bytes += sign * int(np.asarray(space.part_bytes, np.int64)[numbers].sum())
 
     def tell(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
         """Count complete keys that came or went, and note the event for namespaces that somebody listens to."""
+        by_namespace: dict[bytes, list[tuple[Space, I64Array]]] = {}
         for space, at in self.by_space(rows):
             space.keys += len(at) if added else -len(at)
-            keys = self.index.keys[rows[at]]
+            by_namespace.setdefault(space.namespace.fingerprint, []).append((space, at))
+        for fingerprint, spaces in by_namespace.items():
+            group = groups_of([(space, len(at)) for space, at in spaces])
+            keys = self.index.keys[rows[np.concatenate([at for _, at in spaces])]]
             if added:
-                self.ghosts.came(space.namespace.uid, space.namespace.fingerprint, space.schema.group, keys)
+                self.ghosts.came(spaces[0][0].namespace.uid, fingerprint, group, keys)
             else:
-                self.ghosts.went(space.namespace.fingerprint, space.schema.group, keys, why)
-            if space.namespace.listeners:
+                self.ghosts.went(fingerprint, group, keys, why)
+            for space, at in spaces if spaces[0][0].namespace.listeners else ():
+                mine = self.index.keys[rows[at]]
                 if self.disk:  # what another tier has did not come, and does not go
-                    keys = keys[~self.disk.holds_keys(space, keys)]
-                self.note(space, keys, added=added)
+                    mine = mine[~self.disk.holds_keys(space, mine)]
+                self.note(space, mine, added=added)
 
     def note(self, space: Space, keys: U64Array, *, added: bool) -> None:
         """An event for those who listen: these keys can be served from now on, or no more."""
@@ -255,12 +281,37 @@ class Entries:
     def by_space(self, rows: I64Array | U32Array) -> Iterator[tuple[Space, I64Array]]:
         """Positions in `rows`, by space."""
         spaces = self.index.space[rows]
-        if len(spaces) and (spaces == spaces[0]).all():
+        if not len(spaces):
+            return
+        if (spaces == spaces[0]).all():
             yield self.spaces[int(spaces[0])], np.arange(len(spaces))
             return
-        for space_id in distinct(spaces).tolist():
-            yield self.spaces[space_id], np.flatnonzero(spaces == space_id)
+        order = np.argsort(spaces, kind="stable")
+        ordered = spaces[order]
+        begins = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+        numbers = ordered[np.append(0, begins)].tolist()
+        for number, at in zip(numbers, np.split(order, begins), strict=True):
+            yield self.spaces[number], at
 
-    def _by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:
+    def by_queue(self, rows: U32Array) -> Iterator[tuple[Queue, I64Array]]:
+        """Positions in `rows`, by the queue that their space has, if it has one."""
+        queues: dict[int, tuple[Queue, list[I64Array]]] = {}
         for space, at in self.by_space(rows):
-            yield space.schema.parts, at
+            if space.queue:
+                queues.setdefault(id(space.queue), (space.queue, []))[1].append(at)
+        for queue, places in queues.values():
+            yield queue, np.concatenate(places)
+
+    def widths(self, rows: U32Array) -> U16Array:
+        """How many parts each key has."""
+        found: U16Array = self.spaces.widths[self.index.space[rows]]
+        return found
+
+    def by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:
+        """Positions in `rows`, by the number of parts that a key has."""
+        widths: U16Array = self.spaces.widths[self.index.space[rows]]
+        if len(widths) and (widths == widths[0]).all():
+            yield int(widths[0]), np.arange(len(widths))
+            return
+        for width in distinct(widths).tolist():
+            yield width, np.flatnonzero(widths == width)

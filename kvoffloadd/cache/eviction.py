@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.namespace import Queue
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.model import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,11 +18,17 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.policy.base import Policy
-    from kvoffloadd.model import U32Array
+    from kvoffloadd.model import I64Array, U32Array
 
 log = logging.getLogger(__name__)
 
+NO_ROWS = np.zeros(0, np.uint32)
+
 SLABS_TRIED = 8
+RECORDS_MAX = 1 << 18
+"""Part records of keys that one request evicts, about: it ends with the room that there is then. Keys of thousands of
+parts, of which few are there, would take hundreds of milliseconds.
+"""
 QUEUES_MAX = 64
 """Each takes memory and mappings of its own. Engines have few sizes; what comes above shares the queue next in size."""
 
@@ -70,9 +80,16 @@ class Eviction:
         are.
         """
         free = self._tier.num_free(size)
-        while free < wanted:
-            if not (self._take_colder_slab(size) or self._evict(size, wanted - free) or self._take_slab(size)):
-                break
+        looked_at, tries = 0, 1
+        while free < wanted and looked_at < RECORDS_MAX:
+            rows = NO_ROWS
+            if not self._take_colder_slab(size):
+                rows = self._victims(size, wanted - free, tries)
+                if not len(rows) and not self._take_slab(size):
+                    break
+            looked_at += int(self._entries.widths(rows).sum())
+            tries *= 2
+            self._drop(rows)
             free = self._tier.num_free(size)
         return min(free, wanted)
 
@@ -82,19 +99,33 @@ class Eviction:
             return
         rows = rows[first_of_each(rows)]
         rows = rows[self._entries.evictable(rows)]
-        for space, at in self._entries.by_space(rows):
-            if space.queue:
-                space.queue.policy.readmit(rows[at])
+        for queue, at in self._entries.by_queue(rows):
+            queue.policy.readmit(rows[at])
 
-    def _evict(self, size: int, slots: int) -> bool:
+    def _victims(self, size: int, slots: int, tries: int) -> U32Array:
+        """Keys whose end frees up to so many slots: at least one, if there is any that may go.
+
+        Keys may have fewer slots than the most that their queue knows of. So each further try looks at more of them
+        than would do if all had the most, and leaves out those that turn out not to be needed.
+        """
         for queue in self.queues.values():
             per_key = queue.slots_per_key.get(size, 0)
             if per_key and len(queue.policy):
-                rows = queue.policy.victims(-(-slots // per_key), self._entries.evictable)
+                count = min(-(-slots // per_key) * tries, slots)
+                rows = queue.policy.victims(count, self._entries.evictable)
                 if len(rows):
-                    self._drop(rows)
-                    return True
-        return False
+                    return rows if tries == 1 else rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)]
+        return NO_ROWS
+
+    def _slots(self, rows: U32Array, size: int) -> I64Array:
+        """How many slots of this size each key has."""
+        entries = self._entries
+        found = np.zeros(len(rows), np.int64)
+        for space, at in entries.by_space(rows):
+            right = -(-np.asarray(space.part_bytes, np.int64) // PAGE_BYTES) == size
+            records = entries.parts.run(entries.first[rows[at]], space.schema.parts)
+            found[at] = ((entries.parts.state[records] != PartState.EMPTY) & right).sum(axis=1)
+        return found
 
     def _take_colder_slab(self, size: int) -> bool:
         own = self._tier.coldest_touch(size)

@@ -60,11 +60,11 @@ class Ghosts:
         self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16)
         self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32)
 
-    def hash(self, group: int, keys: U64Array) -> U64Array:
-        """u64 per key, the same in every namespace. All bits count."""
+    def hash(self, group: int | U64Array, keys: U64Array) -> U64Array:
+        """u64 per key, the same in every namespace. All bits count. `group`: of all keys, or of each."""
         return self._hash(group, keys)
 
-    def came(self, uid: int, fingerprint: bytes, group: int, keys: U64Array) -> None:
+    def came(self, uid: int, fingerprint: bytes, group: int | U64Array, keys: U64Array) -> None:
         """These keys are complete in this namespace. Where another one of the user had them before, that is what stays
         known.
         """
@@ -73,7 +73,7 @@ class Ghosts:
         known = self._stored[slots]
         self._stored[slots] = np.where(_differ(known, marks), marks | self._number(fingerprint), known)
 
-    def went(self, fingerprint: bytes, group: int, keys: U64Array, reason: int) -> None:
+    def went(self, fingerprint: bytes, group: int | U64Array, keys: U64Array, reason: int) -> None:
         """These keys, which were complete, are not held any more: EVICTED, CLEARED or CORRUPT."""
         h = self._own(fingerprint, self.hash(group, keys))
         self._gone[_slots(h, _GONE_BITS)] = _marks(h) | np.uint16(reason)

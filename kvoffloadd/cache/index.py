@@ -85,8 +85,8 @@ class Index:
         """u64 per key, of which every bit counts. `keys`: (n, WORDS)."""
         return self._hash(space, keys)
 
-    def find(self, space: int, keys: U64Array) -> I64Array:
-        """The row of each key, or -1. `keys`: (n, WORDS). Changes nothing."""
+    def find(self, space: int | U16Array, keys: U64Array) -> I64Array:
+        """The row of each key, or -1. `keys`: (n, WORDS); `space`: of all of them, or of each. Changes nothing."""
         found = np.full(len(keys), -1, np.int64)
         if not len(keys):
             return found
@@ -99,7 +99,8 @@ class Index:
             where = at // _SLOTS
             rows = self._rows[bucket[where], at % _SLOTS].astype(np.int64)
             who = asked[where]
-            same = _equal(self.keys.take(rows, axis=0), keys.take(who, axis=0)) & (self.space[rows] == space)
+            same = _equal(self.keys.take(rows, axis=0), keys.take(who, axis=0))
+            same &= self.space[rows] == (space[who] if isinstance(space, np.ndarray) else space)
             found[who[same]] = rows[same]
             # A bucket with an empty slot never overflowed, and its last slot is the last to be taken; a dead slot keeps
             # the chain whole.
@@ -117,8 +118,9 @@ class Index:
         self._directory = np.arange(self._num_segments, dtype=np.uint32)
         self._depth[: self._num_segments] = self._directory_depth
 
-    def insert(self, space: int, keys: U64Array) -> U32Array:
+    def insert(self, space: int | U16Array, keys: U64Array) -> U32Array:
         """New rows for keys that are distinct and not in the table; the caller guarantees both and enough free rows.
+        `space`: of all of them, or of each.
 
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was inserted.

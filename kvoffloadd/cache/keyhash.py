@@ -38,7 +38,7 @@ class KeyHash:
         self._of_space, self._offset = words[2 * _HALVES : 2 * _HALVES + 4].reshape(2, 2)
         self._mixers = words[-2:] | np.uint64(1)
 
-    def __call__(self, space: int | U16Array, keys: U64Array) -> U64Array:
+    def __call__(self, space: int | U16Array | U64Array, keys: U64Array) -> U64Array:
         """u64 per key. `keys`: (n, WORDS); `space`: of all keys, or of each."""
         sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
         spaces = space[:, None] if isinstance(space, np.ndarray) else np.uint64(space)

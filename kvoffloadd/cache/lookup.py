@@ -33,7 +33,12 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     for group in groups:
         lengths = _servable_lengths(group) * group.schema.tokens_per_key  # below 2**56
         lengths = lengths[lengths <= TOKENS_MAX]
-        common = lengths if common is None else np.intersect1d(common, lengths, assume_unique=True)
+        if common is None:
+            common = lengths
+        elif not np.array_equal(common, lengths):  # groups are often alike, and that is seen much faster
+            common = np.intersect1d(common, lengths, assume_unique=True)
+        if not len(common):
+            break
     if common is None:
         return np.zeros(0, np.uint32)
     return common[::-1].astype(np.uint32)

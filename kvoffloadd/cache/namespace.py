@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.policy.base import Policy
 
 
+_LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
+
+
 @dataclass(slots=True, eq=False)
 class Queue:
     """Keys that compete for the same slots, in order of eviction. `slots_per_key` by slot size in pages: the most
@@ -67,7 +70,8 @@ class Space:
 @dataclass(slots=True, eq=False)
 class Namespace:
     """Keys of two namespaces never meet. `epoch`: see `Epochs`; `listeners` counts subscribed sessions; `jobs`: stores
-    and loads under way.
+    and loads under way. `name`: a short one, safe anywhere: what the engine calls its model, and what tells it from
+    others of that name.
     """
 
     fingerprint: bytes
@@ -79,6 +83,11 @@ class Namespace:
     sessions: int = 0
     listeners: int = 0
     jobs: Progress = field(default_factory=Progress)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        label = "".join(c if c.isascii() and (c.isalnum() or c in "._/-") else "_" for c in self.label)
+        self.name = f"{label[-_LABEL_CHARS:]}#{self.fingerprint.hex()[:_FINGERPRINT_CHARS]}"
 
     @property
     def keys(self) -> int:

@@ -11,6 +11,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.errors import LimitError
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.model import GroupSchema
+    from kvoffloadd.model import GroupSchema, U16Array
 
 NUMBERS = 1 << 16
 """Numbers are below this: what a column of the index has room for."""
@@ -31,6 +33,7 @@ class Spaces:
 
     def __init__(self) -> None:
         self.groups_max = NUMBERS
+        self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key of each that is on the table
         self.by_uid: Counter[int] = Counter()
         self._table: dict[int, Space] = {}
         self._referred: WeakValueDictionary[int, Space] = WeakValueDictionary()
@@ -85,6 +88,7 @@ class Spaces:
             raise ValueError(f"number {number} is another space's")
         space = self._table[number] = self._referred[number] = Space(number, namespace, schema, list(part_bytes))
         self.by_uid[namespace.uid] += 1
+        self.widths[number] = schema.parts
         return space
 
     def retire(self, space: Space) -> None:

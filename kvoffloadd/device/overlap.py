@@ -8,17 +8,18 @@ name, descriptors are made after all, of a bounded number.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.device.plan import GroupPlan, Tensor, overlap
+from kvoffloadd.device.plan import GroupPlan, Tensor, overlap, runs_meet
 from kvoffloadd.errors import DuplicateError, LimitError
 from kvoffloadd.model import NO_BLOCK, I64Array, Ref, U32Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 CHECKED_DESCRIPTORS_MAX = 1 << 16
 """Of one job, where block ids do not tell: making and sorting them takes the event loop some milliseconds."""
@@ -47,17 +48,20 @@ class Target(NamedTuple):
     blocks: U32Array
 
 
-class _Use(NamedTuple):
-    """A group's runs in a tensor, relative to the first byte of all that lies in one piece with it."""
-
-    group: int
-    tensor: Tensor
-    ref: Ref
+# Columns of a use: a group's runs in a tensor.
+_GROUP, _BASE, _BLOCKS, _PAGE, _STRIDE, _OFFSET, _LENGTH, _COUNT, _APART = range(9)
 
 
 def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[int, Family]:
-    """The family of each group, from where its bytes lie. All refs lie within their tensors' pages."""
-    uses = [_Use(group, tensor, ref) for group, refs in groups.items() for tensor, ref in refs]
+    """The family of each group, from where its bytes lie. All refs lie within their tensors' pages. Of many thousand
+    refs it takes some milliseconds.
+    """
+    told = [
+        (group, *tensor, ref.offset, ref.length, ref.count, ref.stride)
+        for group, refs in groups.items()
+        for tensor, ref in refs
+    ]
+    uses = np.array(told, np.int64).reshape(-1, 9)
     head = {group: group for group in groups}
 
     def family_of(group: int) -> int:
@@ -71,65 +75,42 @@ def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[in
         rows_apart, runs_apart = _apart(piece)
         if rows_apart and runs_apart:
             continue
-        members: dict[int, list[_Use]] = {}
-        for use in piece:
-            members.setdefault(use.group, []).append(use)
-        tangled |= {group for group, own in members.items() if not _is_plain(own)}
-        first = family_of(min(members))
+        members = np.unique(piece[:, _GROUP]).tolist()
+        tangled |= {group for group in members if not _is_plain(piece[piece[:, _GROUP] == group])}
+        first = family_of(members[0])
         for group in members:
             head[family_of(group)] = first
         if not rows_apart:
-            mixed |= members.keys()
+            mixed |= set(members)
     mixed = {family_of(group) for group in mixed}
     return {
         group: Family(family_of(group), family_of(group) not in mixed, frozenset({group} & tangled)) for group in groups
     }
 
 
-def _pieces(uses: Sequence[_Use]) -> Iterator[list[_Use]]:
+def _pieces(uses: I64Array) -> list[I64Array]:
     """Those whose tensors meet in memory, or lie between each other's rows; alone is nobody's."""
-    piece: list[_Use] = []
-    end = 0
-    for use in sorted(uses, key=lambda use: use.tensor.base_address):
-        if use.tensor.base_address >= end:
-            if len(piece) > 1:
-                yield piece
-            piece = []
-        piece.append(use)
-        end = max(end, use.tensor.end)
-    if len(piece) > 1:
-        yield piece
+    uses = uses[np.argsort(uses[:, _BASE], kind="stable")]
+    ends = uses[:, _BASE] + (uses[:, _BLOCKS] - 1) * uses[:, _STRIDE] + uses[:, _PAGE]
+    begins = np.flatnonzero(uses[1:, _BASE] >= np.maximum.accumulate(ends)[:-1]) + 1
+    cuts = [0, *begins.tolist(), len(uses)]
+    return [uses[begin:end] for begin, end in itertools.pairwise(cuts) if end - begin > 1]
 
 
-def _is_plain(uses: Sequence[_Use]) -> bool:
+def _is_plain(uses: I64Array) -> bool:
     return all(all(_apart(piece)) for piece in _pieces(uses))
 
 
-def _apart(piece: Sequence[_Use]) -> tuple[bool, bool]:
+def _apart(piece: I64Array) -> tuple[bool, bool]:
     """Whether rows of different block ids share no bytes; and, if so, whether those of one id share none."""
-    begin = min(use.tensor.base_address for use in piece)
-    strides = {use.tensor.stride_bytes for use in piece}
-    width = max(use.tensor.base_address - begin + use.tensor.page_bytes for use in piece)
-    if len({use.tensor for use in piece}) > 1 and (len(strides) > 1 or width > min(strides)):
+    begin = piece[:, _BASE] - piece[:, _BASE].min()
+    stride, width = int(piece[:, _STRIDE].min()), int((begin + piece[:, _PAGE]).max())
+    tensors = piece[:, _BASE : _STRIDE + 1]
+    if (tensors != tensors[0]).any() and ((piece[:, _STRIDE] != stride).any() or width > stride):
         return False, False
-    return True, not _runs_meet(
-        np.array(
-            [(u.tensor.base_address - begin + u.ref.offset, u.ref.length, u.ref.count, u.ref.stride) for u in piece],
-            np.int64,
-        )
-    )
-
-
-def _runs_meet(refs: I64Array) -> bool:
-    """Whether two runs share bytes. `refs`: rows of (offset, length, count, stride)."""
-    refs = refs[np.argsort(refs[:, 0])]
-    begin, length, count, stride = refs.T
-    end = begin + (count - 1) * stride + length
-    if bool((np.maximum.accumulate(end)[:-1] <= begin[1:]).all()):
-        return False
-    each = np.repeat(np.arange(len(refs)), count)
-    nth = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
-    return overlap((begin[each] + nth * stride[each]).astype(np.uint64), length[each].astype(np.uint64))
+    runs = piece[:, _OFFSET:].copy()
+    runs[:, 0] += begin
+    return True, not runs_meet(runs)
 
 
 def check_targets(families: Mapping[int, Family], targets: Sequence[Target]) -> None:

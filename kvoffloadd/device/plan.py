@@ -45,6 +45,26 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """The tensors of a registration, checked once for all groups. `base`, `num_blocks`, `stride`: int64 `(tensors,)`;
+    `pages`: their bytes.
+    """
+
+    base: I64Array
+    num_blocks: I64Array
+    stride: I64Array
+    pages: list[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | tuple[int, int, int, int]]) -> Self:
+        """Raises ExtentError if a tensor's rows overlap or leave the address space."""
+        for index, tensor in enumerate(tensors):
+            _check_tensor(index, Tensor(*tensor))
+        base, num_blocks, page, stride = np.array(list(tensors), np.int64).reshape(-1, 4).T
+        return cls(base, num_blocks, stride, page.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
     """What is the same for every key of a registered group: one row per descriptor of a key, in payload order.
 
@@ -64,37 +84,41 @@ class GroupPlan:
 
     @classmethod
     def build(
-        cls, tensors: Sequence[Tensor | tuple[int, int, int, int]], refs: Sequence[Ref], blocks_per_key: int
+        cls, tensors: Tensors | Sequence[Tensor | tuple[int, int, int, int]], refs: Sequence[Ref], blocks_per_key: int
     ) -> Self:
         """The plan of a group. No refs: this rank has no part of it, and `expand` yields nothing.
 
-        That the tensors lie within their allocations is for the caller to check.
+        That the tensors lie within their allocations is for the caller to check. Of many thousand refs it takes some
+        milliseconds.
 
         Raises:
             ExtentError: a tensor's rows overlap or leave the address space; a ref names no tensor, leaves its tensor's
                 page, has runs that overlap, or shares bytes with another ref.
             LimitError: more than `DESCRIPTORS_PER_KEY_MAX` descriptors in a key.
         """
-        rows = [Tensor(*tensor) for tensor in tensors]
-        for index, tensor in enumerate(rows):
-            _check_tensor(index, tensor)
-        for index, ref in enumerate(refs):
-            _check_ref(index, ref, rows)
-        descriptors = blocks_per_key * sum(ref.count for ref in refs)
+        rows = tensors if isinstance(tensors, Tensors) else Tensors.of(tensors)
+        told = _checked(refs, rows)
+        number, begin, length, count, apart = told.T
+        each = blocks_per_key * count
+        descriptors = int(each.sum())
         if descriptors > DESCRIPTORS_PER_KEY_MAX:
             raise LimitError(f"a key of {descriptors} descriptors; at most {DESCRIPTORS_PER_KEY_MAX} can be planned")
-        _check_refs_apart(refs)
-        columns: list[tuple[I64Array, U64Array, U64Array, U64Array, U64Array]] = []
-        payload_bytes = 0
-        for ref in refs:
-            columns.append(_descriptors(ref, rows[ref.tensor], blocks_per_key, payload_bytes))
-            payload_bytes += blocks_per_key * ref.payload_bytes
-        block = np.concatenate([np.empty(0, np.int64), *(column[0] for column in columns)])
-        base, stride, offset, size = (
-            np.concatenate([np.empty(0, np.uint64), *(column[at] for column in columns)]) for at in range(1, 5)
+        _check_refs_apart(told)
+        place = np.cumsum(each * length) - each * length  # of each ref's bytes in the payload
+        ref = np.repeat(np.arange(len(told)), each)
+        nth = np.arange(descriptors) - np.repeat(np.cumsum(each) - each, each)
+        block = nth // count[ref] if blocks_per_key > 1 else np.zeros(descriptors, np.int64)
+        run = nth - block * count[ref]
+        return cls(
+            blocks_per_key,
+            int((each * length).sum()),
+            int(rows.num_blocks[number].min()) if len(told) else NO_BLOCK,
+            block,
+            (rows.base[number] + begin)[ref].astype(np.uint64) + (run * apart[ref]).astype(np.uint64),
+            rows.stride[number][ref].astype(np.uint64),
+            (place[ref] + nth * length[ref]).astype(np.uint64),
+            length[ref].astype(np.uint64),
         )
-        num_blocks = min((rows[ref.tensor].num_blocks for ref in refs), default=NO_BLOCK)
-        return cls(blocks_per_key, payload_bytes, num_blocks, block, base, stride, offset, size)
 
     def expand(
         self, blocks: U32Array, payload_addresses: U64Array, low: int = 0, high: int | None = None
@@ -159,47 +183,46 @@ def _check_tensor(index: int, tensor: Tensor) -> None:
         raise ExtentError(f"tensor {index}: leaves the address space")
 
 
-def _check_ref(index: int, ref: Ref, tensors: Sequence[Tensor]) -> None:
-    if not 0 <= ref.tensor < len(tensors):
-        raise ExtentError(f"ref {index}: tensor {ref.tensor} of {len(tensors)}")
+def _check_ref(index: int, ref: Ref, pages: Sequence[int]) -> None:
+    if not 0 <= ref.tensor < len(pages):
+        raise ExtentError(f"ref {index}: tensor {ref.tensor} of {len(pages)}")
     if ref.length < 1 or ref.count < 1 or ref.offset < 0 or ref.stride < 0:
         raise ExtentError(f"ref {index}: {ref.count} runs of {ref.length} bytes from {ref.offset}, {ref.stride} apart")
     if ref.count > 1 and ref.stride < ref.length:
         raise ExtentError(f"ref {index}: runs of {ref.length} bytes overlap, they are {ref.stride} bytes apart")
-    page_bytes = tensors[ref.tensor].page_bytes
-    if ref.end > page_bytes:
-        raise ExtentError(f"ref {index}: ends at byte {ref.end} of a page of {page_bytes} bytes")
+    if ref.end > pages[ref.tensor]:
+        raise ExtentError(f"ref {index}: ends at byte {ref.end} of a page of {pages[ref.tensor]} bytes")
 
 
-def _check_refs_apart(refs: Sequence[Ref]) -> None:
+def _checked(refs: Sequence[Ref], tensors: Tensors) -> I64Array:
+    """Rows of (tensor, offset, length, count, stride). Raises ExtentError for a ref that leaves its tensor's page, or
+    whose runs overlap.
+    """
+    for index, ref in enumerate(refs):
+        _check_ref(index, ref, tensors.pages)
+    told = [(ref.tensor, ref.offset, ref.length, ref.count, ref.stride if ref.count > 1 else 0) for ref in refs]
+    return np.array(told, np.int64).reshape(-1, 5)
+
+
+def _check_refs_apart(refs: I64Array) -> None:
     """A byte that two refs name would be stored twice and loaded twice, which is a race."""
-    by_tensor: dict[int, list[Ref]] = {}
-    for ref in refs:
-        by_tensor.setdefault(ref.tensor, []).append(ref)
-    for tensor, group in by_tensor.items():
-        if len(group) > 1:
-            begins = np.concatenate([_run_offsets(ref) for ref in group])
-            sizes = np.concatenate([np.full(ref.count, ref.length, np.uint64) for ref in group])
-            if overlap(begins, sizes):
-                raise ExtentError(f"refs to tensor {tensor} share bytes")
+    tensors = refs[:, 0]
+    ordered = np.sort(tensors)
+    for tensor in np.unique(ordered[1:][ordered[1:] == ordered[:-1]]).tolist():
+        if runs_meet(refs[tensors == tensor, 1:]):
+            raise ExtentError(f"refs to tensor {tensor} share bytes")
 
 
-def _run_offsets(ref: Ref) -> U64Array:
-    return np.arange(ref.count, dtype=np.uint64) * np.uint64(ref.stride) + np.uint64(ref.offset)
-
-
-def _descriptors(
-    ref: Ref, tensor: Tensor, blocks_per_key: int, payload_offset: int
-) -> tuple[I64Array, U64Array, U64Array, U64Array, U64Array]:
-    """The rows of one ref, block-major: block, base, stride, offset, size."""
-    count = blocks_per_key * ref.count
-    return (
-        np.repeat(np.arange(blocks_per_key, dtype=np.int64), ref.count),
-        np.tile(_run_offsets(ref) + np.uint64(tensor.base_address), blocks_per_key),
-        np.full(count, tensor.stride_bytes, np.uint64),
-        np.arange(count, dtype=np.uint64) * np.uint64(ref.length) + np.uint64(payload_offset),
-        np.full(count, ref.length, np.uint64),
-    )
+def runs_meet(refs: I64Array) -> bool:
+    """Whether two runs share bytes. `refs`: rows of (offset, length, count, stride)."""
+    refs = refs[np.argsort(refs[:, 0])]
+    begin, length, count, stride = refs.T
+    end = begin + (count - 1) * stride + length
+    if bool((np.maximum.accumulate(end)[:-1] <= begin[1:]).all()):
+        return False
+    each = np.repeat(np.arange(len(refs)), count)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+    return overlap((begin[each] + nth * stride[each]).astype(np.uint64), length[each].astype(np.uint64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

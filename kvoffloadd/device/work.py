@@ -55,7 +55,9 @@ class BlockList:
 
     def blocks_of_plans(self) -> list[int]:
         """How many blocks are copied by each plan."""
-        wanted = (self.blocks != NO_BLOCK).sum(axis=1)[self.keys]
+        wanted = np.count_nonzero(self.blocks != NO_BLOCK, axis=1)[self.keys]
+        if len(self.plans) == 1:
+            return [int(wanted.sum())]
         return [int(wanted[self.columns == column].sum()) for column in range(len(self.plans))]
 
     def make(self, direction: Direction, piece: Piece) -> Copies:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.cache import Payloads, Reservation, Wanted
-from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.cache import NO_ROWS
+from kvoffloadd.cache.disk import away_all, away_keys
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.together import spans
 from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
+from kvoffloadd.cache.wanted import Payloads, Reservation, Wanted
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
@@ -106,7 +108,7 @@ class Jobs:
             if has_duplicates(share.keys):
                 raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
-        leased = [self._leased(share, lease) for share in shares] if lease else None
+        leased = self._leased(shares, lease) if lease else None
         charge = self._charge(shares)
         taken = leased or self._reserve(shares)
         parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
@@ -151,8 +153,8 @@ class Jobs:
             job.lost = [np.arange(len(share.keys)) for share in shares]
         job.charge = self._charge(shares)
         if not message.lease:
-            for share, found in zip(shares, founds, strict=True):
-                self.context.cache.use(share.space, found, share.first)
+            used = zip(shares, founds, strict=True)
+            self.context.cache.use_all([(share.space, found, share.first) for share, found in used])
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
             return self.context.transfers.load(plan, fetched, terms, done)
@@ -164,10 +166,11 @@ class Jobs:
     def _find(self, shares: list[GroupJob]) -> tuple[list[Found], list[BoolArray]]:
         """What is in memory, and which keys are on disk."""
         cache = self.context.cache
-        founds = [cache.find(share.space, share.keys) for share in shares]
+        asked = [(share.space, share.keys) for share in shares]
+        founds = cache.find_all(asked)
         if cache.disk is None:
             return founds, [np.zeros(len(share.keys), bool) for share in shares]
-        return founds, [cache.disk.away(s.space, s.keys, f) for s, f in zip(shares, founds, strict=True)]
+        return founds, away_all(cache.disk, asked, founds)
 
     def _plan_load(
         self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None
@@ -177,7 +180,7 @@ class Jobs:
         Only keys that are `wanted`: what came meanwhile was not promised, and its blocks are not the job's to write.
         """
         if founds is None:
-            founds = [self.context.cache.find(share.space, share.keys) for share in shares]
+            founds = self.context.cache.find_all([(share.space, share.keys) for share in shares])
         masks = [found.hits & mask for found, mask in zip(founds, wanted, strict=True)]
         job.lost = [np.flatnonzero(~mask) for mask in masks]
         taken = [
@@ -252,15 +255,16 @@ class Jobs:
                     f"need {4 * per_key * len(keys)}"
                 )
             blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
-            outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
-            if outside.any():
-                raise BlockIdError(
-                    f"group {item.group}: block id {int(blocks[outside].max())}; "
-                    f"the tensors have {group.num_blocks} blocks"
-                )
+            if blocks.size and blocks.max() >= group.num_blocks:
+                outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
+                if outside.any():
+                    raise BlockIdError(
+                        f"group {item.group}: block id {int(blocks[outside].max())}; "
+                        f"the tensors have {group.num_blocks} blocks"
+                    )
             shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
-        total = sum(len(share.keys) * len(share.group.held) for share in shares)
+        total = sum(len(share.keys) * share.group.schema.price(len(share.group.held)) for share in shares)
         cap = self.limits.keys_per_request
         if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
@@ -295,24 +299,30 @@ class Jobs:
 
     def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
         lease = self.instance.leases.read(lease_id)
-        for found in founds:
-            # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
-            if not lease.growing and not np.isin(found.hit_rows, lease.rows).all():
-                raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
+        # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
+        rows = np.concatenate([NO_ROWS, *(found.hit_rows for found in founds)])
+        if not lease.growing and not np.isin(rows, lease.rows).all():
+            raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
-    def _leased(self, share: GroupJob, lease: WriteLease) -> Reservation:
-        rows = self.context.cache.find(share.space, share.keys).rows
-        if (rows < 0).any():
+    def _leased(self, shares: list[GroupJob], lease: WriteLease) -> list[Reservation]:
+        entries = self.context.cache.entries
+        founds = self.context.cache.find_all([(share.space, share.keys) for share in shares])
+        if any((found.rows < 0).any() for found in founds):
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        parts = self.context.cache.entries.records(rows, share.group.parts)
-        state = self.context.cache.entries.parts.state[parts]
-        mine = np.isin(parts, lease.parts) & (state == PartState.RESERVED)
+        parts = [entries.records(found.rows, share.group.parts) for share, found in zip(shares, founds, strict=True)]
+        every = np.concatenate([np.zeros(0, np.int64), *(some.ravel() for some in parts)])
+        state = entries.parts.state[every]
+        mine = np.isin(every, lease.parts) & (state == PartState.RESERVED)
         there = state >= PartState.COMMITTED  # stored before the reservation, which took the key's other parts
         if not (mine | there).all():
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        keys, columns = np.nonzero(mine)
-        states = np.where(mine.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
-        return Reservation(parts[keys, columns], keys, columns, states)
+        taken = []
+        for some, at in zip(parts, spans(some.size for some in parts), strict=True):
+            filled = mine[at].reshape(some.shape)
+            keys, columns = np.nonzero(filled)
+            states = np.where(filled.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
+            taken.append(Reservation(some[keys, columns], keys, columns, states))
+        return taken
 
     # --- plans ---
 
@@ -323,8 +333,8 @@ class Jobs:
     def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
         """What this rank holds of the keys at these places."""
         parts = self.context.cache.entries.records(rows[at], share.group.parts)
-        keys, columns = np.indices(parts.shape)
-        return Payloads(parts.ravel(), at[keys.ravel()], columns.ravel())
+        many, width = parts.shape
+        return Payloads(parts.ravel(), np.repeat(at, width), np.tile(np.arange(width), many))
 
     def _list(self, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
         addresses = self.context.cache.payload_addresses(taken.parts)

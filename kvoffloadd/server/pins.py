@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.disk import away_keys
+from kvoffloadd.cache.disk import away_all, away_keys
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.cache.promotion import Fetch, Urgency
@@ -79,12 +79,10 @@ class Answered:
 
 def find_all(cache: Cache, asked: list[tuple[Space, int, U64Array]]) -> Answered:
     """Look keys up in memory and on disk. Changes nothing."""
-    shares = []
-    for space, first, keys in asked:
-        found = cache.find(space, keys)
-        away = cache.disk.away(space, keys, found) if cache.disk else np.zeros(len(keys), bool)
-        shares.append(Share(space, first, keys, found, away))
-    return Answered(shares)
+    named = [(space, keys) for space, _, keys in asked]
+    founds = cache.find_all(named)
+    aways = away_all(cache.disk, named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
+    return Answered([Share(*one, found, away) for one, found, away in zip(asked, founds, aways, strict=True)])
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +125,8 @@ class Pins:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
+        cache.use_all([(share.space, share.found, share.first) for share in answered.shares])
         for share in answered.shares:
-            cache.use(share.space, share.found, share.first)
             cache.lookups.note(share.space, share.keys, share.found, share.away)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.look)  # behind the reply
@@ -190,10 +188,11 @@ class Pins:
     def _ready(self, waiting: Waiting) -> None:
         """What came is in memory, held by the fetch until this returns."""
         cache = self.context.cache
-        shares = []
-        for share in waiting.answered.shares:
-            found = cache.find(share.space, share.keys)
-            shares.append(Share(share.space, share.first, share.keys, found, found.hits & ~share.found.hits))
+        asked = waiting.answered.shares
+        shares = [
+            Share(share.space, share.first, share.keys, found, found.hits & ~share.found.hits)
+            for share, found in zip(asked, cache.find_all([(s.space, s.keys) for s in asked]), strict=True)
+        ]
         answered = Answered(shares)
         lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
         if lease is not None:
@@ -201,8 +200,7 @@ class Pins:
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        for share in shares:
-            cache.use(share.space, replace(share.found, hits=share.away), share.first)
+        cache.use_all([(share.space, replace(share.found, hits=share.away), share.first) for share in shares])
         self._end(waiting)
         states, boundaries = answered.states, answered.boundaries
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.device.overlap import Family, find_families
-from kvoffloadd.device.plan import GroupPlan, Tensor
+from kvoffloadd.device.plan import GroupPlan, Tensor, Tensors
 from kvoffloadd.device.signals import Ready
 from kvoffloadd.errors import (
     DuplicateError,
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 PLAN_BASE = 32
 """A registration or a group without descriptors costs about as much as so many."""
 GROUPS_PER_NAMESPACE_MAX = 256
+LARGE_SPECS, LARGE_DESCRIPTORS = 512, 1 << 15
+"""A registration of no more tensors and refs, and of no more descriptors, is drafted by the event loop itself: that
+takes some milliseconds at most.
+"""
 SIGNAL_BYTES = 8
 
 
@@ -175,62 +179,107 @@ def find_signals(numbers: Sequence[int], attached: Mapping[int, Attached]) -> li
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """What follows from a registration's own words, and from where its memory lies."""
+
+    groups: list[RegisteredGroup]
+    families: dict[int, Family]
+
+
+def is_large(message: Register) -> bool:
+    """Whether drafting it takes so long that the event loop should not."""
+    specs = len(message.tensors) + sum(len(spec.refs) for spec in message.groups)
+    return specs > LARGE_SPECS or plan_descriptors(message.groups) > LARGE_DESCRIPTORS
+
+
+def named(message: Register, attached: Mapping[int, Attached]) -> dict[int, Attached]:
+    """The allocations that it names, as far as there are such."""
+    numbers = {spec.allocation for spec in message.tensors} | set(message.signals)
+    return {number: attached[number] for number in numbers if number in attached}
+
+
+def draft(message: Register, attached: Mapping[int, Attached]) -> Draft:
+    """Everything that can be checked and worked out without knowing what others have registered: in any thread.
+    `attached`: see `named`. Raises PeerErrors.
+    """
+    located = locate(message.tensors, attached)
+    tensors = Tensors.of(located)
+    by_group: dict[int, list[GroupSpec]] = {}
+    for spec in message.groups:
+        by_group.setdefault(spec.group, []).append(spec)
+    refs = {number: [[_ref(ref) for ref in spec.refs] for spec in specs] for number, specs in by_group.items()}
+    groups = [_group(specs, refs[number], tensors) for number, specs in by_group.items()]
+    lies = {number: [(located[r.tensor], r) for some in every for r in some] for number, every in refs.items()}
+    return Draft(groups, find_families(lies))
+
+
+def check(message: Register, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace) -> None:
+    """What others have registered does not stand in the way, as far as that can be told before there is a draft.
+    Raises PeerErrors.
+    """
+    if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
+        raise ExtentError("tensors on several devices: register those of each device apart")
+    find_signals(message.signals, attached)
+    asked = {spec.group for spec in message.groups}
+    if len(namespace.spaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:
+        raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
+    cache.check_groups(namespace, asked)
+
+
 def build(
-    registration_id: int, message: Register, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace
+    number: int, message: Register, drafted: Draft, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace
 ) -> Registration:
     """Check everything, then make the groups known to the namespace. Raises PeerErrors, having changed nothing."""
-    tensors, groups = message.tensors, message.groups
-    located = locate(tensors, attached)
-    devices = {attached[spec.allocation].device for spec in tensors}
-    if len(devices) > 1:
-        raise ExtentError("tensors on several devices: register those of each device apart")
-    signals = find_signals(message.signals, attached)
-    known = namespace.spaces.keys()
-    if len(known | {spec.group for spec in groups}) > GROUPS_PER_NAMESPACE_MAX:
-        raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
-    by_group: dict[int, list[GroupSpec]] = {}
-    for spec in groups:
-        by_group.setdefault(spec.group, []).append(spec)
-    cache.check_groups(namespace, by_group.keys())
-    checked = [_checked(specs, located, cache, namespace) for specs in by_group.values()]
-    for group in checked:
+    check(message, attached, cache, namespace)
+    for group in drafted.groups:
+        _check_known(group, cache, namespace)
+    for group in drafted.groups:
         space: Space = cache.declare(namespace, group.schema)
-        for held in group.held:
-            cache.learn_part(space, held.part, held.plan.payload_bytes)
-    used = frozenset(spec.allocation for spec in tensors) | frozenset(message.signals)
-    by_number = {group.group: group for group in checked}
-    lies = {
-        number: [(located[r.tensor], _ref(r)) for spec in specs for r in spec.refs]
-        for number, specs in by_group.items()
-    }
-    return Registration(registration_id, next(iter(devices), None), by_number, find_families(lies), used, signals)
+        cache.learn_parts(space, {held.part: held.plan.payload_bytes for held in group.held})
+    return Registration(
+        number,
+        next((entry.device for entry in _of_tensors(message, attached)), None),
+        {group.group: group for group in drafted.groups},
+        drafted.families,
+        frozenset(spec.allocation for spec in message.tensors) | frozenset(message.signals),
+        find_signals(message.signals, attached),
+    )
+
+
+def _of_tensors(message: Register, attached: Mapping[int, Attached]) -> list[Attached]:
+    numbers = {spec.allocation for spec in message.tensors}
+    return [attached[number] for number in numbers if number in attached]
 
 
 def _ref(spec: RefSpec) -> Ref:
     return Ref(spec.tensor, spec.offset, spec.length, spec.count, spec.stride)
 
 
-def _checked(
-    specs: Sequence[GroupSpec], tensors: Sequence[Tensor], cache: Cache, namespace: Namespace
-) -> RegisteredGroup:
-    """One group, from its specs: one for each part that the rank holds."""
+def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: Tensors) -> RegisteredGroup:
+    """One group, from its specs and the refs of each: one for each part that the rank holds."""
     schema = schema_of(specs[0])
-    namespace.check_schema(schema)
     held: dict[int, HeldPart] = {}
-    for spec in specs:
+    for spec, mine in zip(specs, refs, strict=True):
         if schema_of(spec) != schema:
             raise SchemaError(f"group {spec.group} is registered as {schema} and as {schema_of(spec)} in one request")
         if spec.part in held:
             raise DuplicateError(f"part {spec.part} of group {spec.group} is registered twice in one request")
-        plan = GroupPlan.build(tensors, [_ref(r) for r in spec.refs], spec.blocks_per_key)
-        if plan.payload_bytes > cache.tier.payload_bytes_max:
-            raise ExtentError(
-                f"group {spec.group}: a payload of {plan.payload_bytes} bytes does not fit into a slab of "
-                f"{cache.tier.payload_bytes_max}; raise memory.slab_bytes or lower blocks_per_key"
-            )
-        known = namespace.spaces.get(spec.group)
-        if known is not None and plan.payload_bytes:
-            known.check_part(spec.part, plan.payload_bytes)
+        plan = GroupPlan.build(tensors, mine, spec.blocks_per_key)
         if plan.payload_bytes:
             held[spec.part] = HeldPart(spec.part, plan)
     return RegisteredGroup(schema, tuple(held[part] for part in sorted(held)))
+
+
+def _check_known(group: RegisteredGroup, cache: Cache, namespace: Namespace) -> None:
+    """A group against what others have said of it. Raises SchemaError, or ExtentError for payloads without a slab."""
+    namespace.check_schema(group.schema)
+    known = namespace.spaces.get(group.group)
+    for held in group.held:
+        if held.plan.payload_bytes > cache.tier.payload_bytes_max:
+            raise ExtentError(
+                f"group {group.group}: a payload of {held.plan.payload_bytes} bytes does not fit into a slab of "
+                f"{cache.tier.payload_bytes_max}; raise memory.slab_bytes or lower blocks_per_key"
+            )
+        if known is not None:
+            known.check_part(held.part, held.plan.payload_bytes)

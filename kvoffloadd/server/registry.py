@@ -14,7 +14,16 @@ import numpy as np
 
 from kvoffloadd.errors import ExtentError, KvOffloadError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
-from kvoffloadd.server.registration import Attached, Registration, build, plan_descriptors
+from kvoffloadd.server.registration import (
+    Attached,
+    Draft,
+    Registration,
+    build,
+    check,
+    draft,
+    named,
+    plan_descriptors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -194,18 +203,40 @@ class Registry:
     # --- registrations ---
 
     def register(self, namespace: Namespace, message: Register) -> int:
-        """The id of a new registration. Raises PeerErrors and LimitError, having changed nothing."""
+        """The id of a new registration, which is not `is_large`. Raises PeerErrors and LimitError, having changed
+        nothing.
+        """
+        descriptors = self._descriptors(message)
+        with self._charged("descriptors", descriptors):  # before any plan is made
+            attached = named(message, self.attached)
+            check(message, attached, self.context.cache, namespace)
+            return self._build(namespace, message, draft(message, attached), descriptors)
+
+    async def register_large(self, namespace: Namespace, message: Register) -> int:
+        """As `register`; a thread makes the plans. Everything may have changed meanwhile, and is checked again by
+        `build`.
+        """
+        descriptors = self._descriptors(message)
+        with self._charged("descriptors", descriptors):
+            attached = named(message, self.attached)
+            check(message, attached, self.context.cache, namespace)
+            drafted = await self.context.loop.run_in_executor(None, draft, message, attached)
+            self._check_open()
+            for number, entry in attached.items():
+                if self.attached.get(number) is not entry:
+                    raise UnknownNameError(f"allocation {number} was unmapped while the registration was checked")
+            return self._build(namespace, message, drafted, descriptors)
+
+    def _descriptors(self, message: Register) -> int:
+        """What its plans will cost. Raises LimitError if it has too many tensors."""
         cap = self.limits.tensors_per_registration
         if len(message.tensors) > cap:
             raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
-        descriptors = plan_descriptors(message.groups)
-        self.account.charge("descriptors", descriptors)  # before any plan is made
+        return plan_descriptors(message.groups)
+
+    def _build(self, namespace: Namespace, message: Register, drafted: Draft, descriptors: int) -> int:
         number = next(self._ids)
-        try:
-            made = build(number, message, self.attached, self.context.cache, namespace)
-        except Exception:
-            self.account.refund("descriptors", descriptors)
-            raise
+        made = build(number, message, drafted, self.attached, self.context.cache, namespace)
         made.descriptors = descriptors
         for allocation in made.allocations:
             self.attached[allocation].uses += 1

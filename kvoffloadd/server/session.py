@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgpack
 import numpy as np
 
-from kvoffloadd.cache.cache import Wanted
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import (
     BusyError,
     DrainingError,
@@ -32,8 +32,10 @@ from kvoffloadd.errors import (
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
+from kvoffloadd.server import status
 from kvoffloadd.server.jobs import Jobs
 from kvoffloadd.server.pins import Answered, Pins, find_all
+from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.verification import verify
 
@@ -64,6 +66,12 @@ def _told(limits: LimitsConfig, config: Config) -> m.Limits:
         jobs=limits.jobs_per_session,
         deadline_s=config.copy.deadline_max_s,
     )
+
+
+def _check_price(limits: LimitsConfig, keys: int) -> None:
+    """Raises LimitError if a request counts as more keys than it may have."""
+    if keys > (cap := limits.keys_per_request):
+        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
 
 
 class Session:
@@ -162,8 +170,14 @@ class Session:
         sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=sizes)
 
-    def _register(self, message: m.Register) -> m.Reply:
+    def _register(self, message: m.Register) -> Answer:
+        if is_large(message):
+            return self._finish_register(message)
         number = self._registry.register(self._own_namespace(), message)
+        return m.Registered(seq=message.seq, registration=number)
+
+    async def _finish_register(self, message: m.Register) -> m.Reply:
+        number = await self._registry.register_large(self._own_namespace(), message)
         return m.Registered(seq=message.seq, registration=number)
 
     def _unregister(self, message: m.Unregister) -> Answer:
@@ -186,8 +200,8 @@ class Session:
         return self._own_pins().prefetch(message.seq, self._find(message.groups))
 
     def _touch(self, message: m.Touch) -> m.Reply:
-        for share in self._find(message.groups).shares:
-            self._context.cache.use(share.space, share.found, share.first)
+        shares = self._find(message.groups).shares
+        self._context.cache.use_all([(share.space, share.found, share.first) for share in shares])
         return m.Done(seq=message.seq)
 
     def _find(self, groups: list[m.GroupKeys]) -> Answered:
@@ -195,11 +209,10 @@ class Session:
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Space, int, U64Array]]:
         namespace = self._own_namespace()
-        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
-        if len({space.id for space, _, _ in asked}) != len(asked):
+        if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
-        if (total := sum(len(keys) for _, _, keys in asked)) > self._limits.keys_per_request:
-            raise LimitError(f"{total} keys in one request; the cap is {self._limits.keys_per_request}")
+        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
+        _check_price(self._limits, sum(len(keys) * space.schema.price(1) for space, _, keys in asked))
         return asked
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
@@ -213,9 +226,11 @@ class Session:
                 raise SchemaError(f"group {space.schema.group} has parts 0 to {space.schema.parts - 1}, not {wanted}")
             if not all(space.part_bytes[p] for p in wanted):
                 raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
-            if has_duplicates(keys):
-                raise DuplicateError(f"group {space.schema.group}: a key is reserved twice in one request")
             plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
+        _check_price(self._limits, sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
+        for plan in plans:
+            if has_duplicates(plan.keys):
+                raise DuplicateError(f"group {plan.space.schema.group}: a key is reserved twice in one request")
         instance = self._own_instance()
         most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
@@ -279,8 +294,14 @@ class Session:
         if everything and not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
 
-    def _status(self, message: m.Status) -> m.Reply:
-        return m.Report(seq=message.seq, status=self._context.status(None if self.privileged else self.peer.uid))
+    def _status(self, message: m.Status) -> Answer:
+        uid = None if self.privileged else self.peer.uid
+        if status.is_large(self._context):
+            return self._finish_status(message.seq, uid)
+        return m.Report(seq=message.seq, status=self._context.status(uid))
+
+    async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
+        return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))
 
     def _verify(self, message: m.Verify) -> Answer:
         if not self.privileged:

@@ -5,23 +5,35 @@ docs/STATUS.md explains every key; a test compares them. Names are stable, new o
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
+from collections.abc import Generator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvoffloadd import __version__
-from kvoffloadd.cache.asked import name_of
+from kvoffloadd.deliveries import TURN_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvoffloadd.cache.namespace import Namespace
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.session import Session
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 NAMESPACES_TOLD = 1000
 """At most so many, since the frame is bounded."""
+
+LARGE = 500
+"""Sessions, namespaces, engines and jobs together: more are told of over several turns of the loop."""
+
+STEP_ITEMS = 64
+"""What is told of in one step: a fraction of a millisecond."""
 
 SLOW_JOBS_TOLD = 20
 SLOW_S = 0.5
@@ -32,22 +44,79 @@ def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
     """Everything; or what one user may know: that user's own figures, and of the daemon only what nobody else's doings
     change (how late the loop is, everybody can measure).
     """
+    return _to_the_end(steps(context, uid))
+
+
+async def tell_in_turns(context: Context, uid: int | None = None) -> dict[str, Any]:
+    """The same over several turns of the loop, where thousands of sessions or namespaces would take one too long: each
+    figure is of its own moment.
+    """
+    walk = steps(context, uid)
+    turn_ends = time.monotonic() + TURN_S
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            told: dict[str, Any] = end.value
+            return told
+        if time.monotonic() >= turn_ends:
+            await asyncio.sleep(0)
+            turn_ends = time.monotonic() + TURN_S
+
+
+def is_large(context: Context) -> bool:
+    """Whether it takes more than some milliseconds to tell."""
+    jobs = len(context.transfers.running)
+    return len(context.sessions) + len(context.cache.namespaces) + len(context.instances) + jobs > LARGE
+
+
+Steps = Generator[None, None, T]
+"""A walk that yields now and then, so that the loop can turn, and returns what it has found."""
+
+
+def _to_the_end(walk: Steps[T]) -> T:
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+def steps(context: Context, uid: int | None) -> Steps[dict[str, Any]]:
+    """See `tell`."""
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
-    return {
+    told = {
         "version": __version__,
         "boot_id": context.boot_id.hex(),
         "pid": os.getpid(),
         "uptime_s": round(time.monotonic() - context.started_s, 3),
         "draining": context.draining,
         **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
-        "leases": asdict(context.instances.held(uid)),
-        "loop": context.lag.figures(),
-        "accounts": _accounts(context, uid),
-        "sessions": [session.figures() for session in sessions],
-        "slow_jobs": slowest([job for session in sessions for job in session.slow_jobs(SLOW_S)]),
-        "lookups": context.cache.lookups.figures(uid),
-        "namespaces": _namespaces(context, uid),
     }
+    yield
+    told["leases"] = asdict(context.instances.held(uid))
+    told["loop"] = context.lag.figures()
+    told["accounts"] = _accounts(context, uid)
+    yield
+    told["sessions"] = yield from _each(sessions, lambda session: session.figures())
+    slow = yield from _each(sessions, lambda session: session.slow_jobs(SLOW_S))
+    told["slow_jobs"] = slowest([job for jobs in slow for job in jobs])
+    yield
+    told["lookups"] = context.cache.lookups.figures(uid)
+    yield
+    mine = (n for n in list(context.cache.namespaces.values()) if uid in (None, n.uid))
+    told["namespaces"] = yield from _each(list(itertools.islice(mine, NAMESPACES_TOLD)), _namespace)
+    return told
+
+
+def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
+    found = []
+    for number, item in enumerate(items):
+        if number % STEP_ITEMS == 0:
+            yield
+        found.append(figures(item))
+    return found
 
 
 def _all_users(context: Context) -> dict[str, Any]:
@@ -107,17 +176,13 @@ def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
     return {name: used for name, used in accounts.items() if uid is None or name == str(uid)}
 
 
-def _namespaces(context: Context, uid: int | None) -> list[dict[str, Any]]:
-    mine = (n for n in context.cache.namespaces.values() if uid in (None, n.uid))
-    return [
-        {
-            "namespace": name_of(n),
-            "label": n.label,
-            "uid": n.uid,
-            "epoch": n.epoch,
-            "keys": n.keys,
-            "bytes": n.bytes,
-            "sessions": n.sessions,
-        }
-        for n in itertools.islice(mine, NAMESPACES_TOLD)
-    ]
+def _namespace(namespace: Namespace) -> dict[str, Any]:
+    return {
+        "namespace": namespace.name,
+        "label": namespace.label,
+        "uid": namespace.uid,
+        "epoch": namespace.epoch,
+        "keys": namespace.keys,
+        "bytes": namespace.bytes,
+        "sessions": namespace.sessions,
+    }

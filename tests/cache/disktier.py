@@ -275,7 +275,7 @@ class Tier:
         namespace = self.cache.namespaces.get(name) or self.cache.open_namespace(name, 0, "test", 32)
         space = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=len(sizes)))
         for part, size in enumerate(sizes):
-            self.cache.learn_part(space, part, size)
+            self.cache.learn_parts(space, {part: size})
         return space
 
     def write(self, space: Space, numbers: Sequence[int], parts: Sequence[int] | None = None) -> I64Array:

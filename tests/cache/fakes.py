@@ -22,12 +22,12 @@ class FirstInFirstOut:
     def __init__(self) -> None:
         self.rows: dict[int, None] = {}
 
-    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         for row in rows.tolist():
             assert row not in self.rows
             self.rows[row] = None
 
-    def touch(self, rows: U32Array, positions: U32Array) -> None:
+    def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         assert all(row in self.rows for row in rows.tolist())
 
     def remove(self, rows: U32Array) -> None:
@@ -67,7 +67,7 @@ def make_space(
     namespace = cache.open_namespace(name, 0, "test", 32)
     space = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
     for part, size in enumerate(pages):
-        cache.learn_part(space, part, size * PAGE_BYTES)
+        cache.learn_parts(space, {part: size * PAGE_BYTES})
     return namespace, space
 
 

@@ -189,7 +189,7 @@ def test_a_number_that_changed_hands_before_any_key_was_sealed() -> None:
     cache.entries.spaces._next = number
     other = cache.open_namespace(b"o" * 16, 0, "test", 32)
     half = cache.declare(other, GroupSchema(0, GroupKind.FULL, 16, parts=2))
-    cache.learn_part(half, 0, PAGE_BYTES)
+    cache.learn_parts(half, {0: PAGE_BYTES})
     assert half.id == number
     store(cache, half, keys_of(1), [0])
     after, estate = heir(cache)
@@ -205,7 +205,7 @@ def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.Monkey
     many = cache.open_namespace(b"m" * 16, 7, "test", 32)
     for group in range(100):
         space = cache.declare(many, GroupSchema(group, GroupKind.FULL, 16))
-        cache.learn_part(space, 0, PAGE_BYTES)
+        cache.learn_parts(space, {0: PAGE_BYTES})
     store(cache, space, keys_of(2))
     after, estate = heir(cache)
     assert len(adopt(after, estate)) == 1

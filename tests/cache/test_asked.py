@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from _trace import load_trace, num_blocks, num_references
 
-from kvoffloadd.cache.asked import NAMESPACES_MAX, Lookups, name_of
+from kvoffloadd.cache.asked import NAMESPACES_MAX, Lookups
 from kvoffloadd.cache.cache import Cache, Found
 from kvoffloadd.cache.ghosts import Ghosts, Reason
 from kvoffloadd.cache.namespace import Namespace, Space
@@ -168,10 +168,10 @@ def test_so_many_namespaces_are_told_apart_and_no_more(cache: Cache) -> None:
 
 def test_names_are_safe_and_short() -> None:
     namespace = Namespace(bytes(range(16)), 0, 'a "model"\n\\with{ünusual}' + "/x" * 100, 32, 0)
-    name = name_of(namespace)
+    name = namespace.name
     assert name.endswith("/x#00010203")
     assert len(name) == 49
-    assert name_of(Namespace(bytes(16), 0, 'q"\n{é', 32, 0)) == "q____#00000000"
+    assert Namespace(bytes(16), 0, 'q"\n{é', 32, 0).name == "q____#00000000"
 
 
 # --- the ceiling -------------------------------------------------------------------------------------

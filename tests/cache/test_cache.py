@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache, Wanted
+from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import KeyWidthError, SchemaError
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
 from .fakes import keys_of, make_cache, make_space
 
@@ -136,7 +137,7 @@ def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> No
     cache = make_cache(pages=8, slab_pages=4, policy=policy)
     namespace, one = make_space(cache)
     two = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
-    cache.learn_part(two, 0, 4096)
+    cache.learn_parts(two, {0: 4096})
     store(cache, two, 1, 2, 3)
     store(cache, one, 4, 5, 6, 7)
     request = [
@@ -286,9 +287,9 @@ def test_a_namespace_keeps_its_schema(cache: Cache) -> None:
     with pytest.raises(SchemaError):
         cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 32))
     with pytest.raises(SchemaError):
-        cache.learn_part(space, 0, 8192)
+        cache.learn_parts(space, {0: 8192})
     half = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16, parts=2))
-    cache.learn_part(half, 1, 4096)
+    cache.learn_parts(half, {1: 4096})
     with pytest.raises(SchemaError):
         cache.reserve(half, keys_of(1), BOTH, 0)
 
@@ -320,7 +321,11 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     found = cache.find(space, keys_of(2, 1, 2))
     assert space.queue is not None
     told: list[list[int]] = []
-    space.queue.policy.touch = lambda rows, positions: told.append([*rows.tolist(), *positions.tolist()])  # type: ignore[method-assign]
+
+    def touch(rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
+        told.append([*rows.tolist(), *positions.tolist()])
+
+    space.queue.policy.touch = touch  # type: ignore[method-assign]
     cache.use(space, found, 5)
     assert told == [[*found.rows[:2].tolist(), 5, 6]]
     cache.hold(found.hit_rows)

@@ -73,9 +73,9 @@ async def test_nothing_is_known_before_all_sizes_are(open_tier: Open) -> None:
     namespace = again.cache.open_namespace(b"n" * 16, 0, "test", 32)
     space = again.cache.declare(namespace, wide.schema)
     assert again.states(space, 1) == [MISS]
-    again.cache.learn_part(space, 1, PAGE_BYTES)
+    again.cache.learn_parts(space, {1: PAGE_BYTES})
     assert again.states(space, 1) == [MISS]
-    again.cache.learn_part(space, 0, PAGE_BYTES)
+    again.cache.learn_parts(space, {0: PAGE_BYTES})
     assert again.states(space, 1) == [PENDING]
     assert await again.fetch(space, 1) == [1]
 

@@ -53,7 +53,7 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
     (namespace,) = cache.namespaces.values()
     namespace.listeners = 1
     space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
-    cache.learn_part(space, 0, 4096)
+    cache.learn_parts(space, {0: 4096})
     store(cache, space, keys_of(*range(40)))
     cache.entries.events.clear()
     answer = session.handle(m.Clear(seq=2), [])

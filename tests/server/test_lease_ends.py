@@ -55,7 +55,7 @@ class Scene:
         self.first = self.session(b"0" * 16)
         self.first.handle(m.Register(seq=2, tensors=[], groups=[GROUP]), [])
         (namespace,) = self.cache.namespaces.values()
-        self.cache.learn_part(namespace.spaces[0], 0, 4096)
+        self.cache.learn_parts(namespace.spaces[0], {0: 4096})
         store(self.cache, namespace.spaces[0], keys_of(*range(KEYS)))
 
     def session(self, token: bytes) -> Session:

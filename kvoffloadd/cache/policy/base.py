@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 
 class Policy(Protocol):
@@ -18,15 +18,17 @@ class Policy(Protocol):
     calls name rows it does, and that no call names a row twice.
     """
 
-    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """Take new keys, given in prompt order.
 
         `hashes`: a well-mixed u64 per key, equal whenever the same key comes back (for ghost lists).
         `positions`: index of each key in its prompt's key list (0 = first block of the prompt).
+        `begins`: where each of several prompts begins, the first one at 0, none of them empty; None: it is one. As a
+        call for each of them, at a lower price.
         """
 
-    def touch(self, rows: U32Array, positions: U32Array) -> None:
-        """A request used these keys, given in prompt order."""
+    def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
+        """A request used these keys, given in prompt order. `begins`: see `insert`."""
 
     def remove(self, rows: U32Array) -> None:
         """Forget keys: evicted, cleared or dropped."""

@@ -61,8 +61,8 @@ class HitDensity:
         self._code = np.zeros(WINDOW_SLOTS, np.uint8)  # class + 1; 0 = nothing watched
         self._stamp = np.zeros(WINDOW_SLOTS, np.uint32)
 
-    def record(self, slots: U32Array, known: BoolArray, classes: npt.NDArray[np.uint8], now: int) -> None:
-        """Keys were used at `now`, and are of these classes from now on.
+    def record(self, slots: U32Array, known: BoolArray, classes: npt.NDArray[np.uint8], now: int | U32Array) -> None:
+        """Keys were used at `now` (all, or each), and are of these classes from now on.
 
         Slots beyond the window are not watched. `known`: the slot is the key's own from an earlier use.
         """
@@ -71,6 +71,7 @@ class HitDensity:
             if not len(watched):
                 return
             slots, known, classes = slots[watched], known[watched], classes[watched]
+            now = now[watched] if isinstance(now, np.ndarray) else now
         cells = self._cells(slots, now) + known * (self._ends.size // 2)
         np.add.at(self._ends.reshape(-1), cells, 1.0)
         self._code[slots] = classes + np.uint8(1)
@@ -78,7 +79,7 @@ class HitDensity:
         self._events += len(slots)
         due = self._events_refreshed + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
         if self._events >= due:
-            self.refresh(now)
+            self.refresh(int(now[-1]) if isinstance(now, np.ndarray) else now)
 
     def density(self, key_class: int, age: int) -> float:
         """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
@@ -94,7 +95,7 @@ class HitDensity:
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts)[1:]
         self._density: list[list[float]] = _densities(_returns(hits, unreturned)).tolist()
 
-    def _cells(self, slots: U32Array | slice, now: int) -> I64Array:
+    def _cells(self, slots: U32Array | slice, now: int | U32Array) -> I64Array:
         """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
         ages = np.maximum(np.uint32(now) - self._stamp[slots], 1).astype(np.float64)
         ages *= ages

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvoffloadd.cache.policy.density import HitDensity, bucket
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts, slots_for
+from kvoffloadd.cache.policy.prompts import backwards, changes, highest_from_here, lengths
 from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
 from kvoffloadd.cache.policy.selection import Selection
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 GHOSTS_PER_ROW = 2
 TIME_MASK = 0xFFFFFFFF
@@ -59,23 +60,23 @@ class HitDensityPolicy:
         # new keys arrive in calls of their own, and go on from where its known keys or its earlier chunks ended.
         self._reach = [(0, 0)] * REACH_SLOTS
 
-    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
         if not len(rows):
             return
         tags = hashes.astype(np.uint32)
         self._tag[rows] = tags
-        classes = self._use(rows, tags, None, positions)
-        self._enqueue(rows, classes)
+        classes = self._use(rows, tags, None, positions, begins)
+        self._enqueue(rows, classes, begins)
 
-    def touch(self, rows: U32Array, positions: U32Array) -> None:
+    def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
         if not len(rows):
             return
         tags = self._tag[rows]
-        classes = self._use(rows, tags, self._uses[rows], positions)
+        classes = self._use(rows, tags, self._uses[rows], positions, begins)
         self._queues.discard(rows)
-        self._enqueue(rows, classes)
+        self._enqueue(rows, classes, begins)
 
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. The keys' use counts are remembered for a while."""
@@ -123,6 +124,7 @@ class HitDensityPolicy:
         tags: U32Array,
         uses: npt.NDArray[np.uint8] | None,
         positions: U32Array,
+        begins: I64Array | None,
     ) -> npt.NDArray[np.uint8]:
         """Count one more use of each key, and learn from it. Returns their classes, which fall along the prompt.
 
@@ -134,26 +136,52 @@ class HitDensityPolicy:
         uses = np.minimum(uses + np.uint8(1), np.uint8(USES_MAX))
         # A key was used at least as often as any that follows it. This mends counts that were forgotten: a gap that
         # looks unused would be evicted first, and takes all that follows it out of reach.
-        uses = np.maximum.accumulate(uses[::-1])[::-1]
-        classes: npt.NDArray[np.uint8] = CLASSES[self._turns(uses, positions) - 1, uses]
-        now = self._now
+        now: int | U32Array
+        turns: int | I64Array
+        if begins is None:
+            uses = np.maximum.accumulate(uses[::-1])[::-1]
+            turns, now = self._turns(uses, positions), self._now
+        else:
+            uses = highest_from_here(uses, begins)
+            many = lengths(begins, len(rows))
+            turns = np.repeat(self._turns_of_each(uses, positions, begins), many)
+            now = np.repeat(self._now + begins, many).astype(np.uint32)  # modulo 2**32
+        classes: npt.NDArray[np.uint8] = CLASSES[turns - 1, uses]
         self._learned.record(slots, known, classes, now)
         self._counts.record(tags, slots, uses)
         self._uses[rows] = uses
         self._stamp[rows] = now
-        self._now = (now + len(rows)) & TIME_MASK
+        self._now = (self._now + len(rows)) & TIME_MASK
         return classes
 
     def _turns(self, uses: npt.NDArray[np.uint8], positions: U32Array) -> int:
         """Steps of the use counts from the prompt's begin to its last key here, 1..TURNS_MAX."""
-        first = int(positions[0])
-        turns, last_uses = self._reach[first % REACH_SLOTS] if first else (0, 0)
-        turns += int(uses[0] != last_uses) + int(np.count_nonzero(uses[1:] != uses[:-1]))
+        steps = int(np.count_nonzero(uses[1:] != uses[:-1]))
+        return self._turns_by(steps, int(uses[0]), int(uses[-1]), int(positions[0]), int(positions[-1]))
+
+    def _turns_of_each(self, uses: npt.NDArray[np.uint8], positions: U32Array, begins: I64Array) -> I64Array:
+        """The same of several prompts."""
+        ends = begins + lengths(begins, len(uses)) - 1
+        steps = np.add.reduceat(changes(uses, begins), begins, dtype=np.int64)
+        told = (steps, uses[begins], uses[ends], positions[begins], positions[ends])
+        found = [self._turns_by(*one) for one in zip(*(array.tolist() for array in told), strict=True)]
+        return np.array(found, np.int64)
+
+    def _turns_by(self, steps: int, first_uses: int, last_uses: int, first: int, last: int) -> int:
+        turns, uses_before = self._reach[first % REACH_SLOTS] if first else (0, 0)
+        turns += int(first_uses != uses_before) + steps
         turns = max(1, min(turns, TURNS_MAX))
-        self._reach[(int(positions[-1]) + 1) % REACH_SLOTS] = (turns, int(uses[-1]))
+        self._reach[(last + 1) % REACH_SLOTS] = (turns, last_uses)
         return turns
 
-    def _enqueue(self, rows: U32Array, classes: npt.NDArray[np.uint8]) -> None:
+    def _enqueue(self, rows: U32Array, classes: npt.NDArray[np.uint8], begins: I64Array | None) -> None:
+        if begins is not None:
+            new = changes(classes, begins)
+            new[begins] = True
+            rows = rows[backwards(np.flatnonzero(new), len(rows))]
+            for number in np.flatnonzero(np.bincount(classes)).tolist():
+                self._queues.append(number, rows[classes == number])
+            return
         start = 0
         ends = [*(np.flatnonzero(classes[1:] != classes[:-1]) + 1).tolist(), len(rows)]
         for end in ends:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvoffloadd.cache.policy.prompts import backwards
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 
 class Lru:
@@ -20,13 +21,13 @@ class Lru:
         """`capacity_rows` is of no use to this policy."""
         self._queues = RowQueues(1, max_rows)
 
-    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
-        self._queues.append(0, rows[::-1])
+        self._queues.append(0, rows[::-1] if begins is None else rows[backwards(begins, len(rows))])
 
-    def touch(self, rows: U32Array, positions: U32Array) -> None:
+    def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
-        self._queues.move(0, rows[::-1])
+        self._queues.move(0, rows[::-1] if begins is None else rows[backwards(begins, len(rows))])
 
     def remove(self, rows: U32Array) -> None:
         """See `Policy`."""

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.policy.ghost import slots_for
+from kvoffloadd.cache.policy.prompts import backwards, highest_from_here
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 SMALL, MAIN, LEAVING, IN_USE = range(4)
 SMALL_SHARE = 0.1
@@ -23,6 +24,9 @@ PROMOTION_FREQUENCY = 2
 
 CHANCES_MIN = 4096
 """A call of `victims` gives at most this many second chances, or 16 per victim wanted; then it takes what comes."""
+
+
+ONE = np.zeros(1, np.int64)
 
 
 class S3Fifo:
@@ -39,20 +43,23 @@ class S3Fifo:
         self._from_small = np.zeros(max_rows, np.bool_)
         self.resize(capacity_rows)
 
-    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array) -> None:
+    def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
         tags = hashes.astype(np.uint32)
         ghosts = self._ghosts.contains(tags)
         # A key was used whenever one that follows it was. This mends what the ghost list lost: a gap would be evicted
         # first, and takes all that follows it out of reach.
-        ghosts = np.logical_or.accumulate(ghosts[::-1])[::-1]
+        begins = ONE if begins is None else begins
+        ghosts = highest_from_here(ghosts.view(np.uint8), begins) > 0
         self._tag[rows] = tags
         self._frequency[rows] = 0
         self._from_small[rows] = ~ghosts
-        self._queues.append(MAIN, rows[ghosts][::-1])
-        self._queues.append(SMALL, rows[~ghosts][::-1])
+        order = backwards(begins, len(rows))
+        rows, ghosts = rows[order], ghosts[order]
+        self._queues.append(MAIN, rows[ghosts])
+        self._queues.append(SMALL, rows[~ghosts])
 
-    def touch(self, rows: U32Array, positions: U32Array) -> None:
+    def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """See `Policy`."""
         self._frequency[rows] = np.minimum(self._frequency[rows] + np.uint8(1), np.uint8(FREQUENCY_MAX))
 

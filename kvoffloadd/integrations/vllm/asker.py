@@ -202,7 +202,8 @@ class Asker:
             self._promoting.append(question)
 
     def _pin(self, question: Question) -> None:
-        most = most_keys(self._client.limits, len(question.groups), KEY_BYTES)
+        parts = max((group.parts for group in self._groups.groups), default=1)
+        most = most_keys(self._client.limits, len(question.groups), KEY_BYTES, parts)
         for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
             packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
             found = self._client.pin(packed, {group: some.start for group, some in piece.items()})

@@ -283,7 +283,8 @@ class Carrier:
     def _pieces(self, course: _Course) -> list[Piece]:
         chunks = course.transfer.chunks
         blocks_per_key = max(blocks.shape[1] for _, blocks in chunks.values())
-        most = most_keys(self._client.limits, len(chunks), KEY_BYTES + blocks_per_key * _BLOCK_BYTES)
+        parts = max((group.parts for group in self._caches.groups), default=1)
+        most = most_keys(self._client.limits, len(chunks), KEY_BYTES + blocks_per_key * _BLOCK_BYTES, parts)
         found = pieces({group: len(blocks) for group, (_, blocks) in chunks.items()}, most)
         course.unasked = len(found)
         return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvoffloadd.model import key_price
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -18,12 +20,14 @@ _GROUP_BYTES = 64
 """What a frame has beside keys and blocks, at most."""
 
 
-def most_keys(limits: Limits | None, groups: int, bytes_per_key: int) -> int:
-    """How many keys fit one request. `bytes_per_key`: of the key and of what is named with it."""
+def most_keys(limits: Limits | None, groups: int, bytes_per_key: int, parts: int = 1) -> int:
+    """How many keys fit one request. `bytes_per_key`: of the key and of what is named with it; `parts`: of a key, of
+    which a rank has one.
+    """
     if limits is None:
         return sys.maxsize
     room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_BYTES
-    return max(1, min(limits.keys_per_request, room // bytes_per_key))
+    return max(1, min(limits.keys_per_request // key_price(parts, 1), room // bytes_per_key))
 
 
 def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:

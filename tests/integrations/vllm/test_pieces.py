@@ -37,3 +37,4 @@ def test_what_binds_first() -> None:
     assert most_keys(limits(keys=10), 4, 32) == 10
     assert 14_000 < most_keys(limits(), 4, 32 + 64 * 4) < (4 << 20) // (32 + 64 * 4)
     assert most_keys(limits(frame_bytes=64), 1, 36) == 1
+    assert most_keys(limits(), 1, 32, parts=17) == 8192, "keys of so many parts count twice"

@@ -1,0 +1,40 @@
+"""Several prompts in one array, one behind the other: what is done to each of them, done to all at once. Pure.
+
+`begins`: where each begins, the first one at 0; none is empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvoffloadd.model import BoolArray, I64Array, U8Array
+
+
+def lengths(begins: I64Array, count: int) -> I64Array:
+    """Of each, in an array of so many."""
+    return np.diff(begins, append=count)
+
+
+def backwards(begins: I64Array, count: int) -> I64Array:
+    """What turns each of them around, in its place."""
+    many = lengths(begins, count)
+    turned: I64Array = np.repeat(2 * begins + many - 1, many) - np.arange(count)
+    return turned
+
+
+def highest_from_here(values: U8Array, begins: I64Array) -> U8Array:
+    """Of each value the highest from it to the end of its prompt."""
+    # Whatever lies in an earlier prompt is above all of a later one: seen from the end, each begins anew.
+    above = np.repeat(np.arange(len(begins) - 1, -1, -1) << 8, lengths(begins, len(values)))
+    return (np.maximum.accumulate((values + above)[::-1])[::-1] - above).astype(np.uint8)
+
+
+def changes(values: U8Array, begins: I64Array) -> BoolArray:
+    """Which values differ from the one before, in their prompt."""
+    found = np.ones(len(values), bool)
+    found[1:] = values[1:] != values[:-1]
+    found[begins] = False
+    return found

@@ -1,0 +1,185 @@
+"""What the cases of `legal_extremes.py` share: sessions of a daemon that holds keys, and what they ask it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _bench import keys_of
+from _raw_peer import RawPeer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    Case = Callable[["Scene"], Iterator[None]]
+
+MIB = 1 << 20
+PAGE = 4096
+KEYS = 16_384
+"""Of one request: `limits.keys_per_request`."""
+LAYERS = 160
+FRAME_IDS = 983_040
+"""Block ids that fit into one frame, for as many keys as a request may have."""
+WAITING_JOBS = 1000
+GROUPS = 256
+"""Of one namespace."""
+REPLY_S = 120.0
+
+
+class Scene:
+    """A daemon with keys, and what sessions need to ask for much of it."""
+
+    def __init__(self, socket: Path, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.held = self.taken = 0
+        self._socket = socket
+        self._open: list[RawPeer] = []
+        self._models = 0
+
+    def session(self, model: str = "extremes") -> RawPeer:
+        """Said hello; closed behind the case."""
+        peer = RawPeer(self._socket)
+        self._open.append(peer)
+        ask(peer, "hello", version=1, role="worker", instance=os.urandom(16), namespace={"model": model})
+        return peer
+
+    def leave(self, peer: RawPeer) -> None:
+        """Its session ends now."""
+        peer.socket.close()
+        self._open.remove(peer)
+
+    def new_model(self) -> str:
+        """A namespace of its own."""
+        self._models += 1
+        return f"extremes-{self._models}"
+
+    def close(self) -> None:
+        """All sessions."""
+        for peer in self._open:
+            peer.socket.close()
+        self._open.clear()
+
+    def keys(self, count: int, *, new: bool = False) -> bytes:
+        """Packed keys that are held, or that are not."""
+        begin = 1 << 40 if new else int(self.rng.integers(0, max(self.held - count, 0) + 1))
+        begin += int(self.rng.integers(0, 1 << 30)) if new else 0
+        return keys_of(np.arange(begin, begin + count)).tobytes()
+
+    def fill(self, count: int, *, has_disk: bool) -> None:
+        """So many keys, of a page each; all of them are written to the disk, if there is one."""
+        peer, registration = self.worker()
+        while self.held < count:
+            share = min(KEYS, count - self.held)
+            keys = keys_of(np.arange(self.held, self.held + share)).tobytes()
+            run(peer, "store", 1, registration, keys, np.zeros(share, "<u4"))
+            self.held += share
+            if has_disk:
+                written(peer)
+        self.close()
+
+    def worker(self) -> tuple[RawPeer, int]:
+        """A session whose blocks are a page each."""
+        peer = self.session()
+        return peer, register(peer, [(PAGE, 64)], [group(0, [(0, 0, PAGE, 1)])])
+
+
+def ask(peer: RawPeer, tag: str, fds: list[int] | None = None, /, **fields: Any) -> dict[str, Any]:
+    """The reply, which may be no error."""
+    reply = peer.ask({"type": tag, "seq": 1, **fields}, REPLY_S, fds or ())
+    if reply is None or reply["type"] == "error":
+        raise SystemExit(f"{tag} was refused: {reply}")
+    return reply
+
+
+def refused(peer: RawPeer, tag: str, **fields: Any) -> None:
+    """The reply, which must be an error: the request is legal, what it asks for is not."""
+    reply = peer.ask({"type": tag, "seq": 1, **fields}, REPLY_S)
+    if reply is None or reply["type"] != "error":
+        raise SystemExit(f"{tag} was not refused: {reply}")
+
+
+def ready(peer: RawPeer) -> None:
+    """The one that is due."""
+    until = time.monotonic() + REPLY_S
+    while (message := peer.message(until)) is not None and message["type"] != "ready":
+        peer.pushes.append(message)
+
+
+def written(peer: RawPeer) -> None:
+    """Waits until all that was stored is on disk."""
+    until = time.monotonic() + REPLY_S
+    ask(peer, "drain", deadline_s=REPLY_S)
+    while ask(peer, "status")["status"]["disk"]["backlog_bytes"] and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def shares(packed: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Keys of one group after the other, as a request names them."""
+    return [{"group": number, "keys": keys} for number, keys in enumerate(packed)]
+
+
+def completed(peer: RawPeer, jobs: int = 1) -> list[str]:
+    """The outcomes of so many jobs."""
+    found: list[str] = []
+    until = time.monotonic() + REPLY_S
+    while len(found) < jobs:
+        message = peer.pushes.pop(0) if peer.pushes else peer.message(until)
+        if message is None:
+            raise SystemExit("the daemon has hung up")
+        if message["type"] == "completed":
+            found.append(message["outcome"])
+    return found
+
+
+def run(peer: RawPeer, tag: str, job: int, registration: int, keys: bytes, ids: Any, **more: Any) -> None:
+    """A job, to its end."""
+    number = more.pop("group", 0)
+    groups = more.pop("groups", None) or [{"group": number, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
+    ask(peer, tag, job=job, registration=registration, groups=groups, **more)
+    completed(peer)
+
+
+def group(number: int, refs: list[tuple[int, int, int, int]], blocks_per_key: int = 1) -> dict[str, Any]:
+    """A group of refs (tensor, offset, length, count), of which runs are twice their length apart."""
+    told = [{"tensor": t, "offset": o, "length": n, "count": c, "stride": 2 * n if c > 1 else 0} for t, o, n, c in refs]
+    return {
+        "group": number, "kind": "full", "tokens_per_key": 16, "blocks_per_key": blocks_per_key, "refs": told
+    }  # fmt: skip
+
+
+def register(
+    peer: RawPeer, shapes: list[tuple[int, int]], groups: list[dict[str, Any]], *, signal: bool = False
+) -> int:
+    """Tensors of (page bytes, blocks) side by side in one memfd; with `signal` the memfd's last page is one."""
+    ends = np.cumsum([page * blocks for page, blocks in shapes]).tolist()
+    fd = os.memfd_create("extremes")
+    os.ftruncate(fd, ends[-1] + PAGE)
+    (allocation,) = ask(peer, "attach", [fd], kind="shm", fds=1)["allocations"]
+    os.close(fd)
+    tensors = [
+        {"allocation": allocation, "offset": end - page * blocks, "num_blocks": blocks, "page_bytes": page,
+         "stride_bytes": page} for (page, blocks), end in zip(shapes, ends, strict=True)
+    ]  # fmt: skip
+    signals = [allocation] if signal else []
+    return int(ask(peer, "register", tensors=tensors, groups=groups, signals=signals)["registration"])
+
+
+def held_in_groups(scene: Scene) -> tuple[RawPeer, int, list[bytes]]:
+    """A worker of a namespace of its own, its registration, and as many keys as a request may have, stored in as many
+    groups as there may be.
+    """
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(PAGE, GROUPS)], [group(n, [(0, 16 * n, 16, 1)]) for n in range(GROUPS)])
+    share = KEYS // GROUPS
+    packed = [scene.keys(share, new=True) for _ in range(GROUPS)]
+    run(peer, "store", 1, registration, b"", None, groups=jobs_of(packed, np.arange(share)))
+    return peer, registration, packed
+
+
+def jobs_of(packed: Sequence[bytes], ids: Any) -> list[dict[str, Any]]:
+    """The groups of a job: in each, these keys and the same block ids."""
+    blocks = ids.astype("<u4").tobytes()
+    return [{**share, "blocks": blocks} for share in shares(packed)]

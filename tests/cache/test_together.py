@@ -1,0 +1,136 @@
+"""Several groups of one request, all at once, are what they are one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.together import begins_of, numbers_of, spans
+from kvoffloadd.cache.wanted import Reservation, Wanted
+from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
+
+from .fakes import keys_of, make_cache
+
+PAGE = 4096
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([PAGE, PAGE, 2 * PAGE]), st.lists(st.integers(1, 9), unique=True)),
+    min_size=1,
+    max_size=5,
+)
+"""Of each its parts, the bytes of one, and keys."""
+Asked = list[tuple[Space, U64Array]]
+
+
+def spaces_of(cache: Cache, groups: list[tuple[int, int, list[int]]]) -> Asked:
+    namespace = cache.open_namespace(b"n" * 16, 0, "n", 32)
+    asked = []
+    for number, (parts, size, numbers) in enumerate(groups):
+        space = cache.declare(namespace, GroupSchema(number, GroupKind.FULL, 16, parts=parts))
+        cache.learn_parts(space, dict.fromkeys(range(parts), size))
+        asked.append((space, keys_of(*numbers)))
+    return asked
+
+
+def wanted_of(space: Space, keys: U64Array, first: int = 0) -> Wanted:
+    return Wanted.from_first(space, keys, np.arange(space.schema.parts, dtype=np.uint16), first)
+
+
+def told(made: Reservation) -> list[list[int]]:
+    return [made.states.tolist(), made.keys.tolist(), made.columns.tolist()]
+
+
+@given(GROUPS, GROUPS, st.data())
+@settings(max_examples=150, deadline=None)
+def test_groups_are_reserved_and_found_as_one_by_one(
+    before: list[tuple[int, int, list[int]]], groups: list[tuple[int, int, list[int]]], data: st.DataObject
+) -> None:
+    caches = [make_cache(1024), make_cache(1024)]  # with room for all
+    answers = []
+    complete = [data.draw(st.booleans()) for _ in before]
+    for number, cache in enumerate(caches):
+        asked = spaces_of(cache, groups)
+        for (_, _, numbers), (space, _), done in zip(before, asked, complete, strict=False):
+            parts = cache.reserve_all([wanted_of(space, keys_of(*numbers))])[0].parts
+            if done:
+                cache.begin(parts)
+                cache.commit(parts)
+        if number:
+            founds = cache.find_all(asked)
+            made = cache.reserve_all([wanted_of(space, keys) for space, keys in asked])
+        else:
+            founds = [cache.find(space, keys) for space, keys in asked]
+            made = [cache.reserve_all([wanted_of(space, keys)])[0] for space, keys in asked]
+        for (space, keys), one in zip(asked, made, strict=True):
+            rows = cache.find(space, keys).rows[one.keys]
+            assert (cache.entries.parts.row[one.parts] == rows).all(), "each part is of the key that it is told for"
+        reserved = int((cache.entries.parts.state[: cache.entries.parts.runs.used] == 1).sum())
+        assert check(cache, 0, reserved) == []
+        answers.append(
+            (
+                [(found.states.tolist(), found.hits.tolist(), (found.rows >= 0).tolist()) for found in founds],
+                [told(one) for one in made],
+                [cache.find(space, keys).states.tolist() for space, keys in asked],
+                [(space.rows, space.keys, space.bytes) for space, _ in asked],
+            )
+        )
+    assert answers[0] == answers[1]
+
+
+def test_what_finds_no_room_is_at_the_end_of_all_groups() -> None:
+    cache = make_cache(pages=16)
+    asked = spaces_of(cache, [(1, PAGE, list(range(1, 7)))] * 4)
+    made = cache.reserve_all([wanted_of(space, keys) for space, keys in asked])
+    states = np.concatenate([one.states for one in made]).tolist()
+    served = states.count(KeyState.RESERVED)
+    assert 0 < served < len(states)
+    assert states == [KeyState.RESERVED] * served + [KeyState.NO_SPACE] * (len(states) - served)
+    assert check(cache, 0, served) == []
+
+
+def test_a_group_that_was_cleared_has_nothing() -> None:
+    cache = make_cache()
+    asked = spaces_of(cache, [(1, PAGE, [1, 2]), (1, PAGE, [1, 2])])
+    for made in cache.reserve_all([wanted_of(space, keys) for space, keys in asked]):
+        cache.begin(made.parts)
+        cache.commit(made.parts)
+    cache.entries.spaces.retire(asked[0][0])
+    assert [found.hits.tolist() for found in cache.find_all(asked)] == [[False] * 2, [True] * 2]
+
+
+@pytest.mark.parametrize("counts", [[], [3], [0, 2, 0, 1]])
+def test_places(counts: list[int]) -> None:
+    assert [at.stop - at.start for at in spans(counts)] == counts
+    cache = make_cache()
+    spaces = [space for space, _ in spaces_of(cache, [(1, PAGE, [])] * len(counts))]
+    if counts:
+        several = list(zip(spaces, counts, strict=True))
+        numbers, begins = numbers_of(several), begins_of(several)
+        if isinstance(numbers, int):
+            assert (numbers, begins) == (spaces[0].id, None)
+        else:
+            assert numbers.tolist() == [spaces[1].id] * 2 + [spaces[3].id]
+            assert begins is not None
+            assert begins.tolist() == [0, 2]
+
+
+def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
+    """They free fewer slots than their queue expects of a key; what is evicted is still no more than is needed."""
+    cache = make_cache(pages=64)
+    namespace = cache.open_namespace(b"n" * 16, 0, "n", 32)
+    many = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=16))
+    cache.learn_parts(many, dict.fromkeys(range(16), PAGE))
+    one = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
+    cache.learn_parts(one, {0: PAGE})
+    made = cache.reserve_all([Wanted.from_first(many, keys_of(*range(1, 65)), np.zeros(1, np.uint16), 0)])[0]
+    cache.begin(made.parts)
+    cache.commit(made.parts)
+    assert cache.tier.num_free(1) == 0
+    reserved = cache.reserve_all([wanted_of(one, keys_of(*range(1, 41)))])[0]
+    assert reserved.states.tolist() == [KeyState.RESERVED] * 40
+    assert cache.eviction.keys_evicted == 40
+    assert check(cache, 0, 40) == []

@@ -1,0 +1,226 @@
+"""Registrations and statuses that are too large for one turn of the loop: the same answers, over several turns."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.config import Config
+from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server import registration, status
+from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.lag import Lag
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.registration import Attached
+from kvoffloadd.server.session import Session
+from tests.cache.fakes import make_cache
+
+MEMORY = 7
+NOBODY: Any = None
+
+
+class Named(SimpleNamespace):
+    """One of a kind."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+@dataclass
+class Room:
+    """A session with 1 MiB of memory that nobody touches."""
+
+    cache: Cache
+    context: Context
+    session: Session
+
+    @property
+    def registry(self) -> Any:
+        return self.session._registry
+
+    @property
+    def descriptors(self) -> int:
+        return self.context.accounts.of(0).used.get("descriptors", 0)
+
+    async def ask(self, message: m.Message) -> Any:
+        answer = self.session.handle(message, [])
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+@pytest.fixture
+async def room() -> Room:
+    cache = make_cache()
+    loop = asyncio.get_running_loop()
+    host: Any = Named(kind="host", gauges=dict, lanes=list)
+    transfers: Any = SimpleNamespace(running=set(), counters={}, unsealed=0, holds=0)
+    lane: Any = SimpleNamespace(queued=0, running=0, figures=dict)
+    gpus: Any = SimpleNamespace(devices=list)
+    context = Context(
+        Config(), b"b" * 16, loop, cache, transfers, host, gpus, NOBODY, lane, NOBODY,
+        Accounts(caps(Config().limits)), Lag(loop), NOBODY, own_uid=0,
+    )  # fmt: skip
+    session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20), lambda message: None)
+    context.sessions.add(session)
+    made = Room(cache, context, session)
+    await made.ask(
+        m.Hello(seq=1, version=1, role="worker", instance=b"i" * 16, namespace=m.NamespaceSpec(model="large"))
+    )
+    memory: Any = SimpleNamespace(
+        base_address=1 << 30, size_bytes=1 << 20, charged_bytes=1 << 20, whole=True, kind="host"
+    )
+    made.registry.attached[MEMORY] = Attached(memory, host)
+    return made
+
+
+def message(number: int = 600, group: int = 0, **more: Any) -> m.Register:
+    """So many tensors of 64 bytes, side by side."""
+    tensors = [
+        m.TensorSpec(allocation=MEMORY, offset=64 * n, num_blocks=1, page_bytes=64, stride_bytes=64)
+        for n in range(number)
+    ]
+    refs = [m.RefSpec(tensor=n, offset=0, length=64) for n in range(number)]
+    fields = {"group": group, "kind": "full", "tokens_per_key": 16, "refs": refs, **more}
+    return m.Register(seq=1, tensors=tensors, groups=[m.GroupSpec(**fields)])
+
+
+def clash() -> m.Register:
+    """Its last ref shares bytes with the one before."""
+    good = message()
+    (group,) = good.groups
+    again = m.GroupSpec(
+        group=0, kind="full", tokens_per_key=16, refs=[*group.refs, m.RefSpec(tensor=599, offset=8, length=1)]
+    )
+    return m.Register(seq=1, tensors=good.tensors, groups=[again])
+
+
+async def test_large_ones_are_what_small_ones_are(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registration.is_large(message())
+    large = (await room.ask(message())).registration
+    monkeypatch.setattr(registration, "LARGE_SPECS", 2000)
+    assert not registration.is_large(message())
+    small = (await room.ask(message())).registration
+    one, other = (room.registry.registrations[number] for number in (large, small))
+    assert room.registry.attached[MEMORY].uses == 2
+    assert (one.descriptors, one.allocations, one.families) == (other.descriptors, other.allocations, other.families)
+    for name in ("block", "base", "stride", "offset", "size"):
+        mine, its = (getattr(found.groups[0].held[0].plan, name) for found in (one, other))
+        assert mine.tolist() == its.tolist()
+
+
+@pytest.mark.parametrize("wrong", [clash(), message(group=1, window_keys=3), message(20_000)])
+async def test_what_is_refused_changes_nothing(room: Room, wrong: m.Register) -> None:
+    with pytest.raises((ExtentError, SchemaError, LimitError)):
+        await room.ask(wrong)
+    assert not room.registry.registrations
+    assert room.descriptors == room.registry.attached[MEMORY].uses == 0
+    assert not next(iter(room.cache.namespaces.values())).spaces
+
+
+async def begun(room: Room) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(room.ask(message()))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def test_memory_that_goes_meanwhile(room: Room) -> None:
+    task = await begun(room)
+    del room.registry.attached[MEMORY]
+    with pytest.raises(UnknownNameError, match="was unmapped"):
+        await task
+    assert room.descriptors == 0
+    assert not room.registry.registrations
+
+
+async def test_a_group_that_becomes_another_meanwhile(room: Room) -> None:
+    task = await begun(room)
+    await room.ask(m.Register(seq=2, tensors=[], groups=[m.GroupSpec(group=0, kind="full", tokens_per_key=32)]))
+    with pytest.raises(SchemaError):
+        await task
+    assert len(room.registry.registrations) == 1
+    assert room.registry.attached[MEMORY].uses == 0
+
+
+async def test_a_session_that_ends_meanwhile(room: Room) -> None:
+    task = await begun(room)
+    room.registry._closed = True
+    with pytest.raises(StateError):
+        await task
+    assert room.descriptors == 0
+
+
+async def test_a_request_that_is_given_up(room: Room) -> None:
+    task = await begun(room)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert room.descriptors == 0
+
+
+async def test_a_clear_meanwhile(room: Room) -> None:
+    """The group goes on, in the new epoch."""
+    await room.ask(message())
+    task = await begun(room)
+    await room.ask(m.Clear(seq=3))
+    number = (await task).registration
+    (namespace,) = room.cache.namespaces.values()
+    assert namespace.spaces[0].part_bytes == [room.registry.registrations[number].groups[0].held[0].plan.payload_bytes]
+
+
+async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = (await room.ask(m.Status(seq=1))).status
+    monkeypatch.setattr(status, "LARGE", 0)
+    monkeypatch.setattr(status, "TURN_S", 0.0)  # each step is a turn
+    turns = 0
+    task = asyncio.ensure_future(room.ask(m.Status(seq=2)))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 5
+    later = task.result().status
+    assert later.keys() == at_once.keys()
+    for name in ("leases", "accounts", "namespaces", "sessions", "slow_jobs", "lookups"):
+        found, expected = later[name], at_once[name]
+        if name == "sessions":
+            found, expected = ([{**one, "requests": 0} for one in some] for some in (found, expected))
+        assert found == expected
+
+
+async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
+    """In a reservation each part that is asked for; anywhere a sixteenth of all parts."""
+    for group, parts in ((0, 1), (1, 8), (2, 64)):
+        specs = [
+            m.GroupSpec(
+                group=group, kind="full", tokens_per_key=16, parts=parts, part=part,
+                refs=[m.RefSpec(tensor=0, offset=0, length=64)],
+            )
+            for part in range(parts)
+        ]  # fmt: skip
+        await room.ask(m.Register(seq=1, tensors=message(1).tensors, groups=specs))
+
+    def some(group: int, count: int) -> list[m.GroupKeys]:
+        return [m.GroupKeys(group=group, keys=bytes(range(256)) * (count // 8))]
+
+    cap = room.session._limits.keys_per_request
+    for group, price in ((0, 1), (1, 1), (2, 4)):
+        await room.ask(m.Lookup(seq=1, groups=some(group, cap // price)))
+        with pytest.raises(LimitError, match=f"the cap is {cap}"):
+            await room.ask(m.Lookup(seq=1, groups=some(group, cap // price + 8)))
+    # Of keys that are named twice: the price is looked at first.
+    reserved: list[tuple[int, list[int] | None, int]] = [
+        (0, None, 1), (1, None, 8), (1, [3, 3, 4], 2), (2, None, 64), (2, [0], 4),
+    ]  # fmt: skip
+    for group, wanted, price in reserved:
+        with pytest.raises(LimitError, match=f"the cap is {cap}"):
+            await room.ask(m.Reserve(seq=1, groups=some(group, cap // price + 8), parts=wanted))
+        keys = b"".join(number.to_bytes(32, "little") for number in range(cap // price))
+        made = await room.ask(m.Reserve(seq=1, groups=[m.GroupKeys(group=group, keys=keys)], parts=wanted))
+        if made.lease:
+            await room.ask(m.Release(seq=1, lease=made.lease))
