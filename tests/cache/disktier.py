@@ -246,11 +246,15 @@ class Tier:
         assert await self.disk.close(flush_s, 20.0)
         await self._end()
 
-    async def drop(self) -> None:
-        """As a process that is killed: nothing is flushed, nothing sealed. What a thread is at ends first."""
+    async def drop(self, *, amid_a_note: bool = False) -> None:
+        """As a process that is killed: nothing is flushed, nothing sealed. What a thread is at ends first; and what is
+        being noted of clears, unless it is to be cut off.
+        """
         for task in self.tasks:
             task.cancel()
         for root in self.roots:
+            if not amid_a_note:
+                await root.home.written()
             for sealing in list(root._sealing):
                 sealing.cancel()
             for lane in root.lanes:

@@ -110,7 +110,7 @@ async def test_a_start_goes_on_without_a_root_that_hangs(
     await one_on_each(open_tier, paths)
     gates = []
     tier = await open_tier(
-        Shape(stuck_s=1.0), paths=paths, before=lambda tier: gates.append(hang(tier, step, paths[0]))
+        Shape(stuck_s=2.0), paths=paths, before=lambda tier: gates.append(hang(tier, step, paths[0]))
     )
     assert [(root.state, root.health.reason) for root in tier.roots] == [(State.OFF, NO_ANSWER), (State.OK, "")]
     space, other = tier.space(A), tier.space(B)
@@ -147,7 +147,7 @@ async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: 
 
         tier.roots[0].health.become = note  # type: ignore[method-assign]
 
-    tier = await open_tier(Shape(stuck_s=1.0), paths=paths, before=before)
+    tier = await open_tier(Shape(stuck_s=2.0), paths=paths, before=before)
     assert [root.state for root in tier.roots] == [State.OFF, State.OFF, State.OFF, State.OK]
     assert seen[0] == [True, True, True]
 
@@ -184,6 +184,21 @@ async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
     gate.open()
     await asyncio.gather(*notes)
     assert home.manifest.base_epoch == 49, "and the last one knows all"
+
+
+async def test_an_orderly_end_lets_a_clear_be_noted(open_tier: Open, paths: list[Path], hang: Hang) -> None:
+    tier = await open_tier(paths=[paths[0]])
+    gate = hang(tier, "manifest", paths[0])
+    noted = asyncio.ensure_future(tier.root.home.write_epochs(5, 5, {}))
+    await tier.until(gate.entered.is_set)
+    closed = asyncio.ensure_future(tier.close())
+    await asyncio.sleep(0.01)
+    gate.open()
+    await closed
+    await noted
+    found = await manifest_module.read_manifest(paths[0])
+    assert found is not None
+    assert found.base_epoch == 5
 
 
 # --- a root that is slow ---

@@ -234,7 +234,7 @@ class ClearMachine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         self.note_kept()
-        self.run(self.up.drop())
+        self.run(self.up.drop(amid_a_note=True))
         self.tier = None
         self.runner.close()  # its threads end, too: a process that is dead writes nothing
 
@@ -329,7 +329,7 @@ class ClearMachine(RuleBasedStateMachine):
 
         if self.run(main()):
             self.cleared_for_good(scope)
-        self.run(self.up.drop())
+        self.run(self.up.drop(amid_a_note=True))
         self.tier = None
         self.runner.close()
 

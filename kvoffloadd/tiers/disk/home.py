@@ -183,6 +183,11 @@ class Home:
         if not task.cancelled():
             task.exception()  # whoever waits has been told
 
+    async def written(self) -> None:
+        """Until no clears are being made durable."""
+        while self._writes:
+            await asyncio.wait(set(self._writes))
+
     async def _write_next(self) -> None:
         # Clears of several sessions, and whoever looks after the root: one at a time, in order.
         async with self._writing:

@@ -455,8 +455,9 @@ class Root:
             try:
                 async with asyncio.timeout(deadline_s):
                     await self.settle()
+                    await self.home.written()
             except TimeoutError:
-                log.warning("disk %s: segments could not be sealed in time", self.path)
+                log.warning("disk %s: segments could not be sealed, or clears not be noted, in time", self.path)
         ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self.lanes)))
         if ended:
             self.home.leave()
