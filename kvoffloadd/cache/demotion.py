@@ -136,8 +136,9 @@ class Demotion:
 
     def adopted(self, rows: U32Array) -> None:
         """These keys were found in memory at the start, sealed."""
-        if not self._settings.on_evict and self._uses is None:
-            self.offer(rows)
+        if self._uses is None:
+            for space, _ in self._cache.entries.by_space(rows):
+                self.offer_again(space)  # there may be more of them than the backlog has room for
 
     def used(self, rows: U32Array) -> None:
         """These keys were used in memory."""
@@ -257,15 +258,19 @@ class Demotion:
         return shelf is not None and any(r.state == State.OK and r.home.has_noted(shelf.name) for r in self._disk.roots)
 
     async def flush(self, deadline_s: float) -> int:
-        """Write all that is in memory alone, until the deadline. Returns the bytes that still wait."""
+        """Write all that is in memory alone, until the deadline. Returns the bytes that were not written by then."""
         until = self._disk.loop.time() + deadline_s
-        for space in self._cache.entries.spaces.values():
-            await self._offer_all(space, until)
+        left_bytes = 0
+        for space in list(self._cache.entries.spaces.values()):
+            left_bytes += await self._offer_all(space, until)
         await self._until(0, until)
-        return self.backlog_bytes
+        return left_bytes + self.unwritten_bytes
 
-    async def _offer_all(self, space: Space, until: float) -> None:
-        """Offer what memory alone has of a space, as the backlog has room for it; no more after `until`."""
+    async def _offer_all(self, space: Space, until: float) -> int:
+        """Offer what memory alone has of a space, as the backlog has room for it; no more after `until`. Returns the
+        bytes that it has not offered.
+        """
+        left = 0
         entries, size = self._cache.entries, max(sum(space.part_bytes), 1)
         step = max(1, self._settings.backlog_bytes // 2 // size)
         for rows in entries.scan(space):
@@ -274,9 +279,11 @@ class Demotion:
             for at in range(0, len(rows), step):
                 await self._until(max(0, self._settings.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
-                    return
+                    left += int(np.count_nonzero(entries.demoting[rows[at:]] == 0))  # the others are in the backlog
+                    break
                 self.offer(rows[at : at + step])
             await asyncio.sleep(0)
+        return left * size
 
     async def _until(self, backlog_bytes: int, until: float) -> None:
         """Wait until no more than this waits to be written; 0: and nothing is being written. Or until `until`."""

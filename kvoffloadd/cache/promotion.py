@@ -369,12 +369,16 @@ class Promotion:
         self._leave(reading, piece)
 
     def _abort(self, reading: Reading, parts: I64Array) -> None:
-        """These parts did not come. Keys that are gone with them are let go at once: without slots, their rows would be
-        more than there may be.
+        """These parts did not come."""
+        rows = distinct(self._cache.entries.parts.row[parts])
+        self._cache.abort(parts)
+        self._let_retired_go(reading, rows)
+
+    def _let_retired_go(self, reading: Reading, rows: U32Array) -> None:
+        """Do not hold those of these keys that are gone until the reading ends: once they are without slots, their rows
+        would be more than there may be.
         """
         entries = self._cache.entries
-        rows = distinct(entries.parts.row[parts])
-        self._cache.abort(parts)
         gone = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
         reading.rows = np.setdiff1d(reading.rows, gone)
         entries.reading[gone] = 0
@@ -408,7 +412,9 @@ class Promotion:
         self._quarantine.add(piece)
         self.counters.cancelled += len(piece.parts)
         entries = self._cache.entries
-        entries.retire(entries.live(distinct(entries.parts.row[piece.parts])))
+        rows = distinct(entries.parts.row[piece.parts])
+        entries.retire(entries.live(rows))
+        self._let_retired_go(reading, rows)
         self._leave(reading, piece)
 
     def _leave(self, reading: Reading, piece: Piece) -> None:

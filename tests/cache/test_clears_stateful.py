@@ -106,6 +106,7 @@ class ClearMachine(RuleBasedStateMachine):
         self.blocked: set[str] = set()
         self.config: list[str] = []
         self.before: list[str] = []
+        self.pool_number: int | None = None
         self.tier: StampedTier | None = None
 
     def clock(self) -> int:
@@ -178,8 +179,8 @@ class ClearMachine(RuleBasedStateMachine):
     def begin_run(self, config: list[str], late: list[str], pool: int | None) -> None:
         self.put_back_all_if_down()
         late = [name for name in late if name in config and self.path(name).exists()]
-        if self.forgetful and set(config) != set(self.before):
-            self.forget_kept(ROOTS)  # what is put back after a time may be void
+        if self.forgetful and (set(config) != set(self.before) or pool not in (None, self.pool_number)):
+            self.forget_kept(ROOTS)  # what is put back after a time may be void, and a pool may make it so
         self.runner = asyncio.Runner()
         self.config, self.before = config, config
         for name in late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U32Array
 from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.pool import Pool
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -542,3 +544,34 @@ async def test_an_end_in_time_loses_what_the_disk_is_too_slow_for(open_tier: Ope
     left = again.on_disk(space, *range(100))
     assert 1 <= len(left) <= 20
     assert await again.fetch(space, *left) == left
+
+
+async def test_an_end_in_time_tells_of_what_was_never_offered(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The backlog is small, so that most of it never waited."""
+    tier = await open_tier(on_evict=True, write_ops_per_s=20, backlog_bytes=6 * PAGE_BYTES)
+    tier.store(tier.space(), *range(100))
+    await tier.close(flush_s=0.3)
+    again = await open_tier()
+    written = len(again.on_disk(again.space(), *range(100)))
+    (told,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
+    assert (100 - written - 20) * PAGE_BYTES <= told <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
+
+
+async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tmp_path: Path) -> None:
+    shape = Shape(num_segments=64)
+    pool = Pool.make(shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES)
+    kept = os.dup(pool.fd)
+    first = await Tier(tmp_path, shape, pool=pool, on_evict=True).start()
+    first.store(first.space(), *range(60))
+    await first.close(flush_s=0.0)
+    old = Pool(kept, shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES, is_old=True)
+    second = await Tier(tmp_path, shape, pool=old, backlog_bytes=6 * PAGE_BYTES).start()
+    try:
+        assert second.served(second.space(), *range(60)) == list(range(60))
+        await second.until(lambda: len(second.on_disk(second.space(), *range(60))) == 60)
+        assert second.not_demoted == {}
+        assert second.audit() == []
+    finally:
+        await second.close()

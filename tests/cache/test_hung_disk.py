@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.entries import RowState
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Fetch, Urgency
 from kvoffloadd.errors import NotDurableError
@@ -20,7 +21,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.health import LASTING_S, Health, State
 
 from .conftest import Open
-from .disktier import HIT, MISS, PENDING, Shape, Tier
+from .disktier import HIT, MISS, PENDING, Shape, SteeredFiles, Tier
 from .fakes import keys_of
 
 BIG = Shape(pages=1024, segment_pages=64, num_segments=16)
@@ -444,3 +445,37 @@ async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:
     tier.files.reading.open()
     await tier.until(lambda: tier.root.state == State.OK)
     assert tier.served(space, 1, 2) == [1, 2]
+
+
+async def test_keys_in_quarantine_take_no_more_rows_than_slots(open_tier: Open) -> None:
+    """Their disk answers while another one is still asked for what the same fetch wants: their slots go, and so do
+    their rows, of which there are no more than pages.
+    """
+    tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16, roots=2))
+    first, second = tier.roots
+    own = SteeredFiles(tier.folder / "first")  # each hangs for itself
+    first.reader._files = own
+    space = tier.space()
+    for begin in range(0, 200, 10):
+        tier.store(space, *range(begin, begin + 10))
+        await tier.quiet()
+    tier.evict(space, *range(200))
+    lies = [[n for n in range(200) if tier.place(space, n)[0] is root][:30] for root in (first, second)]
+    assert all(lies)
+    own.reading.close()
+    tier.files.reading.close()
+    tier.begin_fetch(space, *(n for pair in zip(*lies, strict=False) for n in pair), done=lambda: None)
+    await tier.until(lambda: own.reading.entered.is_set() and tier.files.reading.entered.is_set())
+    first.health.become(State.OFF, "planted")
+    tier.disk.promotion.give_up(first)
+    assert tier.disk.promotion.quarantined_bytes
+    assert tier.audit() == []
+    own.reading.open()
+    await tier.until(lambda: not tier.disk.promotion.quarantined_bytes)
+    other = tier.space(b"o" * 16)
+    tier.store(other, *range(1000, 1000 + tier.cache.tier.gauges()["free_bytes"] // PAGE_BYTES))
+    entries = tier.cache.entries
+    assert not (entries.state[: entries.index.rows_end] == RowState.RETIRED).any(), "held without a slot"
+    assert tier.audit() == []
+    tier.files.reading.open()
+    await tier.quiet()
