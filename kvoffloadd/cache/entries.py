@@ -6,7 +6,7 @@ until no lease holds it and no copy writes it; then it is buried and its row num
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -60,7 +60,9 @@ class Entries:
         self.tier = tier
         self.index = Index(max_rows, seed)
         self.ghosts = Ghosts(seed)
+        # Four times what complete keys could ever take, which have a page for each record: see `scarcity`.
         self.parts = Parts(4 * max_rows + (1 << 16))
+        self.records_by_uid: Counter[int] = Counter()
         self.first: U32Array = reserve_array((max_rows,), np.uint32)
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)
         self.leases: U32Array = reserve_array((max_rows,), np.uint32)
@@ -86,6 +88,7 @@ class Entries:
         self.check_current(space)
         rows = self.index.insert(space.id, keys)
         self.first[rows] = self.parts.allocate(space.schema.parts, rows)
+        self.records_by_uid[space.namespace.uid] += len(rows) * space.schema.parts
         self.missing[rows] = space.schema.parts
         self.leases[rows] = self.inherited[rows] = 0
         if self.disk:
@@ -141,6 +144,23 @@ class Entries:
             flags[at] = (self.parts.state[self.parts.run(self.first[rows[at]], width)] == PartState.EMPTY).all(axis=1)
         return flags
 
+    def owners(self, records: I64Array) -> I64Array:
+        """The row of the key that has each of these records, or -1: one that is free names whose it was."""
+        rows = self.parts.row[records].astype(np.int64)
+        rows[self.state[rows] == RowState.FREE] = -1
+        used = np.flatnonzero(rows >= 0)
+        numbers = records[used] - self.first[rows[used]]
+        strange = (numbers < 0) | (numbers >= self.widths(rows[used]))
+        rows[used[strange]] = -1
+        return rows
+
+    def widths(self, rows: I64Array | U32Array) -> I64Array:
+        """Parts of each of these keys."""
+        widths = np.zeros(len(rows), np.int64)
+        for width, at in self._by_width(rows):
+            widths[at] = width
+        return widths
+
     def live(self, rows: U32Array) -> U32Array:
         """Those of the rows that are live."""
         found: U32Array = rows[self.state[rows] == RowState.LIVE]
@@ -177,6 +197,7 @@ class Entries:
             records = self.parts.run(self.first[rows[at]], space.schema.parts).ravel()
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
             self.parts.free(space.schema.parts, self.first[rows[at]])
+            self.records_by_uid[space.namespace.uid] -= len(at) * space.schema.parts
             space.rows -= len(at)
             self.spaces.let_go(space)
         self.state[rows] = RowState.FREE

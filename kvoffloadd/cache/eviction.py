@@ -92,7 +92,7 @@ class Eviction:
             if per_key and len(queue.policy):
                 rows = queue.policy.victims(-(-slots // per_key), self._entries.evictable)
                 if len(rows):
-                    self._drop(rows)
+                    self.drop(rows)
                     return True
         return False
 
@@ -106,7 +106,7 @@ class Eviction:
                 return False
             rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
             if self._entries.evictable(rows).all():
-                self._drop(rows)
+                self.drop(rows)
                 self._tier.unassign(slab)
                 self.slabs_taken_over += 1
                 self._resize()
@@ -119,6 +119,7 @@ class Eviction:
             rows = min(self._tier.num_slots(size) // count for size, count in queue.slots_per_key.items())
             queue.policy.resize(max(1, rows))
 
-    def _drop(self, rows: U32Array) -> None:
+    def drop(self, rows: U32Array) -> None:
+        """These rows go, which are evictable."""
         self.keys_evicted += len(rows)
         self._entries.retire(rows)
