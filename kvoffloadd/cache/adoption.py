@@ -130,7 +130,8 @@ def _insert(cache: Cache, space: Space, found: Survivors) -> tuple[U32Array, I64
     lengths = np.diff(np.append(np.flatnonzero(begins), len(at)))
     first = np.flatnonzero(begins)[lengths == parts]
     whole = (found.parts[at[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
-    first = first[whole][: cache.entries.parts.room(parts)]
+    first = first[whole]
+    first = first[: cache.entries.parts.ready(parts, len(first))]
     first = first[np.argsort(found.orders[at[first]], kind="stable")]  # what was stored last goes last
     mine = at[first[:, None] + np.arange(parts)]
     rows = cache.entries.insert(space, found.keys[mine[:, 0]], np.zeros(len(first), np.uint32))

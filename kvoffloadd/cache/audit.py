@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +63,7 @@ def _spans(end: Callable[[], int], step: int) -> Iterator[int]:
 
 
 def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
-    findings = []
+    findings = [f"parts: {finding}" for finding in entries.parts.runs.check()]
     end = entries.index.rows_end
     rows, held = int(np.count_nonzero(entries.state[:end])), int(entries.leases[:end].sum())
     if rows != len(entries.index):
@@ -76,6 +77,15 @@ def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
     in_flight = sum(int(np.count_nonzero(state == one)) for one in (PartState.RESERVED, PartState.WRITING))
     if in_flight != reserved:
         findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
+    taken = Counter[int]()
+    for space in entries.spaces.values():
+        taken[space.namespace.uid] += space.rows * space.schema.parts
+    if taken.total() != entries.parts.runs.taken:
+        findings.append(f"parts: keys have {taken.total()} records, {entries.parts.runs.taken} are given out")
+    if +taken != +entries.records_by_uid:
+        findings.append("parts: the records of a user are miscounted")
+    if (entries.owners(entries.parts.runs.listed()) >= 0).any():
+        findings.append("parts: a key has free records")
     return findings
 
 
@@ -180,17 +190,15 @@ def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
 
 
 def _check_records(entries: Entries, start: int, stop: int) -> list[str]:
-    """What is not empty is a key's."""
-    records = start + np.flatnonzero(entries.parts.state[start:stop] != PartState.EMPTY)
-    rows = entries.parts.row[records]
-    numbers = records - entries.first[rows]
-    used = np.flatnonzero(entries.state[rows] != RowState.FREE)
-    owned = np.zeros(len(records), bool)
-    for space, at in entries.by_space(rows[used]):
-        mine = numbers[used[at]]
-        owned[used[at]] = (mine >= 0) & (mine < space.schema.parts)
-    stranded = int(np.count_nonzero(~owned))
-    return [f"parts: {stranded} records hold a slot that no key owns"] if stranded else []
+    """What is not empty is a key's, and what is a key's is not free."""
+    owned = entries.owners(np.arange(start, stop)) >= 0
+    findings = [f"parts: {finding}" for finding in entries.parts.runs.check_blocks(start, stop)]
+    stranded = int(np.count_nonzero((entries.parts.state[start:stop] != PartState.EMPTY) & ~owned))
+    if stranded:
+        findings.append(f"parts: {stranded} records hold a slot that no key owns")
+    if (entries.parts.runs.in_map(start, stop) & owned).any():
+        findings.append("parts: a key has free records")
+    return findings
 
 
 def _check_slots(cache: Cache, slabs: range) -> list[str]:

@@ -22,6 +22,7 @@ from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.scarcity import Scarcity
 from kvoffloadd.cache.together import begins_of, spans
 from kvoffloadd.cache.wanted import Joined, Reservation, Wanted
 from kvoffloadd.errors import LimitError, SchemaError
@@ -113,6 +114,7 @@ class Cache:
         self.tier = tier
         self.entries = Entries(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
+        self.scarcity = Scarcity(self.entries, self.eviction.drop)
         self.lookups = Lookups(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
@@ -350,7 +352,8 @@ class Cache:
         """
         space, keys, parts = wanted.spaces[0][0], wanted.keys, wanted.parts
         sizes = np.array([slot_pages(space.part_bytes[p]) for p in parts.tolist()], np.int64)
-        served = min(len(at), self.entries.parts.room(space.schema.parts))
+        num_new = (rows[at] < 0).cumsum()
+        served = int(np.searchsorted(num_new, self.scarcity.make_room(space, int(num_new[-1:].sum())), side="right"))
         inserted = False
         for size in distinct(sizes).tolist():
             columns = sizes == size

@@ -140,7 +140,7 @@ class Catalog:
         keys, parts, pages, row_of, names = self._distinct(keys, parts, pages, width)
         rows = self.index.find(shelf.id, names)
         new = np.flatnonzero(rows < 0)
-        fits = min(self.runs.room(width), self.index.max_keys - len(self.index))
+        fits = self.runs.ready(width, min(len(new), self.index.max_keys - len(self.index)))
         if fits < len(new):
             rows[new[fits:]] = -1
             new = new[:fits]
@@ -242,14 +242,25 @@ class Catalog:
     # --- inside ---
 
     def _check_count(self) -> list[str]:
+        findings = [f"catalog: {finding}" for finding in self.runs.check()]
         placed = int(np.count_nonzero(self.page[: self.runs.used]))
-        return [] if placed == self.records else [f"catalog: {placed} records have a place, counted {self.records}"]
+        if placed != self.records:
+            findings.append(f"catalog: {placed} records have a place, counted {self.records}")
+        taken = sum(shelf.rows * shelf.name.parts for shelf in self.shelves.values())
+        if taken != self.runs.taken:
+            findings.append(f"catalog: keys have {taken} records, {self.runs.taken} are given out")
+        return findings
 
     def _check_places(self, start: int, segments: set[int]) -> list[str]:
         stop = min(start + AUDIT_RECORDS, self.runs.used)
+        findings = [f"catalog: {finding}" for finding in self.runs.check_blocks(start, stop)]
+        if (self.runs.in_map(start, stop) & (self.page[start:stop] != 0)).any():
+            findings.append("catalog: a record that is free has a place")
         placed = start + np.flatnonzero(self.page[start:stop])
         strange = set(distinct(self.segment[placed]).tolist()) - segments
-        return [f"catalog: {len(strange)} segments are named that the tier does not have"] if strange else []
+        if strange:
+            findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
+        return findings
 
     def _check_shelves(self) -> list[str]:
         findings = []

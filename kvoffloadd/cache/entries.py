@@ -6,7 +6,7 @@ until no lease holds it and no copy writes it; then it is buried and its row num
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -61,7 +61,9 @@ class Entries:
         self.tier = tier
         self.index = Index(max_rows, seed)
         self.ghosts = Ghosts(seed)
+        # Four times what complete keys could ever take, which have a page for each record: see `scarcity`.
         self.parts = Parts(4 * max_rows + (1 << 16))
+        self.records_by_uid: Counter[int] = Counter()
         self.first: U32Array = reserve_array((max_rows,), np.uint32)
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)
         self.leases: U32Array = reserve_array((max_rows,), np.uint32)
@@ -93,6 +95,8 @@ class Entries:
         width, numbers = spaces[0][0].schema.parts, numbers_of(spaces)
         rows = self.index.insert(numbers, keys)
         self.first[rows] = self.parts.allocate(width, rows)
+        for space, count in spaces:
+            self.records_by_uid[space.namespace.uid] += count * width
         self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
         if self.disk:
@@ -159,6 +163,16 @@ class Entries:
             flags[at] = (self.parts.state[self.parts.run(self.first[rows[at]], width)] == PartState.EMPTY).all(axis=1)
         return flags
 
+    def owners(self, records: I64Array) -> I64Array:
+        """The row of the key that has each of these records, or -1: one that is free names whose it was."""
+        rows = self.parts.row[records].astype(np.int64)
+        rows[self.state[rows] == RowState.FREE] = -1
+        used = np.flatnonzero(rows >= 0)
+        numbers = records[used] - self.first[rows[used]]
+        strange = (numbers < 0) | (numbers >= self.widths(rows[used]))
+        rows[used[strange]] = -1
+        return rows
+
     def live(self, rows: U32Array) -> U32Array:
         """Those of the rows that are live."""
         found: U32Array = rows[self.state[rows] == RowState.LIVE]
@@ -195,6 +209,7 @@ class Entries:
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
             self.parts.free(width, self.first[rows[at]])
         for space, at in self.by_space(rows):
+            self.records_by_uid[space.namespace.uid] -= len(at) * space.schema.parts
             space.rows -= len(at)
             self.spaces.let_go(space)
         self.state[rows] = RowState.FREE
@@ -302,7 +317,7 @@ class Entries:
         for queue, places in queues.values():
             yield queue, np.concatenate(places)
 
-    def widths(self, rows: U32Array) -> U16Array:
+    def widths(self, rows: I64Array | U32Array) -> U16Array:
         """How many parts each key has."""
         found: U16Array = self.spaces.widths[self.index.space[rows]]
         return found

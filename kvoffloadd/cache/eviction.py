@@ -89,7 +89,7 @@ class Eviction:
                     break
             looked_at += int(self._entries.widths(rows).sum())
             tries *= 2
-            self._drop(rows)
+            self.drop(rows)
             free = self._tier.num_free(size)
         return min(free, wanted)
 
@@ -137,7 +137,7 @@ class Eviction:
                 return False
             rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
             if self._entries.evictable(rows).all():
-                self._drop(rows)
+                self.drop(rows)
                 self._tier.unassign(slab)
                 self.slabs_taken_over += 1
                 self._resize()
@@ -150,6 +150,7 @@ class Eviction:
             rows = min(self._tier.num_slots(size) // count for size, count in queue.slots_per_key.items())
             queue.policy.resize(max(1, rows))
 
-    def _drop(self, rows: U32Array) -> None:
+    def drop(self, rows: U32Array) -> None:
+        """These rows go, which are evictable."""
         self.keys_evicted += len(rows)
         self._entries.retire(rows)

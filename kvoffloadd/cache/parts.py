@@ -32,8 +32,8 @@ class PartState:
 
 
 class Parts:
-    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which changes with
-    each reuse.
+    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which is the record's
+    whatever run it is part of, and changes each time that the record is emptied.
     """
 
     def __init__(self, max_parts: int) -> None:
@@ -45,13 +45,13 @@ class Parts:
         self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
         self.unverified: U8Array = reserve_array((max_parts,), np.uint8)  # adopted, and not read since
 
-    def room(self, width: int) -> int:
-        """Runs of `width` that can still be allocated."""
-        return self.runs.room(width)
+    def ready(self, width: int, wanted: int) -> int:
+        """How many of `wanted` runs can be allocated."""
+        return self.runs.ready(width, wanted)
 
     def allocate(self, width: int, rows: U32Array) -> U32Array:
-        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure of
-        `room`.
+        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure
+        that they are `ready`.
         """
         first = self.runs.allocate(width, len(rows))
         self.row[self.run(first, width)] = rows[:, None]

@@ -64,6 +64,21 @@ def _strand(cache: Cache) -> None:
     parts.state[parts.runs.used - 1] = PartState.SEALED
 
 
+def _in_map(cache: Cache) -> None:
+    cache.entries.parts.runs._map[_record(cache)] = True
+
+
+def _longer(cache: Cache) -> None:
+    runs = cache.entries.parts.runs
+    runs._unlist()
+    runs._longest[0] = 1
+
+
+def _twice(cache: Cache) -> None:
+    runs = cache.entries.parts.runs
+    runs.free(1, runs.listed()[:1].astype(np.uint32))
+
+
 def _turn(cache: Cache, record: int, state: int) -> None:
     cache.entries.parts.state[record] = state
 
@@ -109,6 +124,12 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         "policies hold",
     ),
     "index": (lambda cache: cache.entries.index.keys.__setitem__((0, 3), 7), "is not found"),
+    "record, free": (lambda cache: cache.entries.parts.runs.free(1, np.zeros(1, np.uint32)), "a key has free records"),
+    "record, in the map": (_in_map, "a key has free records"),
+    "record, lost": (lambda cache: cache.entries.parts.runs.allocate(1, 1), "are given out"),
+    "record, twice": (_twice, "free twice"),
+    "longer": (_longer, "a longer run than it is known for"),
+    "share": (lambda cache: cache.entries.records_by_uid.update([0]), "of a user are miscounted"),
     "stranded": (_strand, "1 records hold a slot that no key owns"),
 }
 

@@ -352,3 +352,27 @@ def test_keys_that_the_index_can_not_hold_are_left_out() -> None:
     assert (shelf.keys, catalog.records) == (300, 300)
     assert len(catalog.in_segment(2)) == 100, "those that are there still move"
     assert catalog.check({1, 2}) == []
+
+
+def test_records_of_one_width_serve_another_when_their_segment_is_gone() -> None:
+    catalog = Catalog(3000, 1)
+    wide, narrow = shelf_of(catalog, 1, parts=1000), shelf_of(catalog, 2)
+    for key in range(4):
+        put(catalog, wide, 1, *((key, part, 1 + 1000 * key + part) for part in range(1000)))
+    assert (wide.keys, catalog.records) == (3, 3000), "the fourth is left out"
+    catalog.forget(catalog.in_segment(1))
+    catalog.close_segment(1)
+    put(catalog, narrow, 2, *((key, 0, 1 + key) for key in range(3100)))
+    assert (narrow.keys, catalog.records) == (3000, 3000)
+    assert catalog.check({2}) == []
+
+
+def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
+    catalog = Catalog(100, 1)
+    put(catalog, shelf_of(catalog, 1), 1, (1, 0, 1))
+    catalog.runs.free(1, np.zeros(1, np.uint32))
+    assert any("are given out" in finding for finding in catalog.check({1}))
+    catalog.runs.taken += 1
+    assert any("numbers are free" in finding for finding in catalog.check({1}))
+    catalog.runs._unlist()
+    assert any("a record that is free has a place" in finding for finding in catalog.check({1}))

@@ -51,6 +51,27 @@ def test_exactly_as_many_go_as_are_needed(small: Daemon, rank: Rank, rng: np.ran
     assert rank.states(keys).count(HIT) == SLOTS - gone
 
 
+def test_keys_of_many_parts_of_which_one_is_stored_leave_records_to_others(
+    start_daemon: Callable[..., Daemon], rng: np.random.Generator
+) -> None:
+    """A key has a record for each part that it could have: they are shared out as slots are."""
+    daemon = start_daemon(memory="4MiB")
+    wide = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 4096),), parts=1024, part=0),)
+    first = daemon.welcome(Rank(daemon.socket, wide, num_blocks=256, namespace=NamespaceSpec(model="wide")))
+    keys = new_keys(rng, 200)
+    took = first.store_keys(keys).states[0].tolist().count(RESERVED)
+    assert 0 < took < 200, "there are not so many"
+    other = daemon.welcome(Rank(daemon.socket))
+    mine, more = new_keys(rng, 64), new_keys(rng, 64)
+    assert other.store_keys(mine).states[0].tolist() == [RESERVED] * 64
+    assert other.loads_right(mine)
+    assert evicted(daemon) <= 1
+    first.client.clear()
+    assert other.store_keys(more).states[0].tolist() == [RESERVED] * 64
+    assert other.states(mine) == other.states(more) == [HIT] * 64
+    assert daemon.verify(payloads=True) == ()
+
+
 def test_a_request_for_more_than_there_is_gets_the_first_ones(rank: Rank, rng: np.random.Generator) -> None:
     keys = new_keys(rng, SLOTS + 5)
     result = rank.store_keys(keys)

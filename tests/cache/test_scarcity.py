@@ -1,0 +1,227 @@
+"""Part records run short: who serves whom, who has to go, and who can't starve whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache import scarcity as scarcity_module
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.cache.runs import BLOCK
+from kvoffloadd.cache.wanted import Wanted
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
+
+from .fakes import keys_of, make_cache, store
+
+ONE = np.array([0], np.uint16)
+H, M, P, R, N = (int(s) for s in (KeyState.HIT, KeyState.MISS, KeyState.PENDING, KeyState.RESERVED, KeyState.NO_SPACE))
+
+
+@pytest.fixture(params=["", *sorted(POLICIES)])
+def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
+    made = make_cache(pages=1024, slab_pages=64, policy=request.param)
+    yield made
+    made.tier.close()
+
+
+def space_of(cache: Cache, name: str, width: int, uid: int = 0, known: int = 1) -> tuple[Namespace, Space]:
+    """Keys of `width` parts, of which ranks have told the first `known`: a page each."""
+    namespace = cache.open_namespace(name.encode() * 16, uid, name, 32)
+    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=width))
+    for part in range(known):
+        cache.learn_parts(space, {part: 4096})
+    return namespace, space
+
+
+def capacity(cache: Cache) -> int:
+    return cache.entries.parts.runs.max_records
+
+
+def left(cache: Cache) -> int:
+    return capacity(cache) - cache.entries.parts.runs.taken
+
+
+def reserve(cache: Cache, space: Space, *numbers: int) -> tuple[list[int], I64Array]:
+    made = cache.reserve(space, keys_of(*numbers), ONE, 0)
+    return made.states.tolist(), made.parts
+
+
+def fill(cache: Cache, wide: Space, others: Space) -> int:
+    """Two users' keys of one part of 1,024 take all records, but for less than another one takes. The first one's."""
+    mine = int(cache.scarcity.share) // 1024
+    store(cache, wide, keys_of(*range(mine)), [0])
+    store(cache, others, keys_of(*range(left(cache) // 1024)), [0])
+    assert left(cache) < 1024
+    assert cache.eviction.keys_evicted == 0
+    return mine
+
+
+def test_records_of_one_width_serve_another_once_they_are_free(cache: Cache) -> None:
+    namespace, wide = space_of(cache, "a", 1024, uid=1)
+    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
+    for _ in cache.clear(namespace):
+        pass
+    _, narrow = space_of(cache, "c", 3, uid=3, known=3)
+    evicted = cache.eviction.keys_evicted
+    store(cache, narrow, keys_of(*range(300)))
+    assert cache.find(narrow, keys_of(*range(300))).hits.all()
+    assert cache.eviction.keys_evicted == evicted, "there were enough that were free"
+    assert check(cache, 0, 0) == []
+
+
+def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -> None:
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, others = space_of(cache, "b", 1024, uid=2)
+    mine = fill(cache, wide, others)
+    _, narrow = space_of(cache, "c", 2, uid=3, known=2)
+    evicted, spare = cache.eviction.keys_evicted, left(cache) // 2
+    assert reserve(cache, narrow, *range(spare))[0] == [R] * spare
+    assert cache.eviction.keys_evicted == evicted
+    assert reserve(cache, narrow, 1000, 1001, 1002)[0] == [R] * 3
+    assert cache.eviction.keys_evicted == evicted + 1, "one of 1,024 records does for three of two"
+    assert reserve(cache, narrow, *range(2000, 2000 + 509))[0] == [R] * 509
+    assert cache.eviction.keys_evicted == evicted + 1, "and for 509 more"
+    assert wide.rows + others.rows == mine + (capacity(cache) // 1024 - mine) - 1
+    assert check(cache, 0, reserved=spare + 512) == []
+
+
+def test_keys_that_can_be_loaded_stay_while_others_lack_parts(cache: Cache) -> None:
+    _, narrow = space_of(cache, "c", 1, uid=3)
+    store(cache, narrow, keys_of(*range(200)))  # the oldest: any policy would have them go first
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
+    _, eights = space_of(cache, "d", 8, uid=4)
+    count = left(cache) // 8 + 100
+    assert reserve(cache, eights, *range(count))[0] == [R] * count
+    assert cache.find(narrow, keys_of(*range(200))).hits.all()
+    assert cache.eviction.keys_evicted == 1
+    assert check(cache, 0, reserved=count) == []
+
+
+def test_what_is_named_leased_or_in_flight_does_not_go_for_its_records(cache: Cache) -> None:
+    _, wide = space_of(cache, "a", 1024, uid=1, known=2)
+    _, others = space_of(cache, "b", 1024, uid=2)
+    mine = fill(cache, wide, others)
+    in_flight = cache.reserve(wide, keys_of(*range(mine - 2)), np.array([1], np.uint16), 0).parts
+    rows = cache.entries.find(others, keys_of(*range(100)))
+    leased = rows[rows >= 0].astype(np.uint32)
+    cache.hold(leased)
+    evicted = cache.eviction.keys_evicted
+    # Of two that could go one is named.
+    states, parts = reserve(cache, wide, mine - 1, 5000, 5001)
+    assert states == [H, R, N]
+    assert cache.eviction.keys_evicted == evicted + 1
+    assert cache.entries.find(wide, keys_of(*range(mine - 2), mine - 1)).min() >= 0
+    cache.abort(np.concatenate([parts, in_flight]))
+    cache.unhold(leased)
+    assert check(cache, 0, 0) == []
+
+
+def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache) -> None:
+    """Nothing lacks a part: then what can be loaded goes, for as many records in a row as are needed."""
+    runs = cache.entries.parts.runs
+    _, narrow = space_of(cache, "c", 1, uid=3)
+    store(cache, narrow, keys_of(*range(1000)))
+    rest = runs.ready(BLOCK, 1 << 20)  # somebody else's: nothing but the first block is left
+    kept = runs.allocate(BLOCK, rest)
+    tail = runs.allocate(1, runs.ready(1, BLOCK))
+    runs.free(1, tail[::2])
+    _, wide = space_of(cache, "a", 1000, uid=1)
+    states, parts = reserve(cache, wide, 1, 2)
+    assert states == [R, N]
+    assert cache.find(narrow, keys_of(*range(1000))).hits.sum() <= 24
+    cache.abort(parts)
+    runs.free(BLOCK, kept)
+    runs.free(1, tail[1::2])
+    assert check(cache, 0, 0) == []
+
+
+def test_one_user_can_not_take_what_others_need(cache: Cache) -> None:
+    """Though all of his keys are in flight, so that none of them can go."""
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    states, parts = reserve(cache, wide, *range(200))
+    took = states.count(R)
+    assert states == [R] * took + [N] * (200 - took)
+    assert took == cache.scarcity.share // 1024
+    _, narrow = space_of(cache, "b", 8, uid=2, known=8)
+    every = np.arange(8, dtype=np.uint16)
+    assert cache.reserve(narrow, keys_of(*range(100)), every, 0).states.tolist() == [R] * 100
+    assert left(cache) >= capacity(cache) // 4 - 1024 - 800
+    assert left(cache) + 800 >= cache.tier.num_pages, "what is left would do for a memory full of complete keys"
+    assert check(cache, 0, reserved=took + 800) == []
+    cache.abort(parts)
+    assert reserve(cache, wide, *range(300, 310))[0] == [R] * 10
+    assert check(cache, 0, reserved=810) == []
+
+
+def test_who_has_his_share_makes_room_for_his_own_keys_alone(cache: Cache) -> None:
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, others = space_of(cache, "b", 1024, uid=2)
+    store(cache, others, keys_of(1, 2, 3), [0])
+    mine = cache.scarcity.share // 1024
+    store(cache, wide, keys_of(*range(mine)), [0])
+    assert left(cache) > 4 * 1024
+    evicted = cache.eviction.keys_evicted
+    store(cache, wide, keys_of(1000, 1001, 1002), [0])
+    assert cache.eviction.keys_evicted == evicted + 3
+    assert (wide.rows, others.rows) == (mine, 3)
+    _, small = space_of(cache, "c", 5, uid=1)
+    assert reserve(cache, small, *range(10))[0] == [R] * 10
+    assert wide.rows >= mine - 1
+    assert check(cache, 0, reserved=10) == []
+
+
+def test_who_can_not_be_served_evicts_nothing(cache: Cache) -> None:
+    _, small = space_of(cache, "s", 2, uid=1)
+    store(cache, small, keys_of(*range(10)), [0])
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    reserve(cache, wide, *range(200))
+    assert small.rows == 10 or wide.rows == cache.scarcity.share // 1024
+    evicted, rows = cache.eviction.keys_evicted, small.rows
+    assert reserve(cache, wide, 900)[0] == [N], "ten keys of two are less than one of 1,024"
+    assert (cache.eviction.keys_evicted, small.rows) == (evicted, rows)
+
+
+def test_keys_that_have_their_records_need_none(cache: Cache) -> None:
+    _, wide = space_of(cache, "a", 1024, uid=1, known=2)
+    took = reserve(cache, wide, *range(200))[0].count(R)
+    again = [Wanted.from_first(wide, keys_of(*range(took + 5)), np.array([1], np.uint16), 0)]
+    assert cache.reserve_all(again)[0].states.tolist() == [R] * took + [N] * 5
+
+
+def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
+    monkeypatch.setattr(scarcity_module, "WINDOWS_MAX", 1)
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, others = space_of(cache, "b", 1024, uid=2)
+    fill(cache, wide, others)
+    _, narrow = space_of(cache, "c", 1024, uid=3)
+    served = sum(reserve(cache, narrow, *range(10 * n, 10 * n + 3))[0].count(R) for n in range(6))
+    assert served >= 6
+    assert check(cache, 0, reserved=served) == []
+
+
+def test_a_late_hash_does_not_seal_a_record_that_is_of_another_width_by_now(cache: Cache) -> None:
+    namespace, wide = space_of(cache, "a", 1024, uid=1, known=2)
+    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
+    parts = np.flatnonzero(cache.entries.parts.state != PartState.EMPTY)
+    parts = parts[cache.entries.index.space[cache.entries.parts.row[parts]] == wide.id]
+    generations = cache.entries.parts.generation[parts]
+    for _ in cache.clear(namespace):
+        pass
+    assert not cache.entries.parts.unverified.any()
+    _, narrow = space_of(cache, "c", 1, uid=3)
+    fresh = store(cache, narrow, keys_of(*range(1024)), seals=False)
+    late = np.isin(parts, fresh)
+    assert late.any(), "a record is another key's now"
+    sealed = cache.counters.parts_sealed
+    cache.seal(parts[late], generations[late], np.ones((int(late.sum()), 2), np.uint64))
+    assert cache.counters.parts_sealed == sealed
+    assert (cache.entries.parts.state[fresh] == PartState.COMMITTED).all()
+    assert check(cache, 0, 0) == []
