@@ -36,7 +36,7 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
@@ -197,11 +197,11 @@ class Cache:
         if space.part_bytes[part] != payload_bytes:
             space.part_bytes[part] = payload_bytes
             self._names_differ = True
-            self.admit(space)
+            self.admit(space, (payload_bytes,))
 
-    def admit(self, space: Space) -> None:
-        """More of the sizes of its parts are known than before."""
-        self.eviction.admit(space)
+    def admit(self, space: Space, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too."""
+        self.eviction.admit(space, known)
         if self.disk:
             self.disk.shelve(space)
 
@@ -226,7 +226,7 @@ class Cache:
         namespace.spaces[old.schema.group] = space
         self.entries.spaces.retire(old)
         if any(space.part_bytes):
-            self.admit(space)
+            self.admit(space, filter(None, space.part_bytes))
 
     # --- reading ---
 

@@ -364,7 +364,8 @@ class Demotion:
         """Offer what the memory tier would evict next."""
         tier, entries = self._cache.tier, self._cache.entries
         for size, queue in self._cache.eviction.queues.items():
-            per_key = queue.slots_per_key.get(size, 1)
+            # As its keys have them: what a space might store, nobody else has to make room for.
+            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
                 continue

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.namespace import Queue
+from kvoffloadd.cache.parts import PartState
+from kvoffloadd.model import slot_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.cache.policy.base import Policy
-    from kvoffloadd.model import U32Array
+    from kvoffloadd.model import I64Array, U32Array
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +39,18 @@ class Eviction:
         self._entries = entries
         self._tier = entries.tier
         self._make_policy = make_policy
+        self.sizes: Counter[int] = Counter()
         self.queues: dict[int, Queue] = {}
         self.keys_evicted = 0
         self.slabs_taken_over = 0
 
-    def admit(self, space: Space) -> None:
-        """Give a space its queue once a part's size is known, and tell the queue all sizes."""
-        sizes = space.sizes()
+    def admit(self, space: Space, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too; with the first ones a space gets its queue."""
+        known, before = list(known), self.num_sizes
         if space.queue is None:
-            size = next(iter(sizes))
-            queue = self.queues.get(size)
-            if queue is None and len(self.queues) >= QUEUES_MAX:
-                queue = self.queues[min(self.queues, key=lambda known: abs(known - size))]
-            if queue is None:
-                capacity_rows = max(1, self._tier.num_pages // sum(s * n for s, n in sizes.items()))
-                queue = self.queues[size] = Queue(self._make_policy(capacity_rows, self._entries.index.max_keys))
-            space.queue = queue
-        before = self.num_sizes
-        for size, count in sizes.items():
-            space.queue.slots_per_key[size] = max(count, space.queue.slots_per_key.get(size, 0))
+            space.queue = self._queue_for([slot_pages(size) for size in known])
+            space.queue.num_spaces += 1
+        space.queue.learn(space, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
@@ -60,19 +58,34 @@ class Eviction:
                 self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
             )  # fmt: skip
 
+    def _queue_for(self, sizes: list[int]) -> Queue:
+        """Of the first of these sizes of slots."""
+        size = sizes[0]
+        if size not in self.queues:
+            self.queues = {known: queue for known, queue in self.queues.items() if queue.num_spaces}
+        if size not in self.queues and len(self.queues) >= QUEUES_MAX:
+            size = min(self.queues, key=lambda known: abs(known - size))
+        if size not in self.queues:
+            capacity_rows = max(1, self._tier.num_pages // sum(sizes))
+            policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
+            self.queues[size] = Queue(policy, self.sizes)
+        return self.queues[size]
+
     @property
     def num_sizes(self) -> int:
-        """Slot sizes that were registered since the start."""
-        return len({size for queue in self.queues.values() for size in queue.slots_per_key})
+        """Slot sizes of the spaces that there are."""
+        return len(self.sizes)
 
     def make_room(self, size: int, wanted: int) -> int:
         """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them
         are.
         """
-        free = self._tier.num_free(size)
+        free, times = self._tier.num_free(size), 1
         while free < wanted:
-            if not (self._take_colder_slab(size) or self._evict(size, wanted - free) or self._take_slab(size)):
-                break
+            if not self._take_colder_slab(size):
+                if not (self._evict(size, wanted - free, times) or self._take_slab(size)):
+                    break
+                times *= 2
             free = self._tier.num_free(size)
         return min(free, wanted)
 
@@ -86,15 +99,30 @@ class Eviction:
             if space.queue:
                 space.queue.policy.readmit(rows[at])
 
-    def _evict(self, size: int, slots: int) -> bool:
+    def _evict(self, size: int, slots: int, times: int) -> bool:
+        """Evict some keys, but none behind the one that frees the last of so many slots. False: there are none.
+
+        Only as many as would do if all were the largest that might be there, or so many `times` as many: whoever
+        asks again for twice as many is done after few rounds, however small the keys are.
+        """
         for queue in self.queues.values():
-            per_key = queue.slots_per_key.get(size, 0)
-            if per_key and len(queue.policy):
-                rows = queue.policy.victims(-(-slots // per_key), self._entries.evictable)
+            most = queue.most_per_key(size)
+            if most and len(queue.policy):
+                rows = queue.policy.victims(-(-slots * times // most), self._entries.evictable)
                 if len(rows):
-                    self._drop(rows)
+                    freed = self._slots_of(rows, size).cumsum()
+                    self._drop(rows[: int(np.searchsorted(freed, slots)) + 1])
                     return True
         return False
+
+    def _slots_of(self, rows: U32Array, size: int) -> I64Array:
+        """Slots of this size that each of the keys has."""
+        parts, slots = self._entries.parts, np.zeros(len(rows), np.int64)
+        for space, at in self._entries.by_space(rows):
+            mine = np.array([slot_pages(part_bytes) == size for part_bytes in space.part_bytes])
+            records = parts.run(self._entries.first[rows[at]], space.schema.parts)
+            slots[at] = np.count_nonzero(parts.state[records][:, mine] != PartState.EMPTY, axis=1)
+        return slots
 
     def _take_colder_slab(self, size: int) -> bool:
         own = self._tier.coldest_touch(size)
@@ -109,15 +137,19 @@ class Eviction:
                 self._drop(rows)
                 self._tier.unassign(slab)
                 self.slabs_taken_over += 1
-                self._resize()
+                self._resize(size)
                 return True
         return False
 
-    def _resize(self) -> None:
-        """Slabs have changed hands: tell the policies how many keys they are to expect now."""
+    def _resize(self, size: int) -> None:
+        """Slabs have changed hands, one is this size's now: tell the policies how many keys they are to expect. By the
+        sizes that somebody stores, and not fewer than there are: what others might store is no reason to forget.
+        """
+        slots = {known: self._tier.num_slots(known) for known in {*self._tier.sizes(), size}}
         for queue in self.queues.values():
-            rows = min(self._tier.num_slots(size) // count for size, count in queue.slots_per_key.items())
-            queue.policy.resize(max(1, rows))
+            rows = [count // most for known, count in slots.items() if (most := queue.most_per_key(known))]
+            if rows:
+                queue.policy.resize(max(1, min(rows), len(queue.policy)))
 
     def _drop(self, rows: U32Array) -> None:
         self.keys_evicted += len(rows)

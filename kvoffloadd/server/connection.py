@@ -170,12 +170,11 @@ class PeerConnection:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
+            if len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and self.session.answers_later(message):
+                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, m.Reply):
                 self._answer(answer)
-            elif len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and not self.session.leaving:
-                answer.close()  # it has not begun, so it has changed nothing
-                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             else:
                 task = self._start_task(answer, seq, last=isinstance(message, m.Bye))
                 task.add_done_callback(partial(_close_later, fds))

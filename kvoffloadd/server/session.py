@@ -1,6 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
-A handler returns the reply, or a coroutine that will; whatever it raises becomes the error reply.
+A handler returns the reply, or a coroutine that waits for it; whatever it raises becomes the error reply. What a
+request costs the loop is spent in its handler, in its session's turn: nobody's turn pays for what a coroutine does.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.peer import Peer
 
-Answer = m.Reply | Coroutine[Any, Any, m.Reply]
+Later = Coroutine[Any, Any, m.Reply]
+Answer = m.Reply | Later
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -102,7 +104,14 @@ class Session:
             return self._attach(message, fds)
         if isinstance(message, m.AttachVmm):
             return self._attach_vmm(message, fds)
-        return self._HANDLERS[type(message)](self, message)
+        if isinstance(message, m.Bye):
+            return self._bye(message)
+        return (self._HANDLERS.get(type(message)) or self._LATER[type(message)])(self, message)
+
+    @classmethod
+    def answers_later(cls, message: m.Message) -> bool:
+        """Whether such a request is answered by a coroutine, and may wait for long; but `bye`, which always may."""
+        return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
 
     @property
     def privileged(self) -> bool:
@@ -149,11 +158,14 @@ class Session:
     def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
         return self._attached(message.seq, self._registry.attach(fds, self.peer.uid))
 
-    async def _attach_ipc(self, message: m.AttachIpc) -> m.Reply:
-        return self._attached(message.seq, await self._registry.attach_ipc(message))
+    def _attach_ipc(self, message: m.AttachIpc) -> Later:
+        return self._finish_attach(message.seq, self._registry.attach_ipc(message))
 
-    async def _attach_vmm(self, message: m.AttachVmm, fds: list[int]) -> m.Reply:
-        return self._attached(message.seq, await self._registry.attach_vmm(message, fds))
+    def _attach_vmm(self, message: m.AttachVmm, fds: list[int]) -> Later:
+        return self._finish_attach(message.seq, self._registry.attach_vmm(message, fds))
+
+    async def _finish_attach(self, seq: int, mapping: asyncio.Task[list[int]]) -> m.Reply:
+        return self._attached(seq, await asyncio.shield(mapping))
 
     def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
         sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
@@ -163,11 +175,11 @@ class Session:
         number = self._registry.register(self._own_namespace(), message)
         return m.Registered(seq=message.seq, registration=number)
 
-    def _unregister(self, message: m.Unregister) -> Answer:
-        return self._finish_unregister(message.seq, message.registration)
+    def _unregister(self, message: m.Unregister) -> Later:
+        return self._finish_unregister(message.seq, self._registry.unregister(message.registration))
 
-    async def _finish_unregister(self, seq: int, number: int) -> m.Reply:
-        await asyncio.shield(self._registry.unregister(number))
+    async def _finish_unregister(self, seq: int, ending: asyncio.Task[None]) -> m.Reply:
+        await asyncio.shield(ending)
         return m.Done(seq=seq)
 
     # --- keys ---
@@ -239,15 +251,16 @@ class Session:
 
     # --- the namespace, the daemon ---
 
-    def _clear(self, message: m.Clear) -> Answer:
+    def _clear(self, message: m.Clear) -> Later:
         scope = self._scope(message.everything)
-        return self._finish_clear(message.seq, None if message.everything else {scope[0].fingerprint})
+        names = None if message.everything else {scope[0].fingerprint}
+        return self._finish_clear(message.seq, self._context.clear(names))
 
-    async def _finish_clear(self, seq: int, names: set[bytes] | None) -> m.Reply:
-        keys, held_bytes = await asyncio.shield(self._context.clear(names))
+    async def _finish_clear(self, seq: int, clearing: asyncio.Task[tuple[int, int]]) -> m.Reply:
+        keys, held_bytes = await asyncio.shield(clearing)
         return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
 
-    def _drain(self, message: m.Drain) -> Answer:
+    def _drain(self, message: m.Drain) -> Later:
         scope = set(map(id, self._scope(message.everything)))
         jobs = {
             transfer
@@ -274,7 +287,7 @@ class Session:
     def _status(self, message: m.Status) -> m.Reply:
         return m.Report(seq=message.seq, status=self._context.status(None if self.privileged else self.peer.uid))
 
-    def _verify(self, message: m.Verify) -> Answer:
+    def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may ask for the self-audit")
         return self._finish_verify(message)
@@ -325,7 +338,7 @@ class Session:
 
     # --- the end ---
 
-    def _bye(self, message: m.Bye) -> Answer:
+    def _bye(self, message: m.Bye) -> Later:
         self.leaving = True
         return self._finish_bye(message.seq)
 
@@ -415,11 +428,9 @@ class Session:
             raise UnknownNameError(f"group {group} is not registered in this namespace")
         return space
 
-    _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
+    _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], m.Reply]]] = {
         m.Ping: _ping,
-        m.AttachIpc: _attach_ipc,
         m.Register: _register,
-        m.Unregister: _unregister,
         m.Lookup: _lookup,
         m.Pin: _pin,
         m.Prefetch: _prefetch,
@@ -429,11 +440,14 @@ class Session:
         m.Store: _store,
         m.Load: _load,
         m.Cancel: _cancel,
-        m.Clear: _clear,
-        m.Drain: _drain,
         m.Status: _status,
-        m.Verify: _verify,
         m.Subscribe: _subscribe,
         m.Snapshot: _snapshot,
-        m.Bye: _bye,
+    }
+    _LATER: ClassVar[dict[type[m.Message], Callable[[Session, Any], Later]]] = {
+        m.AttachIpc: _attach_ipc,
+        m.Unregister: _unregister,
+        m.Clear: _clear,
+        m.Drain: _drain,
+        m.Verify: _verify,
     }
