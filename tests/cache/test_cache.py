@@ -265,7 +265,7 @@ def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
     _, large = make_space(cache, b"l" * 16, pages=(4,))
     told: list[int] = []
     assert space.queue is not None
-    space.queue.policy.resize = told.append  # type: ignore[method-assign]
+    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
     make_space(cache, b"f" * 16, pages=(1,) * 64)
     make_space(cache, b"g" * 16, pages=(1, 16, 16, 16))
     store(cache, space, *range(64))
@@ -282,7 +282,7 @@ def test_a_policy_is_told_of_the_slots_that_its_keys_use() -> None:
     make_space(cache, b"f" * 16, pages=(1, 16, 16, 16))
     told: list[int] = []
     assert space.queue is not None
-    space.queue.policy.resize = told.append  # type: ignore[method-assign]
+    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
     store(cache, space, *range(20))
     cache.drop(cache.find(space, keys_of(*range(4, 16))).hit_rows)
     store(cache, large, *range(9))
