@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
+from kvoffloadd.tiers.disk import format as disk_format
+from kvoffloadd.tiers.disk import root, segment
+from kvoffloadd.tiers.disk.format import SpaceId
 from kvoffloadd.tiers.disk.health import State
 
 from .conftest import Open
@@ -337,6 +342,67 @@ async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_ti
     tier.disk.demotion.offer(tier.cache.find(space, keys_of(*range(2, 8))).hit_rows)
     await tier.quiet()
     assert tier.on_disk(space, *range(10)) == [*range(1, 8), 9], "and they can be offered again"
+
+
+async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever could provoke it must not take the disk from everybody."""
+    tier = await open_tier(Shape(segment_pages=128))
+    mine, other = tier.space(), tier.space(b"o" * 16)
+    tier.store(other, 1)
+    await tier.quiet()
+    encode, tries = disk_format.encode_records, []
+
+    def fail(out: U8Array, uuid: bytes, entries: Any, spaces: Any, digests: U64Array, now_s: int) -> None:
+        if spaces["fingerprint"][0].tobytes() == b"n" * 16:
+            tries.append(len(entries))
+            raise ValueError("planted")
+        encode(out, uuid, entries, spaces, digests, now_s)
+
+    monkeypatch.setattr(root, "encode_records", fail)
+    for number in range(5):
+        tier.store(mine, number)
+        await tier.quiet()
+        tier.store(other, 10 + number)
+        await tier.quiet()
+    assert tries == [1] * 10, "once more each"
+    assert tier.not_demoted == {"write failed": 5}
+    assert (tier.root.state, tier.root.health.write_errors) == (State.OK, 0)
+    assert len([message for message in caplog.messages if "by a bug of ours" in message]) == 10
+    assert tier.on_disk(other, 1, *range(10, 15)) == [1, *range(10, 15)]
+    assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root._open}, "one segment"
+    monkeypatch.undo()
+    tier.store(mine, 9)
+    await tier.close()
+    again = await open_tier(Shape(segment_pages=128))
+    assert again.on_disk(again.space(), *range(10)) == [*range(5), 9], "the end has tried once more"
+    assert again.on_disk(again.space(b"o" * 16), 1, *range(10, 15)) == [1, *range(10, 15)]
+
+
+async def test_what_a_write_says_of_its_space_is_made_once_and_not_in_a_thread(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spaces come to a segment while it is written, and there may be tens of thousands."""
+    made: list[tuple[int, bytes]] = []
+    encode = disk_format.encode_spaces
+
+    def note(spaces: list[SpaceId]) -> Any:
+        made.extend((threading.get_ident(), space.fingerprint) for space in spaces)
+        return encode(spaces)
+
+    for module in (disk_format, segment):
+        monkeypatch.setattr(module, "encode_spaces", note)
+    tier = await open_tier(Shape(segment_pages=128))
+    spaces = [tier.space(bytes([letter]) * 16) for letter in b"abc"]
+    for number in range(4):
+        for space in spaces:
+            tier.store(space, number)
+            await tier.quiet()
+    assert made == [(threading.get_ident(), space.namespace.fingerprint) for space in spaces]
+    for space in spaces:
+        tier.evict(space, *range(4))
+        assert await tier.fetch(space, *range(4)) == list(range(4))
 
 
 # --- while it is written ---
