@@ -23,7 +23,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
-from kvoffloadd.tiers.disk.health import Health, State, said
+from kvoffloadd.tiers.disk.health import Health, State, is_trouble, said
 from kvoffloadd.tiers.disk.home import FIRST, Home
 from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
@@ -346,8 +346,7 @@ class Root:
             self.counters.written_bytes += int(entries["payload_bytes"].sum())
             self.health.wrote()
         elif not isinstance(result, CancelledWork):
-            if _is_trouble(result):
-                segment.broken = True  # no more into this one; what it holds stays readable
+            segment.broken |= is_trouble(result)  # then no more into this one; what it holds stays readable
             self._write_failed(result)
         done(segment, entries, result)
         self.changed.set()
@@ -386,11 +385,7 @@ class Root:
     # --- health ---
 
     def _write_failed(self, error: BaseException) -> None:
-        if not _is_trouble(error):
-            # Whoever could provoke it must not take the disk from all others. Nothing of ours is unsure by it: what was
-            # being written counts as never written, as after a crash.
-            log.error("disk %s: a write failed by a bug of ours", self.path, exc_info=error)
-        elif self.health.write_failed(error):
+        if self.health.write_failed(error):
             self._grow_after = self._loop.time() + self._settings.retry_s
             if self.oldest() is None and self._open is None:
                 self.health.become(State.FULL, said(error))
@@ -467,11 +462,6 @@ class Root:
         if ended:
             self.home.leave()
         return ended
-
-
-def _is_trouble(error: BaseException) -> bool:
-    """Whether it says something of the disk: whatever else is raised is a bug."""
-    return isinstance(error, OSError | KvOffloadError | CancelledWork)
 
 
 def _write(
