@@ -77,7 +77,7 @@ class Health:
         return 1 if self.state == State.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException) -> bool:
-        """Count it, if it is no bug, and give up writing where it makes no sense to go on. True: there is no space for more."""
+        """Count it, but for a bug, and give up writing where it makes no sense to go on. True: no space is left."""
         if not is_trouble(error):
             # Whoever could provoke it must not take the disk from all others. Nothing of ours is unsure by it: what was
             # being written counts as never written, as after a crash.

@@ -53,6 +53,8 @@ class Home:
         self._uuid = b""
         self._writing = asyncio.Lock()
         self._writes: set[asyncio.Task[None]] = set()
+        self._next_write: asyncio.Task[None] | None = None  # the one that has not begun
+        self._wanted: tuple[int, int, dict[bytes, int]] = 0, 0, {}
         self._using: set[asyncio.Task[Any]] = set()
 
     async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
@@ -149,13 +151,22 @@ class Home:
         return self.has_noted(space) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written.
+        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written. The
+        `epochs` stay as they are, and cover those of earlier calls.
+
+        One manifest is written at a time, and the next one is for all who have come meanwhile: nobody waits for more
+        than two, however many clears there are.
 
         Raises OSError or DiskError if that can't be done now.
         """
-        task = asyncio.get_running_loop().create_task(self._write_epochs(base, last, epochs))
-        self._writes.add(task)
-        task.add_done_callback(self._wrote)
+        if self.manifest is None or not self._uuid:
+            raise DiskError(f"{self.path} is off")
+        self._wanted = base, last, epochs
+        task = self._next_write
+        if task is None or task.done():
+            task = self._next_write = asyncio.get_running_loop().create_task(self._write_epochs())
+            self._writes.add(task)
+            task.add_done_callback(self._wrote)
         await asyncio.shield(task)
 
     def _wrote(self, task: asyncio.Task[None]) -> None:
@@ -163,14 +174,12 @@ class Home:
         if not task.cancelled():
             task.exception()  # whoever waits has been told
 
-    async def _write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        if self.manifest is None or not self._uuid:
-            raise DiskError(f"{self.path} is off")
-        manifest = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
-        # Clears of several sessions, and whoever looks after the root: one at a time, in order.
+    async def _write_epochs(self) -> None:
         async with self._writing:
-            if self.manifest is None:
+            self._next_write = None  # who comes from now on comes too late for this one
+            if self.manifest is None or not self._uuid:
                 raise DiskError(f"{self.path} is off")
+            manifest = Manifest(self.manifest.root_uuid, *self._wanted)
             if manifest == self.manifest:
                 return
             if not manifest.covers(self.manifest):  # the root has just come, and is not listened to yet
