@@ -41,6 +41,9 @@ LOOK_AHEAD_KEYS = 4096
 ROOM_S = 5.0
 """How long a batch waits for a segment before it is dropped."""
 
+OFFERS_PER_TURN = 64
+"""Offers that one turn of the loop looks at: after a clear all that wait may be void."""
+
 ADMISSION_SLOTS = 1 << 20
 
 
@@ -218,6 +221,7 @@ class Demotion:
             offer = self._take()
             if offer is not None:
                 await self._write(offer)
+            if offer is not None or self._queue:
                 await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
                 continue
             self._wake.clear()
@@ -246,8 +250,10 @@ class Demotion:
             await self._disk.wait_for_change(LOOK_AHEAD_S)
 
     def _take(self) -> Offer | None:
-        """The next keys to write: of one space, still the same, not more than one write takes."""
-        while self._queue:
+        """The next keys to write: of one space, still the same, not more than one write takes. None: there are none, or
+        not among the first that wait.
+        """
+        for _ in range(min(OFFERS_PER_TURN, len(self._queue))):
             offer = self._queue.popleft()
             size = sum(offer.space.part_bytes)
             count = max(1, min(BATCH_KEYS, self._batch_bytes // size))

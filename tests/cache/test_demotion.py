@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
+from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
 from kvoffloadd.tiers.disk import format as disk_format
 from kvoffloadd.tiers.disk import root, segment
@@ -288,6 +289,37 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     await tier.quiet()
     assert tier.on_disk(tier.space(b"a" * 16), 1, 2, 3, 77) == []
     assert tier.on_disk(new, 77) == [77]
+
+
+async def test_many_offers_that_are_void_are_passed_over_several_turns(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a clear, while a disk lagged behind many small stores."""
+    tier = await open_tier(Shape(pages=1024))
+    space, demotion = tier.space(), tier.disk.demotion
+    await tier.until(lambda: tier.root._open and tier.root._spare)
+    tier.files.writing.close()
+    for number in range(500):
+        tier.store(space, number)
+    await tier.until(lambda: tier.files.writing.entered.is_set())
+    tier.evict(space, *range(400, 500))
+    await tier.clear(space.namespace)
+    waiting = [len(demotion._queue)]
+
+    def look() -> None:
+        waiting.append(len(demotion._queue))
+        if demotion._queue:
+            tier.loop.call_soon(look)
+
+    tier.files.writing.open()
+    look()
+    await tier.quiet()
+    assert waiting[0] > 400
+    assert max(before - after for before, after in pairwise(waiting)) <= 2 * OFFERS_PER_TURN
+    assert tier.disk.demotion.backlog_bytes == 0
+    tier.store(tier.space(), 1)
+    await tier.quiet()
+    assert tier.on_disk(tier.space(), 1) == [1]
 
 
 async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
