@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.namespace import Namespace, Space
     from kvoffloadd.config import Config, LimitsConfig
     from kvoffloadd.model import U64Array
+    from kvoffloadd.protocol.connection import Encoded
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.outbox import Outbox
@@ -70,7 +71,7 @@ class Session:
 
     _ids = itertools.count(1)
 
-    def __init__(self, context: Context, peer: Peer, outbox: Outbox, push: Callable[[m.Push], None]) -> None:
+    def __init__(self, context: Context, peer: Peer, outbox: Outbox, push: Callable[[m.Push | Encoded], None]) -> None:
         self.id = next(self._ids)
         self.peer = peer
         self.role = ""
@@ -104,13 +105,11 @@ class Session:
             return self._attach(message, fds)
         if isinstance(message, m.AttachVmm):
             return self._attach_vmm(message, fds)
-        if isinstance(message, m.Bye):
-            return self._bye(message)
         return (self._HANDLERS.get(type(message)) or self._LATER[type(message)])(self, message)
 
     @classmethod
     def answers_later(cls, message: m.Message) -> bool:
-        """Whether such a request is answered by a coroutine, and may wait for long; but `bye`, which always may."""
+        """Whether such a request is answered by a coroutine, and may go on for long."""
         return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
 
     @property
@@ -309,16 +308,20 @@ class Session:
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:
+        self._outbox.check_crowd()
         keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor)
         return m.Listing(seq=message.seq, keys=keys, cursor=cursor)
 
-    def tell(self, namespace: Namespace, group: int, added: bytes, removed: bytes) -> None:
-        """An event of a namespace; dropped, with a `gap`, when the peer reads too slowly."""
-        if not self._listening or namespace is not self._namespace:
-            return
-        if self._room_for_event(len(added) + len(removed)):
+    @property
+    def hears(self) -> Namespace | None:
+        """The namespace whose events it subscribed to."""
+        return self._namespace if self._listening else None
+
+    def tell(self, event: Encoded) -> None:
+        """An event of the namespace that it `hears`; dropped, with a `gap`, when the peer reads too slowly."""
+        if self._room_for_event(len(event.frame)):
             self.tell_gap()
-            self._push(m.Events(group=group, added=added, removed=removed))
+            self._push(event)
         else:
             self._events_missed = True
 
@@ -450,4 +453,5 @@ class Session:
         m.Clear: _clear,
         m.Drain: _drain,
         m.Verify: _verify,
+        m.Bye: _bye,
     }
