@@ -96,7 +96,7 @@ def adopt(cache: Cache, estate: Estate | None) -> U32Array:
         shape = GroupSchema(group, GroupKind(kind), tokens_per_key, window_keys, blocks_per_key, parts)
         space = cache.declare(namespace, shape, number)
         space.part_bytes[:] = part_bytes
-        cache.admit(space)
+        cache.admit(space, part_bytes)
         at = np.flatnonzero(found.spaces == number)
         rows, records, whole = _insert(cache, space, found.only(at))
         owners[at[whole]] = records

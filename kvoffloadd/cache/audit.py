@@ -118,6 +118,9 @@ def _check_spaces(cache: Cache) -> list[str]:
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())
     if queued != np.count_nonzero(live):
         findings.append(f"eviction: policies hold {queued} keys, {np.count_nonzero(live)} are live")
+    sizes = Counter(size for space in entries.spaces.values() for size in space.slots)
+    if sizes != cache.eviction.sizes:
+        findings.append(f"eviction: spaces use slots of {len(sizes)} sizes, counted {len(cache.eviction.sizes)}")
     aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
     parts = entries.parts.state[: entries.parts.runs.used]
     in_flight = int(np.count_nonzero((parts == PartState.RESERVED) | (parts == PartState.WRITING)))

@@ -39,7 +39,7 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
@@ -183,11 +183,11 @@ class Cache:
             space.part_bytes[part] = size
         if new:
             self._names_differ = True
-            self.admit(space)
+            self.admit(space, new.values())
 
-    def admit(self, space: Space) -> None:
-        """More of the sizes of its parts are known than before."""
-        self.eviction.admit(space)
+    def admit(self, space: Space, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too."""
+        self.eviction.admit(space, known)
         if self.disk:
             self.disk.shelve(space)
 
@@ -212,7 +212,7 @@ class Cache:
         namespace.spaces[old.schema.group] = space
         self.entries.spaces.retire(old)
         if any(space.part_bytes):
-            self.admit(space)
+            self.admit(space, filter(None, space.part_bytes))
 
     # --- reading ---
 

@@ -8,6 +8,7 @@ is complete when every part has its place, and only then found.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,8 @@ STEP_RECORDS = 4096
 @dataclass(slots=True, eq=False)
 class Shelf:
     """`rows` counts its rows, complete or not; `keys` the complete ones. A closed shelf takes no more records.
-    `part_bytes`: payload size of each part; empty until somebody has told them since the start.
+    `part_bytes`: payload size of each part; empty until somebody has told them since the start. `uid`: whose it is;
+    None until then.
     """
 
     id: int
@@ -48,6 +50,7 @@ class Shelf:
     keys: int = 0
     open: bool = True
     part_bytes: tuple[int, ...] = ()
+    uid: int | None = None
 
 
 class Catalog:
@@ -65,18 +68,27 @@ class Catalog:
         self.records = 0
         self.shelves: dict[int, Shelf] = {}
         self._by_name: dict[SpaceId, Shelf] = {}
+        self._by_uid: Counter[int] = Counter()
         self._members: dict[int, list[U32Array]] = {}
         self._next_shelf = 0
 
     # --- shelves ---
 
-    def shelf(self, name: SpaceId) -> Shelf | None:
-        """The shelf of this name, made if it is new; None if there are too many."""
+    def shelf(self, name: SpaceId, uid: int | None = None) -> Shelf | None:
+        """The shelf of this name, made if it is new; None if there are too many. `uid`: whose it is, if that is known.
+
+        A user has at most as many as there are left for all others then: shelves stay as long as they have keys, also
+        when their namespaces are forgotten, and whatever some users do, the next one finds room.
+        """
         shelf = self._by_name.get(name)
-        if shelf is None and len(self.shelves) < SHELVES_MAX - 1:
+        left = SHELVES_MAX - 1 - len(self.shelves)
+        if shelf is None and left > (0 if uid is None else self._by_uid[uid]):
             while self._next_shelf in self.shelves:
                 self._next_shelf = (self._next_shelf + 1) % SHELVES_MAX
             shelf = self._by_name[name] = self.shelves[self._next_shelf] = Shelf(self._next_shelf, name)
+        if shelf is not None and shelf.uid is None and uid is not None:
+            shelf.uid = uid
+            self._by_uid[uid] += 1
         return shelf
 
     def close(self, shelf: Shelf) -> None:
@@ -87,7 +99,14 @@ class Catalog:
     def discard(self, shelf: Shelf) -> None:
         """Forget a shelf without keys; its number may be another's. Who still writes to it finds it closed."""
         self.close(shelf)
+        self._take_down(shelf)
+
+    def _take_down(self, shelf: Shelf) -> None:
         del self.shelves[shelf.id]
+        if shelf.uid is not None:
+            self._by_uid[shelf.uid] -= 1
+            if not self._by_uid[shelf.uid]:
+                del self._by_uid[shelf.uid]
 
     def empty(self, shelf: Shelf) -> Iterator[U64Array]:
         """Forget a closed shelf, some keys a step; each step tells those of them that were complete."""
@@ -103,7 +122,8 @@ class Catalog:
                 keys = self.index.keys[some[self.missing[some] == 0]]
                 self._remove(shelf, some)
                 yield keys
-        self.shelves.pop(shelf.id, None)
+        if self.shelves.get(shelf.id) is shelf:
+            self._take_down(shelf)
 
     # --- keys ---
 
@@ -263,6 +283,11 @@ class Catalog:
         return findings
 
     def _check_shelves(self) -> list[str]:
+        by_uid = Counter(shelf.uid for shelf in self.shelves.values() if shelf.uid is not None)
+        counts = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
+        return counts + self._check_rows_of_shelves()
+
+    def _check_rows_of_shelves(self) -> list[str]:
         findings = []
         used = np.zeros(self.index.rows_end, bool)
         used[self.row[np.flatnonzero(self.page[: self.runs.used] != 0)]] = True

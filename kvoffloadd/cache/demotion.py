@@ -42,6 +42,9 @@ LOOK_AHEAD_KEYS = 4096
 ROOM_S = 5.0
 """How long a batch waits for a segment before it is dropped."""
 
+OFFERS_PER_TURN = 64
+"""Offers that one turn of the loop looks at: after a clear all that wait may be void."""
+
 ADMISSION_SLOTS = 1 << 20
 
 
@@ -230,6 +233,7 @@ class Demotion:
             offer = self._take()
             if offer is not None:
                 await self._write(offer)
+            if offer is not None or self._queue:
                 await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
                 continue
             self._wake.clear()
@@ -293,8 +297,10 @@ class Demotion:
             await self._disk.wait_for_change(LOOK_AHEAD_S)
 
     def _take(self) -> Offer | None:
-        """The next keys to write: of one space, still the same, not more than one write takes."""
-        while self._queue:
+        """The next keys to write: of one space, still the same, not more than one write takes. None: there are none, or
+        not among the first that wait.
+        """
+        for _ in range(min(OFFERS_PER_TURN, len(self._queue))):
             offer = self._queue.popleft()
             size = sum(offer.space.part_bytes)
             count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
@@ -417,7 +423,8 @@ class Demotion:
         """Offer what the memory tier would evict next."""
         tier, entries = self._cache.tier, self._cache.entries
         for size, queue in self._cache.eviction.queues.items():
-            per_key = queue.slots_per_key.get(size, 1)
+            # As its keys have them: what a space might store, nobody else has to make room for.
+            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
                 continue

@@ -83,6 +83,7 @@ class Disk:
         self.arrivals = Arrivals(self)
         self._settings = settings
         self._spaces: dict[int, Space] = {}
+        self._told: set[int] = set()  # users who have too many shelves
         self._emptying: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
@@ -131,7 +132,10 @@ class Disk:
         ]  # fmt: skip
         shape = hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()
         name = SpaceId(namespace.fingerprint, shape, namespace.epoch, schema.group, schema.parts, namespace.key_bytes)
-        space.shelf = self.catalog.shelf(name)
+        space.shelf = self.catalog.shelf(name, namespace.uid)
+        if space.shelf is None and namespace.uid not in self._told:
+            self._told.add(namespace.uid)
+            log.warning("disk: uid %d has so many groups there that new ones of it are not written", namespace.uid)
         if space.shelf is not None:
             space.shelf.part_bytes = tuple(space.part_bytes)
             self._spaces[space.shelf.id] = space

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.namespace import Queue
 from kvoffloadd.cache.parts import PartState
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import slot_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.cache.namespace import Space
@@ -44,25 +45,18 @@ class Eviction:
         self._entries = entries
         self._tier = entries.tier
         self._make_policy = make_policy
+        self.sizes: Counter[int] = Counter()
         self.queues: dict[int, Queue] = {}
         self.keys_evicted = 0
         self.slabs_taken_over = 0
 
-    def admit(self, space: Space) -> None:
-        """Give a space its queue once a part's size is known, and tell the queue all sizes."""
-        sizes = space.sizes()
+    def admit(self, space: Space, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too; with the first ones a space gets its queue."""
+        known, before = list(known), self.num_sizes
         if space.queue is None:
-            size = next(iter(sizes))
-            queue = self.queues.get(size)
-            if queue is None and len(self.queues) >= QUEUES_MAX:
-                queue = self.queues[min(self.queues, key=lambda known: abs(known - size))]
-            if queue is None:
-                capacity_rows = max(1, self._tier.num_pages // sum(s * n for s, n in sizes.items()))
-                queue = self.queues[size] = Queue(self._make_policy(capacity_rows, self._entries.index.max_keys))
-            space.queue = queue
-        before = self.num_sizes
-        for size, count in sizes.items():
-            space.queue.slots_per_key[size] = max(count, space.queue.slots_per_key.get(size, 0))
+            space.queue = self._queue_for([slot_pages(size) for size in known])
+            space.queue.num_spaces += 1
+        space.queue.learn(space, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
@@ -70,10 +64,23 @@ class Eviction:
                 self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
             )  # fmt: skip
 
+    def _queue_for(self, sizes: list[int]) -> Queue:
+        """Of the first of these sizes of slots."""
+        size = sizes[0]
+        if size not in self.queues:
+            self.queues = {known: queue for known, queue in self.queues.items() if queue.num_spaces}
+        if size not in self.queues and len(self.queues) >= QUEUES_MAX:
+            size = min(self.queues, key=lambda known: abs(known - size))
+        if size not in self.queues:
+            capacity_rows = max(1, self._tier.num_pages // sum(sizes))
+            policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
+            self.queues[size] = Queue(policy, self.sizes)
+        return self.queues[size]
+
     @property
     def num_sizes(self) -> int:
-        """Slot sizes that were registered since the start."""
-        return len({size for queue in self.queues.values() for size in queue.slots_per_key})
+        """Slot sizes of the spaces that there are."""
+        return len(self.sizes)
 
     def make_room(self, size: int, wanted: int) -> int:
         """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them
@@ -109,7 +116,7 @@ class Eviction:
         than would do if all had the most, and leaves out those that turn out not to be needed.
         """
         for queue in self.queues.values():
-            per_key = queue.slots_per_key.get(size, 0)
+            per_key = queue.most_per_key(size)
             if per_key and len(queue.policy):
                 count = min(-(-slots // per_key) * tries, slots)
                 rows = queue.policy.victims(count, self._entries.evictable)
@@ -122,7 +129,7 @@ class Eviction:
         entries = self._entries
         found = np.zeros(len(rows), np.int64)
         for space, at in entries.by_space(rows):
-            right = -(-np.asarray(space.part_bytes, np.int64) // PAGE_BYTES) == size
+            right = np.array([slot_pages(part_bytes) == size for part_bytes in space.part_bytes])
             records = entries.parts.run(entries.first[rows[at]], space.schema.parts)
             found[at] = ((entries.parts.state[records] != PartState.EMPTY) & right).sum(axis=1)
         return found
@@ -140,15 +147,19 @@ class Eviction:
                 self.drop(rows)
                 self._tier.unassign(slab)
                 self.slabs_taken_over += 1
-                self._resize()
+                self._resize(size)
                 return True
         return False
 
-    def _resize(self) -> None:
-        """Slabs have changed hands: tell the policies how many keys they are to expect now."""
+    def _resize(self, size: int) -> None:
+        """Slabs have changed hands, one is this size's now: tell the policies how many keys they are to expect. By the
+        sizes that somebody stores, and not fewer than there are: what others might store is no reason to forget.
+        """
+        slots = {known: self._tier.num_slots(known) for known in {*self._tier.sizes(), size}}
         for queue in self.queues.values():
-            rows = min(self._tier.num_slots(size) // count for size, count in queue.slots_per_key.items())
-            queue.policy.resize(max(1, rows))
+            rows = [count // most for known, count in slots.items() if (most := queue.most_per_key(known))]
+            if rows:
+                queue.policy.resize(max(1, min(rows), len(queue.policy)))
 
     def drop(self, rows: U32Array) -> None:
         """These rows go, which are evictable."""

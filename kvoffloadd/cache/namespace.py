@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import GroupSchema, slot_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvoffloadd.cache.catalog import Shelf
     from kvoffloadd.cache.policy.base import Policy
 
@@ -19,12 +22,42 @@ _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction. `slots_per_key` by slot size in pages: the most
-    of any space.
+    """Keys that compete for the same slots, in order of eviction. `num_spaces` have them; `sizes`: spaces by the size
+    in pages of slots that they use, of all queues together.
     """
 
     policy: Policy
-    slots_per_key: dict[int, int] = field(default_factory=dict)
+    sizes: Counter[int] = field(default_factory=Counter)
+    num_spaces: int = 0
+    _spaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
+
+    def most_per_key(self, size: int) -> int:
+        """Slots of this size of one key, at most; 0: no space has any."""
+        return max(self._spaces.get(size, ()), default=0)
+
+    def learn(self, space: Space, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of a space are known now, too."""
+        for size, more in Counter(map(slot_pages, known)).items():
+            before = space.slots.get(size, 0)
+            if before:
+                self._count(size, before, -1)
+            space.slots[size] = before + more
+            self._count(size, before + more, 1)
+
+    def leave(self, space: Space) -> None:
+        """A space is no more: what it uses is not to be expected from now on."""
+        self.num_spaces -= 1
+        for size, slots in space.slots.items():
+            self._count(size, slots, -1)
+
+    def _count(self, size: int, slots: int, number: int) -> None:
+        spaces = self._spaces.setdefault(size, Counter())
+        for counts, key in ((spaces, slots), (self.sizes, size)):
+            counts[key] += number
+            if not counts[key]:
+                del counts[key]
+        if not spaces:
+            del self._spaces[size]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -33,9 +66,9 @@ class Space:
     while this object lives, see `Spaces`. One that is `retired` was cleared, or its namespace is forgotten.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told, `shelf` (its place on disk, if there is a disk) once all are. `noted`: what a pool is told
-    of it, and in which epoch. `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed
-    payload.
+    first size that is told, `shelf` (its place on disk, if there is a disk) once all are; `slots`: slots per key, by
+    size in pages, of the parts that the queue knows. `noted`: what a pool is told of it, and in which epoch. `rows`
+    counts rows in any state, `keys` complete ones that can hit, `bytes` committed payload.
     """
 
     id: int
@@ -45,17 +78,11 @@ class Space:
     queue: Queue | None = None
     shelf: Shelf | None = None
     retired: bool = False
+    slots: dict[int, int] = field(default_factory=dict)
     noted: tuple[int, bytes] | None = None
     rows: int = 0
     keys: int = 0
     bytes: int = 0
-
-    def sizes(self) -> dict[int, int]:
-        """Slots per key by slot size in pages, of the parts that are known."""
-        counts: dict[int, int] = {}
-        for size in map(slot_pages, filter(None, self.part_bytes)):
-            counts[size] = counts.get(size, 0) + 1
-        return counts
 
     def check_part(self, part: int, payload_bytes: int) -> None:
         """Raises SchemaError if another rank registered this part with another size."""

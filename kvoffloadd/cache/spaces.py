@@ -100,6 +100,8 @@ class Spaces:
         """Take it off the table if it is retired and has no rows any more."""
         if space.retired and not space.rows and self.has(space):
             del self._table[space.id]
+            if space.queue is not None:
+                space.queue.leave(space)
             uid = space.namespace.uid
             self.by_uid[uid] -= 1
             if not self.by_uid[uid]:

@@ -7,7 +7,8 @@ belongs to the connection until `take_fds`, which the I/O layer calls when the s
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
 from kvoffloadd.errors import FramingError, PeerError
 from kvoffloadd.protocol import codec
@@ -28,6 +29,19 @@ if TYPE_CHECKING:
 def tag_of(message: Message) -> str:
     """The message's `type` on the wire."""
     return str(message.__struct_config__.tag)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message for many, encoded once."""
+
+    message: Message
+    frame: bytes
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        """Raises FramingError if it is too big."""
+        return cls(message, codec.encode(message))
 
 
 class Connection:
@@ -96,10 +110,11 @@ class Connection:
             raise FramingError(f"{len(self._fds) - wanted} descriptors came that no frame states")
         return [self._fds.popleft() for _ in range(wanted)]
 
-    def send(self, message: Message) -> bytes:
+    def send(self, message: Message | Encoded) -> bytes:
         """The frame to write. Raises StateError for what this side may not say now, FramingError if it is too big."""
-        after = move(self.state, tag_of(message), by_client=not self._daemon)
-        frame = codec.encode(message)
+        said = message.message if isinstance(message, Encoded) else message
+        after = move(self.state, tag_of(said), by_client=not self._daemon)
+        frame = message.frame if isinstance(message, Encoded) else codec.encode(message)
         self.state = after
         return frame
 

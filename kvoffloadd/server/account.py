@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import LimitError
 from kvoffloadd.server.frameroom import FrameRoom
+from kvoffloadd.server.outbox import Unread
 
 if TYPE_CHECKING:
     from kvoffloadd.config import LimitsConfig
@@ -32,6 +33,7 @@ class Account:
     caps: dict[str, int]
     used: dict[str, int] = field(default_factory=dict)
     frame_room: FrameRoom = field(default_factory=FrameRoom)
+    unread: Unread = field(default_factory=Unread)
 
     def charge(self, name: str, amount: int = 1) -> None:
         """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""
@@ -70,4 +72,12 @@ class Accounts:
 
     def leaks(self) -> list[str]:
         """What is still charged; called when no session is left."""
-        return [f"accounts: uid {uid} is still charged {used}" for uid, used in self.figures().items()]
+        unread = {uid: account.unread for uid, account in self._by_uid.items()}
+        return [
+            *(f"accounts: uid {uid} is still charged {used}" for uid, used in self.figures().items()),
+            *(
+                f"accounts: uid {uid}: {n.queued_bytes} bytes unread, {n.reserved_bytes} promised, and nobody is there"
+                for uid, n in unread.items()
+                if n.queued_bytes or n.reserved_bytes
+            ),
+        ]

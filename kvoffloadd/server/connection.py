@@ -26,7 +26,7 @@ from kvoffloadd.errors import (
     StateError,
 )
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.protocol.connection import Connection, Encoded
 from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
@@ -59,7 +59,7 @@ class PeerConnection:
         self._sock = sock
         self._peer = peer
         self._protocol = Connection(daemon=True)
-        self._outbox = Outbox(context.config.limits.outbox_bytes)
+        self._outbox = Outbox(context.config.limits.outbox_bytes, context.accounts.of(peer.uid).unread)
         self.session = Session(context, peer, self._outbox, self._send)
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -170,14 +170,17 @@ class PeerConnection:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
+            last, many = isinstance(message, m.Bye), len(self._tasks) >= REQUESTS_UNDER_WAY_MAX
+            if many and not last and self.session.answers_later(message):
+                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, m.Reply):
                 self._answer(answer)
-            elif len(self._tasks) >= REQUESTS_UNDER_WAY_MAX and not self.session.leaving:
+            elif many and not last:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             else:
-                task = self._start_task(answer, seq, last=isinstance(message, m.Bye))
+                task = self._start_task(answer, seq, last=last)
                 task.add_done_callback(partial(_close_later, fds))
                 fds = []
         except KvOffloadError as error:
@@ -226,7 +229,7 @@ class PeerConnection:
 
     # --- out ---
 
-    def _send(self, message: m.Message) -> None:
+    def _send(self, message: m.Message | Encoded) -> None:
         if self._sock.fileno() < 0:
             return  # the session has ended; its last completions have no reader
         self._outbox.put(self._protocol.send(message))

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from kvoffloadd.protocol.connection import Encoded
+from kvoffloadd.protocol.messages import Events
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvoffloadd.cache.entries import Event
     from kvoffloadd.server.context import Context
 
 INTERVAL_S = 0.02
@@ -13,6 +19,10 @@ INTERVAL_S = 0.02
 
 KEYS_PER_EVENT = 32_768
 """A larger event is told in pieces, so that each fits a frame and none needs an outbox for itself."""
+
+
+STEPS_PER_TURN = 32
+"""Events, and frames put into outboxes, of one turn of the loop: there may be very many, and many who listen."""
 
 
 class EventFeed:
@@ -28,23 +38,41 @@ class EventFeed:
         while True:
             await subscribed.wait()
             await asyncio.sleep(INTERVAL_S)
-            self.deliver()
+            await self.deliver()
             if not any(namespace.listeners for namespace in self._context.cache.namespaces.values()):
                 subscribed.clear()
 
-    def deliver(self) -> None:
+    async def deliver(self) -> None:
         """What has come since the last time."""
-        entries, sessions = self._context.cache.entries, self._context.sessions
-        if entries.events_lost > self._lost:
-            self._lost = entries.events_lost
-            for session in sessions:
-                session.miss_events()
-        while entries.events:
-            event = entries.events.popleft()
-            step = KEYS_PER_EVENT * event.namespace.key_bytes
-            for at in range(0, max(len(event.added), len(event.removed)), step):
-                added, removed = event.added[at : at + step], event.removed[at : at + step]
-                for session in sessions:
-                    session.tell(event.namespace, event.group, added, removed)
-        for session in sessions:
+        for step, _ in enumerate(self._steps(), 1):
+            if step % STEPS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        for session in self._context.sessions:
             session.tell_gap()  # perhaps nothing more ever happens, so it can't wait for the next event
+
+    def _steps(self) -> Iterator[None]:
+        events = self._context.cache.entries.events
+        self._note_lost()
+        while events:
+            event = events.popleft()
+            for encoded in _frames(event):
+                for session in [one for one in self._context.sessions if one.hears is event.namespace]:
+                    session.tell(encoded)
+                    yield
+            yield
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        lost = self._context.cache.entries.events_lost
+        if lost > self._lost:
+            self._lost = lost
+            for session in self._context.sessions:
+                session.miss_events()
+
+
+def _frames(event: Event) -> Iterator[Encoded]:
+    """Each of them once, however many listen."""
+    step = KEYS_PER_EVENT * event.namespace.key_bytes
+    for at in range(0, max(len(event.added), len(event.removed)), step):
+        added, removed = event.added[at : at + step], event.removed[at : at + step]
+        yield Encoded.of(Events(group=event.group, added=added, removed=removed))

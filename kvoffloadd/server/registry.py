@@ -109,13 +109,16 @@ class Registry:
 
     # --- memory of GPUs ---
 
-    async def attach_ipc(self, message: AttachIpc) -> list[int]:
-        """Open all handles or none; returns allocation ids. Raises PeerErrors, LimitError, DeviceError."""
+    def attach_ipc(self, message: AttachIpc) -> asyncio.Task[list[int]]:
+        """Open all handles or none; the task's result: allocation ids. It raises PeerErrors, LimitError, DeviceError.
+
+        Raises MessageError.
+        """
         whole, rest = divmod(len(message.handles), IPC_HANDLE_BYTES)
         if rest:
             raise MessageError(f"{len(message.handles)} bytes of handles; each has {IPC_HANDLE_BYTES}")
         handles = [message.handles[at * IPC_HANDLE_BYTES :][:IPC_HANDLE_BYTES] for at in range(whole)]
-        return await self._to_the_end(self._open_handles(message.device, handles))
+        return self._to_the_end(self._open_handles(message.device, handles))
 
     async def _open_handles(self, uuid: bytes, handles: list[bytes]) -> list[int]:
         device = await self.context.gpus.device(uuid)
@@ -141,15 +144,16 @@ class Registry:
                 raise
             return allocation
 
-    async def attach_vmm(self, message: AttachVmm, fds: list[int]) -> list[int]:
-        """Map chunks; returns the id of their allocation. `fds` stay the caller's, open at the call.
+    def attach_vmm(self, message: AttachVmm, fds: list[int]) -> asyncio.Task[list[int]]:
+        """Map chunks; the task's result: the id of their allocation. `fds` stay the caller's, open at the call. The
+        task raises PeerErrors, LimitError, DeviceError.
 
-        Raises PeerErrors, LimitError, DeviceError.
+        Raises MessageError, OSError.
         """
         if len(message.chunks) != 8 * len(fds):
             raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
         sizes = np.frombuffer(message.chunks, "<u8").tolist()
-        return await self._to_the_end(self._map_chunks(message, _duplicates(fds), sizes))
+        return self._to_the_end(self._map_chunks(message, _duplicates(fds), sizes))
 
     async def _map_chunks(self, message: AttachVmm, fds: list[int], sizes: list[int]) -> list[int]:
         try:
@@ -192,9 +196,9 @@ class Registry:
             self.account.refund(what, count)
             raise
 
-    async def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> list[int]:
+    def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> asyncio.Task[list[int]]:
         """What is mapped is noted, whoever gives up waiting for it."""
-        return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
+        return self.context.spawn(work, errors_are_told=True)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,6 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
-A handler returns the reply, or a coroutine that will; whatever it raises becomes the error reply.
+A handler returns the reply, or a coroutine that waits for it; whatever it raises becomes the error reply. What a
+request costs the loop is spent in its handler, in its session's turn: nobody's turn pays for what a coroutine does.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.progress import Progress
     from kvoffloadd.config import Config, LimitsConfig
     from kvoffloadd.model import U64Array
+    from kvoffloadd.protocol.connection import Encoded
     from kvoffloadd.server.context import Context
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.outbox import Outbox
     from kvoffloadd.server.peer import Peer
 
-Answer = m.Reply | Coroutine[Any, Any, m.Reply]
+Later = Coroutine[Any, Any, m.Reply]
+Answer = m.Reply | Later
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -79,7 +82,7 @@ class Session:
 
     _ids = itertools.count(1)
 
-    def __init__(self, context: Context, peer: Peer, outbox: Outbox, push: Callable[[m.Push], None]) -> None:
+    def __init__(self, context: Context, peer: Peer, outbox: Outbox, push: Callable[[m.Push | Encoded], None]) -> None:
         self.id = next(self._ids)
         self.peer = peer
         self.role = ""
@@ -113,7 +116,12 @@ class Session:
             return self._attach(message, fds)
         if isinstance(message, m.AttachVmm):
             return self._attach_vmm(message, fds)
-        return self._HANDLERS[type(message)](self, message)
+        return (self._HANDLERS.get(type(message)) or self._LATER[type(message)])(self, message)
+
+    @classmethod
+    def answers_later(cls, message: m.Message) -> bool:
+        """Whether such a request may have begun when it is answered by a coroutine. Others that are have not."""
+        return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
 
     @property
     def privileged(self) -> bool:
@@ -160,11 +168,14 @@ class Session:
     def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
         return self._attached(message.seq, self._registry.attach(fds, self.peer.uid))
 
-    async def _attach_ipc(self, message: m.AttachIpc) -> m.Reply:
-        return self._attached(message.seq, await self._registry.attach_ipc(message))
+    def _attach_ipc(self, message: m.AttachIpc) -> Later:
+        return self._finish_attach(message.seq, self._registry.attach_ipc(message))
 
-    async def _attach_vmm(self, message: m.AttachVmm, fds: list[int]) -> m.Reply:
-        return self._attached(message.seq, await self._registry.attach_vmm(message, fds))
+    def _attach_vmm(self, message: m.AttachVmm, fds: list[int]) -> Later:
+        return self._finish_attach(message.seq, self._registry.attach_vmm(message, fds))
+
+    async def _finish_attach(self, seq: int, mapping: asyncio.Task[list[int]]) -> m.Reply:
+        return self._attached(seq, await asyncio.shield(mapping))
 
     def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
         sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
@@ -180,11 +191,11 @@ class Session:
         number = await self._registry.register_large(self._own_namespace(), message)
         return m.Registered(seq=message.seq, registration=number)
 
-    def _unregister(self, message: m.Unregister) -> Answer:
-        return self._finish_unregister(message.seq, message.registration)
+    def _unregister(self, message: m.Unregister) -> Later:
+        return self._finish_unregister(message.seq, self._registry.unregister(message.registration))
 
-    async def _finish_unregister(self, seq: int, number: int) -> m.Reply:
-        await asyncio.shield(self._registry.unregister(number))
+    async def _finish_unregister(self, seq: int, ending: asyncio.Task[None]) -> m.Reply:
+        await asyncio.shield(ending)
         return m.Done(seq=seq)
 
     # --- keys ---
@@ -262,16 +273,16 @@ class Session:
 
     # --- the namespace, the daemon ---
 
-    def _clear(self, message: m.Clear) -> Answer:
+    def _clear(self, message: m.Clear) -> Later:
         self._check_scope(message.everything)
         names = None if message.everything else {self._own_namespace().fingerprint}
-        return self._finish_clear(message.seq, names)
+        return self._finish_clear(message.seq, self._context.clear(names))
 
-    async def _finish_clear(self, seq: int, names: set[bytes] | None) -> m.Reply:
-        keys, held_bytes = await asyncio.shield(self._context.clear(names))
+    async def _finish_clear(self, seq: int, clearing: asyncio.Task[tuple[int, int]]) -> m.Reply:
+        keys, held_bytes = await asyncio.shield(clearing)
         return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
 
-    def _drain(self, message: m.Drain) -> Answer:
+    def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)
         jobs = self._context.transfers.jobs if message.everything else self._own_namespace().jobs
         return self._finish_drain(message, jobs, jobs.last)
@@ -303,7 +314,7 @@ class Session:
     async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
         return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))
 
-    def _verify(self, message: m.Verify) -> Answer:
+    def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may ask for the self-audit")
         return self._finish_verify(message)
@@ -325,16 +336,20 @@ class Session:
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:
+        self._outbox.check_crowd()
         keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor)
         return m.Listing(seq=message.seq, keys=keys, cursor=cursor)
 
-    def tell(self, namespace: Namespace, group: int, added: bytes, removed: bytes) -> None:
-        """An event of a namespace; dropped, with a `gap`, when the peer reads too slowly."""
-        if not self._listening or namespace is not self._namespace:
-            return
-        if self._room_for_event(len(added) + len(removed)):
+    @property
+    def hears(self) -> Namespace | None:
+        """The namespace whose events it subscribed to."""
+        return self._namespace if self._listening else None
+
+    def tell(self, event: Encoded) -> None:
+        """An event of the namespace that it `hears`; dropped, with a `gap`, when the peer reads too slowly."""
+        if self._room_for_event(len(event.frame)):
             self.tell_gap()
-            self._push(m.Events(group=group, added=added, removed=removed))
+            self._push(event)
         else:
             self._events_missed = True
 
@@ -354,7 +369,7 @@ class Session:
 
     # --- the end ---
 
-    def _bye(self, message: m.Bye) -> Answer:
+    def _bye(self, message: m.Bye) -> Later:
         self.leaving = True
         return self._finish_bye(message.seq)
 
@@ -442,9 +457,7 @@ class Session:
 
     _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
         m.Ping: _ping,
-        m.AttachIpc: _attach_ipc,
         m.Register: _register,
-        m.Unregister: _unregister,
         m.Lookup: _lookup,
         m.Pin: _pin,
         m.Prefetch: _prefetch,
@@ -454,11 +467,15 @@ class Session:
         m.Store: _store,
         m.Load: _load,
         m.Cancel: _cancel,
-        m.Clear: _clear,
-        m.Drain: _drain,
         m.Status: _status,
-        m.Verify: _verify,
         m.Subscribe: _subscribe,
         m.Snapshot: _snapshot,
+    }
+    _LATER: ClassVar[dict[type[m.Message], Callable[[Session, Any], Later]]] = {
+        m.AttachIpc: _attach_ipc,
+        m.Unregister: _unregister,
+        m.Clear: _clear,
+        m.Drain: _drain,
+        m.Verify: _verify,
         m.Bye: _bye,
     }

@@ -114,6 +114,10 @@ class MemoryTier:
         known = self._sizes.get(size)
         return self.num_free(size) + (int(self._slab_used[list(known.slabs)].sum()) if known else 0)
 
+    def sizes(self) -> list[int]:
+        """Slot sizes that have slabs."""
+        return list(self._sizes)
+
     def coldest_touch(self, size: int) -> int:
         """The tick at which the coldest slab of this size was last touched; 0 if there is none."""
         known = self._sizes.get(size)
@@ -191,6 +195,8 @@ class MemoryTier:
         pool.free[: len(kept)] = kept
         pool.num_free = len(kept)
         pool.slabs.remove(slab)
+        if not pool.slabs:
+            del self._sizes[pool.pages]
         self._slab_size[slab] = 0
         self.ledger.assign(slab, 0)
         self._unassigned.append(slab)

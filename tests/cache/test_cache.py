@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,108 @@ def test_eviction_takes_exactly_what_is_needed(cache: Cache) -> None:
     store(cache, space, 10, 11, 12)
     assert cache.eviction.keys_evicted == 3
     assert states(cache, space, *range(8)) == [M, M, M, H, H, H, H, H]
+
+
+def asked_of(space: Space) -> list[int]:
+    """How many victims the policy of this space is asked for, from now on."""
+    asked: list[int] = []
+    assert space.queue is not None
+    victims = space.queue.policy.victims
+
+    def note(wanted: int, evictable: Any) -> U32Array:
+        asked.append(wanted)
+        return victims(wanted, evictable)
+
+    space.queue.policy.victims = note  # type: ignore[method-assign]
+    return asked
+
+
+@pytest.mark.parametrize("policy", ["", *POLICIES])
+def test_what_others_might_store_makes_no_eviction_long(policy: str) -> None:
+    """A group whose keys would have 64 parts each: as many keys as are needed go all the same, in few rounds."""
+    cache = make_cache(pages=512, slab_pages=16, policy=policy)
+    _, space = make_space(cache)
+    asked = asked_of(space)
+    _, foreign = make_space(cache, b"f" * 16, pages=(1,) * 64)
+    assert foreign.queue is space.queue
+    store(cache, space, *range(512))
+    store(cache, space, *range(1000, 1400))
+    assert cache.eviction.keys_evicted == 400
+    assert len(asked) <= 8, "of 64 slots each, as many; then twice as many, and so on"
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", ["", *POLICIES])
+def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> None:
+    """Slots of one size that keys have two of, or one, or none: not a key goes behind the last one that is needed."""
+    cache = make_cache(pages=64, slab_pages=64, policy=policy)
+    _, two = make_space(cache, b"a" * 16, pages=(1, 1))
+    _, one = make_space(cache, b"b" * 16, pages=(1,))
+    store(cache, one, 0, 1, 2)
+    for number in range(30):
+        store(cache, two, number)
+    store(cache, one, 3)
+    assert cache.tier.num_free(1) == 0
+    for wanted in (6, 1, 5, 7):
+        cache.reserve(one, keys_of(*range(1000 * wanted, 1000 * wanted + wanted)), ONE, 0)
+        assert cache.tier.num_free(1) <= 1, "the second slot of the last key"
+    cache.tier.close()
+
+
+def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
+    cache = make_cache(pages=64, slab_pages=16)
+    _, space = make_space(cache)
+    store(cache, space, 1)
+    assert space.queue is not None
+    other, foreign = make_space(cache, b"f" * 16, pages=(1, 1, 1, 2))
+    assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (3, 2)
+    store(cache, foreign, 1)
+    cache.close_namespace(other)
+    assert space.queue.most_per_key(1) == 3, "it has keys"
+    for _ in cache.clear(other):
+        pass
+    cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # namespaces that nobody uses are looked for
+    assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
+    for pages in range(2, 12):
+        passing, _ = make_space(cache, b"p" * 16, pages=(pages,))
+        cache.close_namespace(passing)
+    assert set(cache.eviction.queues) == {1, 11}
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
+    """Groups whose sizes of slots have no slabs, and keys that nobody has stored."""
+    cache = make_cache(pages=64, slab_pages=16)
+    _, space = make_space(cache)
+    _, large = make_space(cache, b"l" * 16, pages=(4,))
+    told: list[int] = []
+    assert space.queue is not None
+    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    make_space(cache, b"f" * 16, pages=(1,) * 64)
+    make_space(cache, b"g" * 16, pages=(1, 16, 16, 16))
+    store(cache, space, *range(64))
+    store(cache, large, 1)
+    assert cache.eviction.slabs_taken_over == 1
+    assert told == [48]
+    cache.tier.close()
+
+
+def test_a_policy_is_told_of_the_slots_that_its_keys_use() -> None:
+    cache = make_cache(pages=64, slab_pages=16)
+    _, space = make_space(cache)
+    _, large = make_space(cache, b"l" * 16, pages=(4,))
+    make_space(cache, b"f" * 16, pages=(1, 16, 16, 16))
+    told: list[int] = []
+    assert space.queue is not None
+    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    store(cache, space, *range(20))
+    cache.drop(cache.find(space, keys_of(*range(4, 16))).hit_rows)
+    store(cache, large, *range(9))
+    assert (cache.eviction.slabs_taken_over, space.rows) == (1, 4)
+    assert told == [64], "nobody has slots of 16 pages"
+    cache.tier.close()
 
 
 def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:

@@ -376,3 +376,38 @@ def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
     assert any("numbers are free" in finding for finding in catalog.check({1}))
     catalog.runs._unlist()
     assert any("a record that is free has a place" in finding for finding in catalog.check({1}))
+
+
+def test_a_user_has_no_more_shelves_than_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 33)
+    catalog = Catalog(1000, 7)
+
+    def take(uid: int | None, first: int) -> list[Shelf]:
+        """As many as they give."""
+        taken: list[Shelf] = []
+        while (shelf := catalog.shelf(name_of(first + len(taken)), uid)) is not None:
+            taken.append(shelf)
+        return taken
+
+    shelves = take(1, 0)
+    assert [len(shelves), len(take(2, 50)), len(take(3, 100)), len(take(4, 150))] == [16, 8, 4, 2]
+    assert catalog.shelf(name_of(0), 1) is shelves[0], "what it has it may use"
+    assert catalog.shelf(name_of(200), 5) is not None, "somebody new finds room"
+    assert catalog.shelf(name_of(201), 1) is None
+    catalog.discard(shelves[0])
+    catalog.close(shelves[1])
+    assert list(catalog.empty(shelves[1])) == []
+    for _ in range(2):
+        assert [catalog.shelf(name_of(202 + n), 6) is not None for n in range(3)] == [True, True, False]
+    assert catalog.check(set()) == []
+
+
+def test_what_was_found_at_a_start_is_its_users_once_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 9)
+    catalog = Catalog(1000, 7)
+    found = [catalog.shelf(name_of(n)) for n in range(5)]
+    assert None not in found, "nobody is known to have too many"
+    assert [catalog.shelf(name_of(n), 1) for n in range(5)] == found
+    assert catalog.shelf(name_of(5), 1) is None
+    assert catalog.shelf(name_of(5), 2) is not None
+    assert [shelf.uid for shelf in catalog.shelves.values()] == [1] * 5 + [2]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.demotion import BATCH_SHARE, Budget
+from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.model import PAGE_BYTES, U32Array
+from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
+from kvoffloadd.tiers.disk import format as disk_format
+from kvoffloadd.tiers.disk import root, segment
+from kvoffloadd.tiers.disk.format import SpaceId
 from kvoffloadd.tiers.disk.health import State
 from kvoffloadd.tiers.pool import Pool
 
@@ -298,6 +304,37 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     assert tier.on_disk(new, 77) == [77]
 
 
+async def test_many_offers_that_are_void_are_passed_over_several_turns(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a clear, while a disk lagged behind many small stores."""
+    tier = await open_tier(Shape(pages=1024))
+    space, demotion = tier.space(), tier.disk.demotion
+    await tier.until(lambda: tier.root._open and tier.root._spare)
+    tier.files.writing.close()
+    for number in range(500):
+        tier.store(space, number)
+    await tier.until(lambda: tier.files.writing.entered.is_set())
+    tier.evict(space, *range(400, 500))
+    await tier.clear(space.namespace)
+    waiting = [len(demotion._queue)]
+
+    def look() -> None:
+        waiting.append(len(demotion._queue))
+        if demotion._queue:
+            tier.loop.call_soon(look)
+
+    tier.files.writing.open()
+    look()
+    await tier.quiet()
+    assert waiting[0] > 400
+    assert max(before - after for before, after in pairwise(waiting)) <= 2 * OFFERS_PER_TURN
+    assert tier.disk.demotion.backlog_bytes == 0
+    tier.store(tier.space(), 1)
+    await tier.quiet()
+    assert tier.on_disk(tier.space(), 1) == [1]
+
+
 async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
     tier = await open_tier(Shape(segment_pages=16, slab_pages=16))
     fits, large = tier.space(sizes=(12 * PAGE_BYTES,)), tier.space(b"l" * 16, sizes=(12 * PAGE_BYTES + 1,))
@@ -445,6 +482,67 @@ async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier:
     assert not tier.disk.demotion._again
     await tier.quiet()
     assert sum(tier.files.writes) == (0 if on_evict else 10)
+
+
+async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever could provoke it must not take the disk from everybody."""
+    tier = await open_tier(Shape(segment_pages=128))
+    mine, other = tier.space(), tier.space(b"o" * 16)
+    tier.store(other, 1)
+    await tier.quiet()
+    encode, tries = disk_format.encode_records, []
+
+    def fail(out: U8Array, uuid: bytes, entries: Any, spaces: Any, digests: U64Array, now_s: int) -> None:
+        if spaces["fingerprint"][0].tobytes() == b"n" * 16:
+            tries.append(len(entries))
+            raise ValueError("planted")
+        encode(out, uuid, entries, spaces, digests, now_s)
+
+    monkeypatch.setattr(root, "encode_records", fail)
+    for number in range(5):
+        tier.store(mine, number)
+        await tier.quiet()
+        tier.store(other, 10 + number)
+        await tier.quiet()
+    assert tries == [1] * 10, "once more each"
+    assert tier.not_demoted == {"write failed": 5}
+    assert (tier.root.state, tier.root.health.write_errors) == (State.OK, 0)
+    assert len([message for message in caplog.messages if "by a bug of ours" in message]) == 10
+    assert tier.on_disk(other, 1, *range(10, 15)) == [1, *range(10, 15)]
+    assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root._open}, "one segment"
+    monkeypatch.undo()
+    tier.store(mine, 9)
+    await tier.close()
+    again = await open_tier(Shape(segment_pages=128))
+    assert again.on_disk(again.space(), *range(10)) == [*range(5), 9], "the end has tried once more"
+    assert again.on_disk(again.space(b"o" * 16), 1, *range(10, 15)) == [1, *range(10, 15)]
+
+
+async def test_what_a_write_says_of_its_space_is_made_once_and_not_in_a_thread(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spaces come to a segment while it is written, and there may be tens of thousands."""
+    made: list[tuple[int, bytes]] = []
+    encode = disk_format.encode_spaces
+
+    def note(spaces: list[SpaceId]) -> Any:
+        made.extend((threading.get_ident(), space.fingerprint) for space in spaces)
+        return encode(spaces)
+
+    for module in (disk_format, segment):
+        monkeypatch.setattr(module, "encode_spaces", note)
+    tier = await open_tier(Shape(segment_pages=128))
+    spaces = [tier.space(bytes([letter]) * 16) for letter in b"abc"]
+    for number in range(4):
+        for space in spaces:
+            tier.store(space, number)
+            await tier.quiet()
+    assert made == [(threading.get_ident(), space.namespace.fingerprint) for space in spaces]
+    for space in spaces:
+        tier.evict(space, *range(4))
+        assert await tier.fetch(space, *range(4)) == list(range(4))
 
 
 # --- while it is written ---

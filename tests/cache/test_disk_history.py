@@ -19,9 +19,11 @@ from kvoffloadd.cache import spaces
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.errors import LimitError, NotDurableError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.tiers.disk import home
 from kvoffloadd.tiers.disk.files import DiskError
 from kvoffloadd.tiers.disk.health import State
-from kvoffloadd.tiers.disk.manifest import read_manifest, write_manifest
+from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
+from kvoffloadd.tiers.disk.root import Root
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -276,14 +278,90 @@ async def test_a_manifest_is_only_ever_raised(open_tier: Open, paths: list[Path]
     await tier.clear(tier.space(A).namespace)
     before = await read_manifest(paths[0])
     assert before is not None
-    home, later = tier.root.home, before.last_epoch + 5
+    there, later = tier.root.home, before.last_epoch + 5
     for base, epochs in ((0, {}), (0, {A: before.last_epoch - 1}), (0, {B: later})):
         with pytest.raises(DiskError, match="knows of later clears"):
-            await home.write_epochs(base, later, epochs)
+            await there.write_epochs(base, later, epochs)
     assert await read_manifest(paths[0]) == before
-    await home.write_epochs(later, later, {A: before.last_epoch, B: 0})
+    await there.write_epochs(later, later, {A: before.last_epoch, B: 0})
     with pytest.raises(DiskError, match="knows of later clears"):
-        await home.write_epochs(0, later, {A: later})
+        await there.write_epochs(0, later, {A: later})
+
+
+class SlowWrites:
+    """Each write of the root's manifest waits until the test lets it `go`. `asked`: for how many clears."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Root) -> None:
+        self.began: list[Manifest] = []
+        self.asked = 0
+        self.go = asyncio.Semaphore(0)
+        self._ask = root.home.write_epochs
+        monkeypatch.setattr(home, "write_manifest", self._write)
+        monkeypatch.setattr(root.home, "write_epochs", self._count)
+
+    async def _write(self, path: Path, manifest: Manifest) -> None:
+        self.began.append(manifest)
+        await self.go.acquire()
+        await write_manifest(path, manifest)
+
+    async def _count(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
+        self.asked += 1
+        await self._ask(base, last, epochs)
+
+
+async def test_clears_that_come_while_a_manifest_is_written_share_the_next_one(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is answered by one that had begun before it came: it would not be durable."""
+    tier = await open_tier(paths=[paths[0]], retry_s=3600.0)
+    names = [bytes([number]) * 16 for number in range(1, 9)]
+    namespaces = [tier.space(name).namespace for name in names]
+    writes = SlowWrites(monkeypatch, tier.root)
+    first = asyncio.ensure_future(tier.clear(namespaces[0]))
+    await tier.until(lambda: writes.began)
+    others = [asyncio.ensure_future(tier.clear(namespace)) for namespace in namespaces[1:]]
+    await tier.until(lambda: writes.asked == 8)
+    others.pop(0).cancel()  # the one that the others have joined
+    writes.go.release()
+    await first
+    await tier.until(lambda: len(writes.began) == 2)
+    late = asyncio.ensure_future(tier.clear(namespaces[0]))
+    await tier.until(lambda: writes.asked == 9)
+    assert not any(other.done() for other in others)
+    writes.go.release()
+    await asyncio.gather(*others)
+    there = await read_manifest(paths[0])
+    assert there is not None
+    assert [there.epoch_of(name) for name in names[1:]] == [tier.cache.epochs.of(name) for name in names[1:]]
+    assert not late.done()
+    writes.go.release()
+    await late
+    assert len(writes.began) == 3
+    assert await read_manifest(paths[0]) == writes.began[-1]
+
+
+async def test_a_manifest_that_can_not_be_written_fails_for_all_who_wait_for_it(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(paths=[paths[0]], retry_s=3600.0)
+    namespaces = [tier.space(bytes([number]) * 16).namespace for number in range(1, 5)]
+    writes = SlowWrites(monkeypatch, tier.root)
+    first = asyncio.ensure_future(tier.clear(namespaces[0]))
+    await tier.until(lambda: writes.began)
+    others = [asyncio.ensure_future(tier.clear(namespace)) for namespace in namespaces[1:]]
+    await tier.until(lambda: writes.asked == 4)
+    writes.go.release()
+    await first
+    at = blocked(paths[0])
+    writes.go.release()
+    failed = await asyncio.gather(*others, return_exceptions=True)
+    assert [type(error) for error in failed] == [NotDurableError] * 3
+    shutil.rmtree(at)
+    writes.go.release()
+    await tier.clear(namespaces[0])
+    there = await read_manifest(paths[0])
+    assert there is not None
+    assert [there.epoch_of(n.fingerprint) for n in namespaces] == [n.epoch for n in namespaces]
 
 
 # --- what can't be read for a while ---

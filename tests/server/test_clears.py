@@ -10,6 +10,7 @@ import pytest
 from kvoffloadd.cache import entries
 from kvoffloadd.cache.audit import check
 from kvoffloadd.config import Config
+from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupKind, GroupSchema
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.account import Accounts, caps
@@ -40,16 +41,22 @@ def context_of(cache: Any) -> Context:
     )
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
-async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """Before it has begun nothing is changed; after that all of it is done, and told."""
-    monkeypatch.setattr(entries, "STEP_ROWS", 4)  # many steps
-    cache = make_cache()
-    context = context_of(cache)
+def session_of(context: Context) -> Session:
+    """One that has said hello."""
     session = Session(context, Peer(1, context.own_uid, 0, -1), Outbox(1 << 20), lambda message: None)
     spec = m.NamespaceSpec(model="m")
     hello = m.Hello(seq=1, version=1, role="scheduler", instance=b"i" * 16, namespace=spec)
     assert isinstance(session.handle(hello, []), m.Welcome)
+    return session
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """From the moment at which it was asked for, all of it is done, and told."""
+    monkeypatch.setattr(entries, "STEP_ROWS", 4)  # many steps
+    cache = make_cache()
+    context = context_of(cache)
+    session = session_of(context)
     (namespace,) = cache.namespaces.values()
     namespace.listeners = 1
     space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
@@ -58,18 +65,28 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
     cache.entries.events.clear()
     answer = session.handle(m.Clear(seq=2), [])
     assert asyncio.iscoroutine(answer)
+    assert space.retired, "its turn has paid for the costly part"
     task = asyncio.ensure_future(answer)
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    begun = len(context.clears)
-    assert begun == bool(turns)
     await asyncio.gather(*context.clears)
-    assert space.rows == space.keys == (0 if begun else 40)
-    assert sum(len(event.removed) for event in cache.entries.events) == (40 * 32 if begun else 0)
-    assert cache.epochs.of(namespace.fingerprint) == namespace.epoch
-    assert bool(namespace.epoch) == bool(begun)
+    assert space.rows == space.keys == 0
+    assert sum(len(event.removed) for event in cache.entries.events) == 40 * 32
+    assert cache.epochs.of(namespace.fingerprint) == namespace.epoch != 0
     assert not context.clears
     assert check(cache, 0, 0) == []
+
+
+async def test_a_clear_over_the_cap_is_refused_by_its_handler() -> None:
+    cache = make_cache()
+    context = context_of(cache)
+    session = session_of(context)
+    (namespace,) = cache.namespaces.values()
+    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
+    cache.entries.spaces.groups_max = 0
+    with pytest.raises(LimitError):
+        session.handle(m.Clear(seq=2), [])
+    assert (space.retired, namespace.epoch, len(context.clears)) == (False, 0, 0)

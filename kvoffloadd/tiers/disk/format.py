@@ -208,19 +208,18 @@ def _problem(page: U8Array) -> Problem:
 # --- records ---
 
 
-def encode_records(
-    out: U8Array, uuid: bytes, entries: Records, spaces: Sequence[SpaceId], digests: U64Array, now_s: int
-) -> None:
-    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `now_s`: unix time."""
+def encode_records(out: U8Array, uuid: bytes, entries: Records, spaces: Records, digests: U64Array, now_s: int) -> None:
+    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `spaces`: of SPACE, one
+    of all entries or one of each. `now_s`: unix time.
+    """
     out[:] = 0
     fields = out.view(RECORD)[:, 0]
     fields["magic"], fields["version"] = RECORD_MAGIC, FORMAT_VERSION
     fields["uuid"] = _bytes(uuid)
     for name in ("part", "sequence", "payload_bytes", "key"):
         fields[name] = entries[name]
-    known = encode_spaces(spaces)[entries["space"]]
     for name in SPACE_FIELDS:
-        fields[name] = known[name]
+        fields[name] = spaces[name]
     fields["digest"] = digests
     fields["written_s"] = now_s
     for page in out:

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.lanes import CancelledWork
 from kvoffloadd.tiers.disk.files import lacks_resources
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ class State:
     FULL: Final = "full"
     READ_ONLY: Final = "read-only"
     OFF: Final = "off"
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether it says something of the disk: whatever else is raised is a bug."""
+    return isinstance(error, OSError | KvOffloadError | CancelledWork)
 
 
 class Health:
@@ -70,7 +77,12 @@ class Health:
         return 1 if self.state == State.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException) -> bool:
-        """Count it, and give up writing where it makes no sense to go on. True: there is no space for more."""
+        """Count it, but for a bug, and give up writing where it makes no sense to go on. True: no space is left."""
+        if not is_trouble(error):
+            # Whoever could provoke it must not take the disk from all others. Nothing of ours is unsure by it: what was
+            # being written counts as never written, as after a crash.
+            log.error("disk %s: a write failed by a bug of ours", self._path, exc_info=error)
+            return False
         self.write_errors += 1
         if self.state == State.OFF or lacks_resources(error):
             return False

@@ -163,7 +163,11 @@ class Home:
         return self.has_noted(space) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written.
+        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written. The
+        `epochs` stay as they are, and cover those of earlier calls.
+
+        One manifest is written at a time, and the next one is for all who have come meanwhile: nobody waits for more
+        than two, however many clears there are.
 
         Raises OSError or DiskError if that can't be done now.
         """

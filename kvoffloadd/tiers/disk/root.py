@@ -23,7 +23,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
-from kvoffloadd.tiers.disk.health import Health, State, said
+from kvoffloadd.tiers.disk.health import Health, State, is_trouble, said
 from kvoffloadd.tiers.disk.home import FIRST, Home
 from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
@@ -312,7 +312,7 @@ class Root:
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
         room = segment.size_bytes // PAGE_BYTES
-        room -= footer_pages(segment.num_entries + len(pages), len(segment.space_list) + 1)
+        room -= footer_pages(segment.num_entries + len(pages), len(segment.spaces) + 1)
         if ends[0] > room or segment.broken:
             self._roll(segment)
             return 0
@@ -321,11 +321,11 @@ class Root:
             return 0
         entries = batch.entries[:count].copy()
         entries["page"] = ends[:count] - pages[:count]
-        entries["space"] = segment.number_of(batch.space)
+        entries["space"], space = segment.known(batch.space)
         segment.next_page = int(ends[count - 1])
         segment.num_entries += count
         segment.writers += 1
-        work = partial(_write, self._files, segment, entries, batch.digests[:count], batch.addresses[:count])
+        work = partial(_write, self._files, segment, entries, space, batch.digests[:count], batch.addresses[:count])
         self._next_batch += 1
         finish = partial(self._written, self._next_batch, segment, entries, done)
         self._batches[self._next_batch] = self.write_lane.submit(work, finish)
@@ -346,7 +346,7 @@ class Root:
             self.counters.written_bytes += int(entries["payload_bytes"].sum())
             self.health.wrote()
         elif not isinstance(result, CancelledWork):
-            segment.broken = True  # no more into this one; what it holds stays readable
+            segment.broken |= is_trouble(result)  # then no more into this one; what it holds stays readable
             self._write_failed(result)
         done(segment, entries, result)
         self.changed.set()
@@ -369,17 +369,18 @@ class Root:
         try:
             if entries is not None and not segment.broken:
                 entries = entries[np.argsort(entries["page"], kind="stable")]
-                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, segment.space_list)
+                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, list(segment.spaces))
                 await self.write_lane.perform(work, urgent=FIRST)
         except (OSError, KvOffloadError) as error:
             self._write_failed(error)
-        fd, segment.fd = segment.fd, -1
-        self._files.close(fd)
-        segment.entries, segment.spaces = [], {}
-        if entries is None:
-            del self.segments[segment.ordinal]
-            self._void.append((segment.name, segment.size_bytes))
-        self.changed.set()
+        finally:  # also after a bug: the loop logs it
+            fd, segment.fd = segment.fd, -1
+            self._files.close(fd)
+            segment.entries, segment.spaces = [], {}
+            if entries is None:
+                del self.segments[segment.ordinal]
+                self._void.append((segment.name, segment.size_bytes))
+            self.changed.set()
 
     # --- health ---
 
@@ -464,9 +465,11 @@ class Root:
         return ended
 
 
-def _write(files: Files, segment: Segment, entries: Records, digests: U64Array, addresses: U64Array) -> None:
-    """In a thread of the write lane."""
+def _write(
+    files: Files, segment: Segment, entries: Records, space: Records, digests: U64Array, addresses: U64Array
+) -> None:
+    """In a thread of the write lane. `space`: of all the entries, see `Segment.spaces`."""
     headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
-    encode_records(headers, segment.header.uuid, entries, segment.space_list, digests, int(time.time()))
+    encode_records(headers, segment.header.uuid, entries, space, digests, int(time.time()))
     sizes: I64Array = entries["payload_bytes"].astype(np.int64)
     write_records(files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)

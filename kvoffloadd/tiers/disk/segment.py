@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffloadd.tiers.disk.format import encode_spaces
+
 if TYPE_CHECKING:
     from kvoffloadd.model import U64Array
     from kvoffloadd.tiers.disk.format import SegmentHeader, SpaceId
@@ -19,7 +21,11 @@ Records = npt.NDArray[Any]
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A segment file of this run. `ordinal` is never used twice while the daemon runs. Open while `fd` is not -1."""
+    """A segment file of this run. `ordinal` is never used twice while the daemon runs. Open while `fd` is not -1.
+
+    `spaces`: of each its index in the footer, and how records name it (one row of format.SPACE, which never changes:
+    threads read it).
+    """
 
     ordinal: int
     name: str
@@ -27,21 +33,19 @@ class Segment:
     size_bytes: int
     fd: int = -1
     next_page: int = 1
-    spaces: dict[SpaceId, int] = field(default_factory=dict)
-    space_list: list[SpaceId] = field(default_factory=list)
+    spaces: dict[SpaceId, tuple[int, Records]] = field(default_factory=dict)
     entries: list[Records] = field(default_factory=list)
     num_entries: int = 0
     writers: int = 0
     readers: int = 0
     broken: bool = False
 
-    def number_of(self, space: SpaceId) -> int:
-        """Index of a space in this segment's table."""
-        number = self.spaces.get(space)
-        if number is None:
-            number = self.spaces[space] = len(self.space_list)
-            self.space_list.append(space)
-        return number
+    def known(self, space: SpaceId) -> tuple[int, Records]:
+        """The entry of a space in `spaces`, made if it is new."""
+        known = self.spaces.get(space)
+        if known is None:
+            known = self.spaces[space] = len(self.spaces), encode_spaces([space])
+        return known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from kvoffloadd.tiers.disk.format import (
     SegmentHeader,
     SpaceId,
     encode_records,
+    encode_spaces,
     record_pages,
 )
 from kvoffloadd.tiers.disk.records import READ, read_records, write_records
@@ -100,7 +101,7 @@ class Folder:
         sizes = entries["payload_bytes"].astype(np.int64)
         headers = aligned_pages(len(entries))
         digests = hash_payloads(slots.addresses, sizes)
-        encode_records(headers, header.uuid, entries, spaces, digests, 1_700_000_001)
+        encode_records(headers, header.uuid, entries, encode_spaces(spaces)[entries["space"]], digests, 1_700_000_001)
         write_records(self.files, fd, int(entries["page"][0]), headers, slots.addresses, sizes)
 
     def build(

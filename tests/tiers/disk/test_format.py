@@ -25,6 +25,7 @@ from kvoffloadd.tiers.disk.format import (
     encode_footer,
     encode_records,
     encode_segment_header,
+    encode_spaces,
     footer_pages,
     record_pages,
 )
@@ -106,7 +107,7 @@ def test_records_come_back(data: st.DataObject, uuid: bytes, table: list[SpaceId
     digests = np.array(data.draw(st.lists(u64, min_size=2 * count, max_size=2 * count)), np.uint64).reshape(-1, 2)
     out = aligned_pages(count)
     out[:] = 0xAB
-    encode_records(out, uuid, entries, table, digests, now)
+    encode_records(out, uuid, entries, encode_spaces(table)[entries["space"]], digests, now)
     records, valid = decode_records(out, uuid)
     assert valid.all()
     for name in ("key", "sequence", "payload_bytes", "part"):
@@ -122,7 +123,7 @@ def test_records_come_back(data: st.DataObject, uuid: bytes, table: list[SpaceId
 def test_every_flipped_byte_of_a_record_header_is_noticed() -> None:
     out = aligned_pages(3)
     entries = entries_of([10, 5000, 4096])
-    encode_records(out, b"u" * 16, entries, [SPACE_A], np.ones((3, 2), np.uint64), 5)
+    encode_records(out, b"u" * 16, entries, encode_spaces([SPACE_A]), np.ones((3, 2), np.uint64), 5)
     for at in range(PAGE_BYTES):
         out[1, at] ^= 0x10
         assert decode_records(out, b"u" * 16)[1].tolist() == [True, False, True]
@@ -134,7 +135,7 @@ def test_records_of_impossible_size_or_part_are_not_valid() -> None:
     entries = entries_of([0, 5, 5, 5])
     entries["part"] = 0, 2, 1, 1
     entries["payload_bytes"][3] = 1 << 63
-    encode_records(out, b"u" * 16, entries, [SPACE_A], np.ones((4, 2), np.uint64), 5)
+    encode_records(out, b"u" * 16, entries, encode_spaces([SPACE_A]), np.ones((4, 2), np.uint64), 5)
     assert decode_records(out, b"u" * 16)[1].tolist() == [False, False, True, False]
 
 

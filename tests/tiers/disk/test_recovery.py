@@ -22,6 +22,7 @@ from kvoffloadd.tiers.disk.format import (
     SegmentHeader,
     encode_records,
     encode_segment_header,
+    encode_spaces,
     footer_pages,
     record_pages,
 )
@@ -268,7 +269,7 @@ def test_a_record_inside_a_payload_is_not_one(folder: Folder) -> None:
     payload = np.frombuffer(os.pread(fd, 5 * PAGE_BYTES, 4 * PAGE_BYTES), np.uint8)
     digest = hash_payloads(np.array([payload.ctypes.data], np.uint64), np.array([len(payload)]))
     page = aligned_pages(1)
-    encode_records(page, header.uuid, outer, [SPACE_A], digest, 0)
+    encode_records(page, header.uuid, outer, encode_spaces([SPACE_A]), digest, 0)
     os.pwrite(fd, page.tobytes(), 3 * PAGE_BYTES)
     os.close(fd)
     assert folder.recover().entries["key"][:, 0].tolist() == [77]

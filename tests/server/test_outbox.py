@@ -1,0 +1,75 @@
+"""What waits for peers that do not read: bounded for each session, and for all sessions of a uid together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffloadd.errors import BusyError
+from kvoffloadd.server.outbox import UID_BYTES, Outbox, Unread
+
+PIECE = 1 << 20
+
+
+def crowd(unread: Unread) -> list[Outbox]:
+    """Sessions that hold half of what their uid may, and some more."""
+    boxes = [Outbox(8 * PIECE, unread) for _ in range(UID_BYTES // 2 // (4 * PIECE) + 1)]
+    for box in boxes:
+        for _ in range(4):
+            box.put(bytes(PIECE))
+    return boxes
+
+
+def empty(box: Outbox) -> None:
+    while box.frames:
+        box.sent(min(len(box.frames[0][0]), PIECE // 3))
+
+
+def test_many_sessions_share_what_their_uid_may_leave_unread() -> None:
+    unread = Unread()
+    mine, others, stranger = Outbox(8 * PIECE, unread), crowd(unread), Outbox(8 * PIECE, Unread())
+    assert not mine.room(1), "no event is added"
+    assert stranger.room(1)
+    assert not mine.congested, "it has read all, so it is served"
+    mine.put(b"reply")
+    assert mine.congested, "until it has read this one, too"
+    stranger.put(b"reply")
+    assert not stranger.congested
+    empty(mine)
+    mine.reserve(4 * PIECE)
+    assert unread.reserved_bytes == 4 * PIECE, "what is promised has room of its own"
+    empty(others.pop())
+    assert mine.room(1)
+    for box in others:
+        empty(box)
+    mine.unreserve(4 * PIECE)
+    assert (unread.queued_bytes, unread.reserved_bytes) == (0, 0)
+
+
+def test_what_is_promised_to_a_uid_is_bounded() -> None:
+    unread = Unread()
+    boxes = [Outbox(8 * PIECE, unread) for _ in range(UID_BYTES // (8 * PIECE) + 1)]
+    for box in boxes[:-1]:
+        box.reserve(8 * PIECE)
+    with pytest.raises(BusyError):
+        boxes[-1].reserve(1)
+    assert boxes[-1].reserved_bytes == 0
+    boxes[0].unreserve(8 * PIECE)
+    boxes[-1].reserve(1)
+
+
+def test_a_frame_for_many_counts_once() -> None:
+    unread = Unread()
+    boxes = [Outbox(8 * PIECE, unread) for _ in range(100)]
+    frame = bytes(PIECE)
+    for box in boxes:
+        box.put(frame)
+    assert unread.queued_bytes == PIECE
+    for box in boxes:
+        assert box.queued_bytes == PIECE
+        box.sent(7)
+    assert unread.queued_bytes == PIECE
+    for box in boxes:
+        empty(box)
+    assert unread.queued_bytes == 0
+    boxes[0].put(frame)
+    assert unread.queued_bytes == PIECE
