@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,10 +300,10 @@ class SlowWrites:
         monkeypatch.setattr(home, "write_manifest", self._write)
         monkeypatch.setattr(root.home, "write_epochs", self._count)
 
-    async def _write(self, path: Path, manifest: Manifest) -> None:
+    async def _write(self, path: Path, manifest: Manifest, executor: Executor) -> None:
         self.began.append(manifest)
         await self.go.acquire()
-        await write_manifest(path, manifest)
+        await write_manifest(path, manifest, executor)
 
     async def _count(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
         self.asked += 1
