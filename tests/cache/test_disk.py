@@ -148,6 +148,27 @@ async def test_listeners_hear_of_each_key_once_when_it_is_in_no_tier_any_more(op
     assert sorted(removed(tier)) == [1, 2, 3, 4]
 
 
+async def test_a_user_with_many_groups_on_disk_leaves_room_for_others(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when their namespaces are forgotten: what is there stays."""
+    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 9)
+    tier = await open_tier()
+    refused = []
+    for number in range(1, 9):
+        namespace = tier.cache.open_namespace(bytes([number]) * 16, 1001, "test", 32)
+        space = tier.space(namespace.fingerprint)
+        if space.shelf is None:
+            refused.append(number)
+        else:
+            await tier.store_away(space, 1)
+        tier.cache.close_namespace(namespace)
+    assert refused == [5, 6, 7, 8]
+    assert caplog.text.count("uid 1001 has so many groups") == 1
+    await tier.store_away(tier.space(b"o" * 16), 1)
+    assert tier.states(tier.space(bytes([2]) * 16), 1) == [PENDING]
+
+
 async def test_two_clears_at_once_end_well(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
     tier = await open_tier()
