@@ -36,6 +36,7 @@ from kvoffloadd.lanes import Lane
 from kvoffloadd.log import keep_telling, tell_held_back
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
@@ -324,6 +325,7 @@ class Daemon:
             accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
             turns=Turns(loop),
+            closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:

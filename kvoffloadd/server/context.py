@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvoffloadd.device.signals import Signals
     from kvoffloadd.lanes import Lane
     from kvoffloadd.server.account import Accounts
+    from kvoffloadd.server.closer import Closer
     from kvoffloadd.server.lag import Lag
     from kvoffloadd.server.session import Session
     from kvoffloadd.server.turns import Turns
@@ -65,6 +66,7 @@ class Context:
     accounts: Accounts
     lag: Lag
     turns: Turns
+    closer: Closer
     instances: Instances = field(default_factory=Instances)
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)

@@ -13,11 +13,13 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from kvoffloadd.errors import ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
+from kvoffloadd.errors import ConfigError, ForbiddenError, PeerError, ResourceError
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import peer as peers
+from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.sockets import keep_inline, pass_descriptors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +110,7 @@ class Listener:
 
     def start(self) -> None:
         """Begin to accept."""
+        pass_descriptors(self._listener, allowed=False)  # until a peer is admitted
         self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)
 
     def _on_acceptable(self) -> None:
@@ -133,23 +136,33 @@ class Listener:
         try:
             peer = peers.identify(sock)
         except OSError:
-            sock.close()  # gone before it could be looked at
+            context.closer.close_socket(STRANGERS, sock)  # gone before it could be looked at
             return
         charged = int(peer.pid != os.getpid())  # the watchdog's pings take no place from others
         try:
             self._check_uid(peer.uid)
+            context.closer.admit(peer.uid)
             context.accounts.of(peer.uid).charge("sessions", charged)
-        except (ForbiddenError, LimitError) as error:
+        except (ForbiddenError, ResourceError) as error:
             context.counters.sessions_refused += 1
             about = {"pid": peer.pid, "uid": peer.uid, "reason": error}
             log.warning("refused pid %(pid)d of uid %(uid)d: %(reason)s", about)
-            _turn_away(sock, error)
+            self._turn_away(sock, peer.uid, error)
             peer.close()
             return
+        keep_inline(sock)
+        pass_descriptors(sock, allowed=True)
         connection = PeerConnection(context, sock, peer)
         self._connections.add(connection)
         connection.start()
         context.spawn(self._forget(connection, peer.uid, charged))
+
+    def _turn_away(self, sock: socket.socket, uid: int, error: PeerError | ResourceError) -> None:
+        """One error frame, as far as the socket takes it, and out."""
+        reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
+        with contextlib.suppress(OSError):
+            sock.send(codec.encode(reply))
+        self._context.closer.close_socket(uid, sock)
 
     def _check_uid(self, uid: int) -> None:
         if uid not in (0, self._context.own_uid, *self._context.config.server.allowed_uids):
@@ -171,18 +184,12 @@ class Listener:
     async def close(self, deadline_s: float) -> None:
         """Accept nobody any more, end all sessions: each one's copies end before its socket closes."""
         self._context.loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        # With all who were never accepted, and what they have sent; the service manager may go on listening.
+        self._context.closer.hold(STRANGERS, 1)
+        self._context.closer.close(STRANGERS, [self._listener.detach()])
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:
             await asyncio.wait(ends, timeout=deadline_s)
-
-
-def _turn_away(sock: socket.socket, error: PeerError | ResourceError) -> None:
-    """One error frame, as far as the socket takes it, and out."""
-    reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
-    with contextlib.suppress(OSError):
-        sock.send(codec.encode(reply))
-    sock.close()

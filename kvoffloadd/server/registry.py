@@ -140,7 +140,7 @@ class Registry:
         if len(message.chunks) != 8 * len(fds):
             raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
         sizes = np.frombuffer(message.chunks, "<u8").tolist()
-        return await self._to_the_end(self._map_chunks(message, _duplicates(fds), sizes))
+        return await self._to_the_end(self._map_chunks(message, self._duplicates(fds), sizes))
 
     async def _map_chunks(self, message: AttachVmm, fds: list[int], sizes: list[int]) -> list[int]:
         try:
@@ -160,8 +160,20 @@ class Registry:
             self._check_open()
             return [number]
         finally:
-            for fd in fds:
-                os.close(fd)
+            self.context.closer.close(self.account.uid, fds)
+
+    def _duplicates(self, fds: list[int]) -> list[int]:
+        """All of them, held until the closer has closed them; or an OSError and none."""
+        made: list[int] = []
+        closer, uid = self.context.closer, self.account.uid
+        try:
+            made.extend(os.dup(fd) for fd in fds)
+        except OSError:
+            closer.hold(uid, len(made))
+            closer.close(uid, made)
+            raise
+        closer.hold(uid, len(made))
+        return made
 
     async def _reserve(self, device: GpuMemory, total_bytes: int) -> int:
         with self._charged("fds", 1), self._charged("mapped_bytes", total_bytes):
@@ -266,15 +278,3 @@ class Registry:
                 await entry.device.unmap(entry.allocation)
             finally:  # who waits may be cancelled; the unmapping goes on
                 self._refund(entry.allocation)
-
-
-def _duplicates(fds: list[int]) -> list[int]:
-    """All of them, or an OSError and none."""
-    made: list[int] = []
-    try:
-        made.extend(os.dup(fd) for fd in fds)
-    except OSError:
-        for fd in made:
-            os.close(fd)
-        raise
-    return made
