@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,8 @@ POOL_NAME = "kvoffloadd-pool"
 
 FORGET_S = 60.0
 """How long the memory of a pool that can't be used may take to be free."""
+
+EXECUTOR_THREADS = 8
 
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
@@ -198,6 +201,15 @@ def _longest_stop_s(config: Config) -> float:
     return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
 
 
+def _executor() -> ThreadPoolExecutor:
+    """For what runs off the loop now and then. With all of its threads: later there may be none to be had."""
+    executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
+    together = threading.Barrier(EXECUTOR_THREADS)
+    for _ in range(EXECUTOR_THREADS):
+        executor.submit(together.wait)
+    return executor
+
+
 def _serve_metrics(context: Context) -> Endpoint | None:
     """From the start on, where that is asked for."""
     listen = context.config.metrics.listen
@@ -235,6 +247,7 @@ class Daemon:
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(_executor())
         with _address_space():
             context = self._start(loop)
         loop.set_exception_handler(context.on_loop_error)

@@ -6,6 +6,7 @@ Ownership: the event loop alone, but for `mover`, which the lanes' threads call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import stat
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
+
+UNMAP_THREADS = 2
+"""Made at the start: memory must be unmapped, too, when no thread can be made any more."""
 
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
 _ROOT_UID = 0
@@ -66,6 +70,7 @@ class HostDevice:
         self._copy_threads = copy_threads
         self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
         self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
+        self._unmapping = Lane("unmap", UNMAP_THREADS, loop)
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[HostAllocation] = set()
 
@@ -92,7 +97,7 @@ class HostDevice:
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or no longer")
         self._mapped.remove(allocation)
-        await self._loop.run_in_executor(None, allocation.mapping.close)
+        await self._unmapping.perform(allocation.mapping.close)
 
     def submit(
         self,
@@ -145,7 +150,12 @@ class HostDevice:
         """See `Device.close`."""
         for copy in self._copies:
             copy.cancel()
-        return all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
+        ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
+        with contextlib.suppress(TimeoutError, UsageError):  # it hangs, which keeps no copy; it is closed already
+            async with asyncio.timeout(deadline_s):
+                await self._unmapping.perform(_nothing)  # behind all that is to be unmapped
+        await self._unmapping.close(deadline_s)
+        return ended
 
 
 def _check_memory(fd: int, peer_uid: int) -> int:
@@ -175,6 +185,10 @@ def _check_memory(fd: int, peer_uid: int) -> int:
             "memfd_create(MFD_ALLOW_SEALING) and seal it with fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
         )
     return status.st_size
+
+
+def _nothing() -> None:
+    """What the unmapping lane is given last."""
 
 
 def _not_memory() -> MemoryKindError:

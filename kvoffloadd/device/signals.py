@@ -146,7 +146,8 @@ class Signals:
         self._newest_s = 0.0
         self._deliveries = Deliveries("signals", loop)
         self._closing = False
-        self._thread: threading.Thread | None = None
+        # At once: when the first job waits, there may be no thread to be had.
+        threading.Thread(target=self._look, name="kvo-signals", daemon=True).start()
 
     def __len__(self) -> int:
         """Waits under way."""
@@ -174,9 +175,6 @@ class Signals:
             _push(self._deadlines, (deadline_s, next(self._numbers), wait), len(self._waits))
             self._newest_s = wait.began_s
             self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="kvo-signals", daemon=True)
-            self._thread.start()
         return wait
 
     def cancel(self, wait: Wait) -> bool:

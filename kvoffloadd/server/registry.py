@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.errors import ExtentError, KvOffloadError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.server.registration import Attached, Registration, build, plan_descriptors
 
@@ -265,10 +265,9 @@ class Registry:
         for made in self.registrations.values():
             self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()
-        for number in list(self.attached):
-            try:
-                await self._unmap(number)
-            except (KvOffloadError, OSError) as error:  # the others are to be unmapped all the same
+        unmapped = await asyncio.gather(*map(self._unmap, list(self.attached)), return_exceptions=True)
+        for error in unmapped:  # the others are unmapped all the same
+            if error is not None:
                 log.error("an allocation of a session that ended can't be unmapped: %s", error)
 
     async def _unmap(self, number: int) -> None:

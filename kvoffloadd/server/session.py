@@ -6,6 +6,7 @@ A handler returns the reply, or a coroutine that will; whatever it raises become
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Coroutine
@@ -347,20 +348,30 @@ class Session:
         context, instance = self._context, self._instance
         if instance is None:
             return  # it never said hello
-        if self._pins is not None:
-            self._pins.close()
-        running = await self._jobs.cancel_all() if self._jobs else set()
-        if not await context.transfers.end(running, context.config.copy.worker_drain_s):
-            context.counters.drains_late += 1
-            context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")
-            return
+        copy = context.config.copy
+        # Each of these, whatever fails before it: what is in `ends` from the last to the first, then its memory.
+        async with contextlib.AsyncExitStack() as memory:
+            with contextlib.ExitStack() as ends:
+                ends.callback(self._leave_namespace)
+                ends.callback(self._leave_instance, instance)
+                if self._pins is not None:
+                    ends.callback(self._pins.close)
+                running = await self._jobs.cancel_all() if self._jobs else set()
+                if not await context.transfers.end(running, copy.worker_drain_s):
+                    context.counters.drains_late += 1
+                    context.fatal(f"copies of session {self.id} do not end within {copy.worker_drain_s} s")
+                    return
+                memory.push_async_callback(self._registry.close)  # only now: no copy uses it any more
+
+    def _leave_instance(self, instance: Instance) -> None:
         self._instance = None
-        if context.instances.leave(instance):
-            context.end_leases(instance.leases.pop_all(), self.peer.uid)
+        if self._context.instances.leave(instance):
+            self._context.end_leases(instance.leases.pop_all(), self.peer.uid)
+
+    def _leave_namespace(self) -> None:
         if self._namespace is not None:
             self._namespace.listeners -= self._listening
-            context.cache.close_namespace(self._namespace)
-        await self._registry.close()
+            self._context.cache.close_namespace(self._namespace)
 
     def transfers(self) -> set[Any]:
         """Its copies under way."""
