@@ -47,6 +47,8 @@ MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
+PARTIAL_LOOKS = 4
+"""In `server.partial_frame_s`, at the rest of a frame."""
 FLUSH_S = 1.0
 """How long a peer that is being sent away may take to read its last words."""
 
@@ -314,7 +316,7 @@ class PeerConnection:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         waiting = self._protocol.partial or not self.session.role
         if waiting and self._timer is None:
-            self._timer = self._loop.call_later(self._context.config.server.partial_frame_s, self._on_partial_late)
+            self._look_for_rest(PARTIAL_LOOKS)
         elif not waiting:
             self._stop_timer()
 
@@ -323,8 +325,13 @@ class PeerConnection:
             self._timer.cancel()
             self._timer = None
 
-    def _on_partial_late(self) -> None:
+    def _look_for_rest(self, looks: int) -> None:
+        """So many more times. Not once: while the process was stopped, time passed and nothing was read."""
         self._timer = None
+        if looks:
+            look_s = self._context.config.server.partial_frame_s / PARTIAL_LOOKS
+            self._timer = self._loop.call_later(look_s, self._look_for_rest, looks - 1)
+            return
         self._refuse(FramingError(f"no whole frame within {self._context.config.server.partial_frame_s} s"))
 
     def _on_peer_death(self) -> None:

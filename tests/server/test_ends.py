@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvoffloadd.device.base import Allocation
-from kvoffloadd.errors import UsageError
+from kvoffloadd.errors import FramingError, UsageError
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.connection import PARTIAL_LOOKS, PeerConnection
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attached
 from kvoffloadd.server.turns import Turns
@@ -110,3 +110,25 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     assert len(context.instances) == 0
     assert session._registry._closed is (what != "copies")
     theirs.close()
+
+
+def fire(made: PeerConnection) -> None:
+    timer: Any = made._timer
+    look, arguments = timer._callback, timer._args
+    timer.cancel()
+    look(*arguments)
+
+
+async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
+    """A process that was stopped finds its timers due, and its peers' bytes unread."""
+    made, theirs, _ = connection()
+    refused: list[FramingError] = []
+    made._refuse = refused.append  # type: ignore[method-assign]
+    made._watch_partial()
+    for _ in range(PARTIAL_LOOKS - 1):
+        fire(made)
+        assert refused == []
+    fire(made)
+    assert len(refused) == 1
+    theirs.close()
+    await made.end("the test ends")
