@@ -123,7 +123,7 @@ async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
     """A process that was stopped finds its timers due, and its peers' bytes unread."""
     made, theirs, _ = connection()
     refused: list[FramingError] = []
-    made._refuse = refused.append  # type: ignore[method-assign]
+    made._refuse = refused.append  # type: ignore[method-assign, assignment]
     made._watch_partial()
     for _ in range(PARTIAL_LOOKS - 1):
         fire(made)
