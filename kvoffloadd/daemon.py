@@ -243,6 +243,7 @@ class Daemon:
         self._disk_switch = disk_switch
         self._stop = asyncio.Event()
         self._signals = 0
+        self._taking_over = False
 
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
@@ -252,14 +253,16 @@ class Daemon:
             context = self._start(loop)
         loop.set_exception_handler(context.on_loop_error)
         endpoint = _serve_metrics(context)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._taking_over = True
         await self._take_over(context)
+        self._taking_over = False
         path = self._config.server.socket
         listener = Listener(context, self._listener, None if self._systemd.gave_listener else path)
         listener.start()
         context.lag.start()
         feed = context.spawn(EventFeed(context).run())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
@@ -376,6 +379,13 @@ class Daemon:
         Disk(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
+        if self._taking_over:
+            # Nobody is served yet, and what is under way bears a crash. But this is none, and does not count as one.
+            if self._pool.is_old:
+                self._pool.withdraw_attempt()
+            log.info("ended before all was taken over; the next start does it")
+            logging.shutdown()
+            os._exit(EXIT_OK)
         self._signals += 1
         if self._signals == 1:
             self._stop.set()
