@@ -50,8 +50,10 @@ class SessionCounters:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Owned by the daemon. `pidfd`: its own, for peers; one for all, since there may be no other when one says hello.
-    `fatal(reason)` ends the process: for what can't be mended while it lives."""
+    """Owned by the daemon. `accepts`: connections taken from the backlog, whatever became of them. `pidfd`: its own,
+    for peers; one for all, since there may be no other when one says hello. `fatal(reason)` ends the process: for what
+    can't be mended while it lives.
+    """
 
     config: Config
     boot_id: bytes
@@ -71,6 +73,7 @@ class Context:
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
+    accepts: int = 0
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     own_uid: int = field(default_factory=os.getuid)
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
