@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from kvoffloadd.lanes import Lane
 from kvoffloadd.log import keep_telling, tell_held_back
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
@@ -72,6 +74,8 @@ POOL_NAME = "kvoffloadd-pool"
 
 FORGET_S = 60.0
 """How long the memory of a pool that can't be used may take to be free."""
+
+EXECUTOR_THREADS = 8
 
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
@@ -197,6 +201,15 @@ def _longest_stop_s(config: Config) -> float:
     return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
 
 
+def _executor() -> ThreadPoolExecutor:
+    """For what runs off the loop now and then. With all of its threads: later there may be none to be had."""
+    executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
+    together = threading.Barrier(EXECUTOR_THREADS)
+    for _ in range(EXECUTOR_THREADS):
+        executor.submit(together.wait)
+    return executor
+
+
 def _serve_metrics(context: Context) -> Endpoint | None:
     """From the start on, where that is asked for."""
     listen = context.config.metrics.listen
@@ -230,22 +243,26 @@ class Daemon:
         self._disk_switch = disk_switch
         self._stop = asyncio.Event()
         self._signals = 0
+        self._taking_over = False
 
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(_executor())
         with _address_space():
             context = self._start(loop)
         loop.set_exception_handler(context.on_loop_error)
         endpoint = _serve_metrics(context)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._taking_over = True
         await self._take_over(context)
+        self._taking_over = False
         path = self._config.server.socket
         listener = Listener(context, self._listener, None if self._systemd.gave_listener else path)
         listener.start()
         context.lag.start()
         feed = context.spawn(EventFeed(context).run())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
@@ -324,6 +341,7 @@ class Daemon:
             accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
             turns=Turns(loop),
+            closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
@@ -361,6 +379,13 @@ class Daemon:
         Disk(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
+        if self._taking_over:
+            # Nobody is served yet, and what is under way bears a crash. But this is none, and does not count as one.
+            if self._pool.is_old:
+                self._pool.withdraw_attempt()
+            log.info("ended before all was taken over; the next start does it")
+            logging.shutdown()
+            os._exit(EXIT_OK)
         self._signals += 1
         if self._signals == 1:
             self._stop.set()

@@ -7,7 +7,6 @@ raises has changed nothing.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ from kvoffloadd.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
     from kvoffloadd.cache.disk import Disk
@@ -447,18 +446,6 @@ class Cache:
         self.entries.retire(live, Reason.CORRUPT)
         if len(live):
             log.warning("memory: %d keys did not match their checksums; they are misses now", len(live))
-
-    def check_clear(self, namespaces: Collection[Namespace], *, everything: bool = False) -> None:
-        """Raises LimitError if these can't be cleared now: their groups get new numbers beside the old ones.
-
-        `everything`: the operator clears them; no user's cap stands in the way.
-        """
-        needed: Counter[int] = Counter()
-        for namespace in namespaces:
-            needed[namespace.uid] += len(namespace.spaces)
-        self.entries.spaces.check_numbers(needed.total())
-        for uid, count in ({} if everything else needed).items():
-            self.entries.spaces.check_room(uid, count, cleared=True)
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.catalog import Shelf
+    from kvoffloadd.cache.namespace import Namespace
 
 
 def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:
@@ -23,7 +25,7 @@ def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, 
         NotDurableError: (the coroutine) it holds here, but some root could not note it.
     """
     namespaces = [n for n in cache.namespaces.values() if names is None or n.fingerprint in names]
-    cache.check_clear(namespaces, everything=names is None)
+    _check(cache, namespaces, everything=names is None)
     if names is None:
         cache.epochs.advance_all()
     else:
@@ -36,6 +38,19 @@ def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, 
         next(walk)
     cache.remember()
     return _finish(cache, walks, shelves)
+
+
+def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool) -> None:
+    """Raises LimitError if these can't be cleared now: their groups get new numbers beside the old ones.
+
+    `everything`: the operator clears them; no user's cap stands in the way.
+    """
+    needed: Counter[int] = Counter()
+    for namespace in namespaces:
+        needed[namespace.uid] += len(namespace.spaces)
+    cache.entries.spaces.check_numbers(needed.total())
+    for uid, count in ({} if everything else needed).items():
+        cache.entries.spaces.check_room(uid, count, cleared=True)
 
 
 async def _finish(cache: Cache, walks: list[Iterator[tuple[int, int]]], shelves: list[Shelf]) -> tuple[int, int]:

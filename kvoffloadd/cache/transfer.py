@@ -41,6 +41,10 @@ STUCK_LOOKS = 10
 """A chunk that has not ended is looked at so many times before it is given up."""
 
 
+_SHORT = (MemoryError, OSError, RuntimeError)
+"""What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferResult:
     """`bad`: which of its parts are of keys that failed verification (load), or were cleared while being stored."""
@@ -343,19 +347,28 @@ class Transfers:
     ) -> None:
         """Start the copy, or the wait for the worker's signal before it."""
 
+        def failed(error: Exception) -> None:
+            reason = f"it could not begin: {type(error).__name__}: {error}"
+            self.hash_lane.loop.call_soon(finish, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, reason))
+
         def submit() -> None:
-            transfer.copy = terms.device.submit(
-                transfer.direction,
-                build(),
-                deadline_s=terms.deadline_s,
-                urgent=terms.urgent,
-                done=finish,
-                flow=terms.flow,
-            )
+            self._submit(transfer, build(), terms, finish, failed)
 
         if terms.ready is None:
             submit()
-            return
+        else:
+            self._wait(transfer, terms, terms.ready, submit, finish, failed)
+
+    def _wait(
+        self,
+        transfer: Transfer,
+        terms: Terms,
+        ready: Ready,
+        submit: Callable[[], None],
+        finish: Callable[[CopyResult], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """For the worker's signal, then `submit`."""
 
         def settled(outcome: Outcome) -> None:
             transfer.give_up = None
@@ -372,8 +385,32 @@ class Transfers:
             if self.signals.cancel(wait):
                 settled(outcome)
 
-        wait = self.signals.wait(terms.ready, terms.deadline_s, settled)
-        transfer.give_up = give_up
+        try:
+            wait = self.signals.wait(ready, terms.deadline_s, settled)
+        except _SHORT as error:
+            failed(error)
+        else:
+            transfer.give_up = give_up
+
+    def _submit(
+        self,
+        transfer: Transfer,
+        work: Work,
+        terms: Terms,
+        finish: Callable[[CopyResult], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        try:
+            transfer.copy = terms.device.submit(
+                transfer.direction,
+                work,
+                deadline_s=terms.deadline_s,
+                urgent=terms.urgent,
+                done=finish,
+                flow=terms.flow,
+            )
+        except _SHORT as error:
+            failed(error)
 
     def _finish(self, transfer: Transfer, result: CopyResult) -> None:
         self.running.remove(transfer)

@@ -6,7 +6,7 @@ Ownership: the event loop alone, but for `mover`, which the lanes' threads call.
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import contextlib
 import fcntl
 import os
 import stat
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
 
+UNMAP_THREADS = 2
+"""Made at the start: memory must be unmapped, too, when no thread can be made any more."""
+
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
-_TMPFS_MAGIC, _HUGETLBFS_MAGIC = 0x01021994, 0x958458F6
 _ROOT_UID = 0
 
 
@@ -68,6 +70,7 @@ class HostDevice:
         self._copy_threads = copy_threads
         self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
         self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
+        self._unmapping = Lane("unmap", UNMAP_THREADS, loop)
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[HostAllocation] = set()
 
@@ -94,7 +97,7 @@ class HostDevice:
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or no longer")
         self._mapped.remove(allocation)
-        await self._loop.run_in_executor(None, allocation.mapping.close)
+        await self._unmapping.perform(allocation.mapping.close)
 
     def submit(
         self,
@@ -147,18 +150,31 @@ class HostDevice:
         """See `Device.close`."""
         for copy in self._copies:
             copy.cancel()
-        return all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
+        ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
+        with contextlib.suppress(TimeoutError, UsageError):  # it hangs, which keeps no copy; it is closed already
+            async with asyncio.timeout(deadline_s):
+                await self._unmapping.perform(_nothing)  # behind all that is to be unmapped
+        await self._unmapping.close(deadline_s)
+        return ended
 
 
 def _check_memory(fd: int, peer_uid: int) -> int:
-    """The size of a descriptor's memory in bytes; raises MemoryKindError if it may not be mapped."""
+    """The size of a descriptor's memory in bytes; raises MemoryKindError if it may not be mapped.
+
+    Nothing here may ask a file system of the peer's own, which may never answer, before it is known that the file is
+    memory: the kernel tells seals by itself, and only memory (memfds, files of tmpfs and hugetlbfs) has them.
+    """
     try:
-        status = os.fstat(fd)
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     except OSError as error:
         raise MemoryKindError(f"not a usable descriptor: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode) or _file_system(fd) not in (_TMPFS_MAGIC, _HUGETLBFS_MAGIC):
-        raise MemoryKindError("not shared memory: send a memfd (memfd_create), or a file of /dev/shm or hugetlbfs")
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        status = os.fstat(fd)
+    except OSError:
+        raise _not_memory() from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_memory()
     if flags & os.O_ACCMODE != os.O_RDWR:
         raise MemoryKindError("not open for reading and writing: open it with O_RDWR")
     if status.st_size == 0:
@@ -171,9 +187,9 @@ def _check_memory(fd: int, peer_uid: int) -> int:
     return status.st_size
 
 
-def _file_system(fd: int) -> int:
-    """The magic number of the file system that holds a file; 0 if it can't be told."""
-    buffer = (ctypes.c_long * 32)()  # struct statfs has 120 bytes; f_type is its first word
-    if ctypes.CDLL(None).fstatfs(fd, ctypes.byref(buffer)) != 0:
-        return 0
-    return int(buffer[0])
+def _nothing() -> None:
+    """What the unmapping lane is given last."""
+
+
+def _not_memory() -> MemoryKindError:
+    return MemoryKindError("not shared memory: send a memfd (memfd_create), or a file of /dev/shm or hugetlbfs")

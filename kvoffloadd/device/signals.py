@@ -5,8 +5,10 @@ A signal is a u64 in shared memory that only grows: a worker's stream raises it 
 worker that dies leaves nothing behind that could not be given up: nothing is ever queued on a GPU that waits for it.
 
 Ownership
-    _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`; nothing is read from a signal without it. The loop
-                adds and removes waits, the thread removes those that have ended.
+    _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`, `_fresh`, `_looking`, `_leaving`. The loop adds
+                and removes waits, the thread removes those that have ended.
+    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps whoever
+                touches it waiting, and that may be for seconds. What is cancelled during a look ends behind it.
     Wait        `done` is the loop's to call, and nobody's once the wait is over; the rest never changes.
 """
 
@@ -29,6 +31,8 @@ from kvoffloadd.model import Outcome
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterator
+
+    from kvoffloadd.model import U64Array
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
 _PATIENCE = 1 / 16
@@ -99,19 +103,34 @@ class _Words:
                 column[word.at] = column[last.at]
             last.at = word.at
 
-    def ended(self) -> Iterator[tuple[Wait, Outcome]]:
-        """Those of the waits that are over now, in the order of their values: DONE, or FAILED if their word is gone.
-        The caller discards them.
+    def snapshot(self) -> _Snapshot:
+        """What is to be looked at now."""
+        return _Snapshot(list(self._words), self._addresses[: self._count].copy(), self._least[: self._count].copy())
+
+    def ended(self, word: _Word, value: int, lost: bool) -> Iterator[tuple[Wait, Outcome]]:
+        """Those of its waits that are over now, in the order of their values: DONE, or FAILED if the word is gone. The
+        caller discards them.
         """
-        values, gone = read_words(self._addresses[: self._count])
-        due = np.flatnonzero(gone | (values >= self._least[: self._count]))
-        for word, value, lost in zip([self._words[at] for at in due], values[due].tolist(), gone[due], strict=True):
-            while word.heap and (lost or word.heap[0][0] <= value):
-                _, _, wait = heapq.heappop(word.heap)
-                if wait.done is not None:
-                    yield wait, Outcome.FAILED if lost else Outcome.DONE
-            if word.heap:
-                self._least[word.at] = word.heap[0][0]
+        while word.heap and (lost or word.heap[0][0] <= value):
+            _, _, wait = heapq.heappop(word.heap)
+            if wait.done is not None:
+                yield wait, Outcome.FAILED if lost else Outcome.DONE
+        if word.heap and self._by_address.get(word.address) is word:
+            self._least[word.at] = word.heap[0][0]
+
+
+class _Snapshot(NamedTuple):
+    """For one look, which needs no lock. `least`: of each word the least value that was waited for."""
+
+    words: list[_Word]
+    addresses: U64Array
+    least: U64Array
+
+    def due(self) -> list[tuple[_Word, int, bool]]:
+        """Reads all of them. Words that have come so far, what they say, and whether they are gone."""
+        values, gone = read_words(self.addresses)
+        at = np.flatnonzero(gone | (values >= self.least))
+        return list(zip([self.words[i] for i in at], values[at].tolist(), gone[at].tolist(), strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -144,9 +163,12 @@ class Signals:
         self._deadlines: _Heap = []
         self._numbers = itertools.count()
         self._newest_s = 0.0
+        self._fresh = self._looking = False
+        self._leaving: list[Callable[[Outcome], None]] = []
         self._deliveries = Deliveries("signals", loop)
         self._closing = False
-        self._thread: threading.Thread | None = None
+        # At once: when the first job waits, there may be no thread to be had.
+        threading.Thread(target=self._look, name="kvo-signals", daemon=True).start()
 
     def __len__(self) -> int:
         """Waits under way."""
@@ -163,26 +185,28 @@ class Signals:
         """
         if self._closing:
             raise UsageError("signals: closed")
-        values, gone = read_words(np.array([ready.address], np.uint64))
-        if gone[0] or int(values[0]) >= ready.value:  # mostly the case: no thread is woken for it
-            self._loop.call_soon(done, Outcome.FAILED if gone[0] else Outcome.DONE)
-            return Wait(ready, deadline_s, None)  # over: nothing can be cancelled
         wait = Wait(ready, deadline_s, done)
         with self._lock:
             self._waits[wait] = None
             self._words.add(wait)
             _push(self._deadlines, (deadline_s, next(self._numbers), wait), len(self._waits))
             self._newest_s = wait.began_s
+            self._fresh = True
             self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="kvo-signals", daemon=True)
-            self._thread.start()
         return wait
 
     def cancel(self, wait: Wait) -> bool:
-        """Ends a wait. True: `done` is not called. False: it was, or is about to be."""
-        with self._lock:  # the thread reads no address without it
-            return self._end(wait) is not None
+        """Ends a wait. True: its signal is not read any more, and `done` is not called. False: `done` was or will be
+        called, with CANCELLED if nothing else came before; the signal may be read until then.
+        """
+        with self._lock:
+            done = self._end(wait)
+            if done is None:
+                return False
+            if self._looking:
+                self._leaving.append(done)
+                return False
+            return True
 
     def _end(self, wait: Wait) -> Callable[[Outcome], None] | None:
         """What is to be told of its end; None: it was over."""
@@ -196,11 +220,13 @@ class Signals:
         """Cancels all waits and ends the thread."""
         with self._lock:
             self._closing = True
-            dropped = [self._end(wait) for wait in list(self._waits)]
+            dropped = [done for wait in list(self._waits) if (done := self._end(wait)) is not None]
+            if self._looking:
+                self._leaving += dropped
+                dropped = []
             self._changed.notify()
         for done in dropped:
-            if done is not None:
-                self._deliveries.put(done, Outcome.CANCELLED)
+            self._deliveries.put(done, Outcome.CANCELLED)
 
     # --- the thread -----------------------------------------------------------------------------------
 
@@ -208,21 +234,31 @@ class Signals:
         while not self._closing:
             began_s = time.monotonic()
             with self._lock:
-                ended = [(self._end(wait), outcome) for wait, outcome in list(self._words.ended())]
-                while self._deadlines and self._deadlines[0][0] <= began_s:
-                    ended.append((self._end(heapq.heappop(self._deadlines)[2]), Outcome.EXPIRED))
+                snapshot = self._words.snapshot()
+                self._looking, self._fresh = True, False
+            due = snapshot.due()
+            with self._lock:
+                self._looking = False
+                ended = [(done, Outcome.CANCELLED) for done in self._leaving]
+                self._leaving.clear()
+                ended += self._over(due, began_s)
                 lasted_s = began_s - self._newest_s
-                idle = not self._waits
-            for done, outcome in ended:
-                if done is not None:
-                    self._deliveries.put(done, outcome)
-            del ended  # or the jobs would live until the next look
-            if idle:
-                with self._lock:
-                    while not self._waits and not self._closing:
-                        self._changed.wait()
-            else:
-                time.sleep(_pause_s(lasted_s, time.monotonic() - began_s))
+            self._tell(ended)
+            del snapshot, due, ended  # or the jobs would live until the next look
+            with self._lock:
+                if not self._fresh and not self._closing:
+                    self._changed.wait(_pause_s(lasted_s, time.monotonic() - began_s) if self._waits else None)
+
+    def _tell(self, ended: list[tuple[Callable[[Outcome], None], Outcome]]) -> None:
+        for done, outcome in ended:
+            self._deliveries.put(done, outcome)
+
+    def _over(self, due: list[tuple[_Word, int, bool]], now: float) -> list[tuple[Callable[[Outcome], None], Outcome]]:
+        """Whom to tell of what, with all of it ended."""
+        over = [end for word, value, lost in due for end in self._words.ended(word, value, lost)]
+        while self._deadlines and self._deadlines[0][0] <= now:
+            over.append((heapq.heappop(self._deadlines)[2], Outcome.EXPIRED))
+        return [(done, outcome) for wait, outcome in over if (done := self._end(wait)) is not None]
 
 
 def _pause_s(lasted_s: float, look_s: float) -> float:

@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler
@@ -25,6 +26,7 @@ from prometheus_client.registry import Collector
 from kvoffloadd.checks import split_address
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics.families import families
+from kvoffloadd.sockets import pass_descriptors
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,7 +41,10 @@ ANSWER_S = 5.0
 """How long the loop may take to answer; it takes milliseconds, unless it is stuck."""
 
 PEER_S = 10.0
-"""How long a peer may take to send its request, and to read the answer."""
+"""How long a peer may take to send its request and to read the answer, together."""
+
+RETRY_S = 0.1
+"""Until the next try when there is no descriptor for a peer; a busy loop would help nobody."""
 
 SCRAPES_MAX = 4
 """At once; more are turned away."""
@@ -74,6 +79,7 @@ def _bind_path(path: str) -> socket.socket:
         finally:
             os.umask(mask)
         listener.listen(_BACKLOG)
+        pass_descriptors(listener, allowed=False)
     except BaseException:
         listener.close()
         raise
@@ -190,18 +196,46 @@ class _Server(ThreadingWSGIServer):
         self.setup_environ()
         self.set_app(app)
         self._free = threading.Semaphore(SCRAPES_MAX)
+        self._lock = threading.Lock()  # guards `_ends`
+        self._ends: dict[socket.socket, float] = {}
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """The peer of a Unix socket has no address, which wsgiref can't do without."""
-        peer, address = self.socket.accept()
+        try:
+            peer, address = self.socket.accept()
+        except OSError:
+            time.sleep(RETRY_S)  # it stays in the backlog
+            raise
         return peer, address or ("local", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, if there is one left."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        with self._lock:
+            self._ends[request] = time.monotonic() + PEER_S
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as error:  # no thread can be made
+            self._free.release()
+            self.shutdown_request(request)
+            log.warning("a scrape was turned away: %s", error)
+
+    def service_actions(self) -> None:
+        """Some times a second: hang up on peers who are late, however many bytes they still send now and then."""
+        now = time.monotonic()
+        with self._lock:
+            for request, end in self._ends.items():
+                if now > end:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See the base class."""
+        with self._lock:
+            self._ends.pop(request, None)
+        super().shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """See the base class."""

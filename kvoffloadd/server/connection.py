@@ -10,7 +10,6 @@ import array
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
 from functools import partial
@@ -41,11 +40,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
-_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * m.FDS_PER_FRAME_MAX)
+_FDS_MAX = 253  # SCM_MAX_FD: one message carries no more
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
+"""Room for all of them: those that find none are closed by the kernel within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
+PARTIAL_LOOKS = 4
+"""In `server.partial_frame_s`, at the rest of a frame."""
 FLUSH_S = 1.0
 """How long a peer that is being sent away may take to read its last words."""
 
@@ -56,6 +59,7 @@ class PeerConnection:
     def __init__(self, context: Context, sock: socket.socket, peer: Peer) -> None:
         self._context = context
         self._loop = context.loop
+        self._closer = context.closer
         self._sock = sock
         self._peer = peer
         self._protocol = Connection(daemon=True)
@@ -89,14 +93,15 @@ class PeerConnection:
         except OSError as error:
             self.end(f"read failed: {error.strerror}")
             return
-        fds = _descriptors(ancillary)
-        if flags & socket.MSG_CTRUNC:
-            _close_all(fds)
-            self._refuse(FramingError(f"more than {m.FDS_PER_FRAME_MAX} descriptors at once"))
+        if not self._keep(fds := _descriptors(ancillary)):
             return
         if size == 0:
-            _close_all(fds)
+            self._close_fds(fds)
             self.end("the peer closed the socket")
+            return
+        if flags & socket.MSG_CTRUNC:  # the kernel has closed the others
+            self._close_fds(fds)
+            self._refuse(FramingError("not all of its descriptors arrived: the daemon has none left"))
             return
         try:
             with memoryview(_READ)[:size] as data:
@@ -107,6 +112,23 @@ class PeerConnection:
         if not self._context.turns.begin(self):
             self._backlog = True
             self._steer()
+
+    def _keep(self, fds: list[int]) -> bool:
+        """Descriptors count from here on, whether or not a frame ever states them. False: they are too many."""
+        if not fds:
+            return True
+        uid = self._peer.uid
+        self._closer.hold(uid, len(fds))
+        try:
+            self._closer.check(uid, self._context.config.limits.fds)
+        except LimitError as error:
+            self._close_fds(fds)
+            self.turn_away(error)
+            return False
+        return True
+
+    def _close_fds(self, fds: list[int]) -> None:
+        self._closer.close(self._peer.uid, fds)
 
     @property
     def flow(self) -> tuple[int, int, int]:
@@ -181,7 +203,7 @@ class PeerConnection:
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             else:
                 task = self._start_task(answer, seq, last=last)
-                task.add_done_callback(partial(_close_later, fds))
+                task.add_done_callback(partial(self._close_later, fds))
                 fds = []
         except KvOffloadError as error:
             self._reply_error(error, seq)
@@ -189,7 +211,10 @@ class PeerConnection:
             log.exception("a request failed by a bug of ours")
             self._reply_bug(error, seq)
         finally:
-            _close_all(fds)
+            self._close_fds(fds)
+
+    def _close_later(self, fds: list[int], _task: asyncio.Task[None]) -> None:
+        self._close_fds(fds)
 
     def _answer(self, reply: m.Reply) -> None:
         if isinstance(reply, m.Welcome):
@@ -294,7 +319,7 @@ class PeerConnection:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         waiting = self._protocol.partial or not self.session.role
         if waiting and self._timer is None:
-            self._timer = self._loop.call_later(self._context.config.server.partial_frame_s, self._on_partial_late)
+            self._look_for_rest(PARTIAL_LOOKS)
         elif not waiting:
             self._stop_timer()
 
@@ -303,8 +328,13 @@ class PeerConnection:
             self._timer.cancel()
             self._timer = None
 
-    def _on_partial_late(self) -> None:
+    def _look_for_rest(self, looks: int) -> None:
+        """So many more times. Not once: while the process was stopped, time passed and nothing was read."""
         self._timer = None
+        if looks:
+            look_s = self._context.config.server.partial_frame_s / PARTIAL_LOOKS
+            self._timer = self._loop.call_later(look_s, self._look_for_rest, looks - 1)
+            return
         self._refuse(FramingError(f"no whole frame within {self._context.config.server.partial_frame_s} s"))
 
     def _on_peer_death(self) -> None:
@@ -331,18 +361,25 @@ class PeerConnection:
         return self._ending
 
     async def _end(self) -> None:
-        await self.session.close()
+        async with contextlib.AsyncExitStack() as chain:  # from the last to the first; each, whatever fails before it
+            chain.callback(self._frame_room.give, self)
+            chain.callback(self._context.sessions.discard, self.session)
+            chain.callback(self._peer.close)
+            chain.callback(self._close_socket)
+            chain.push_async_callback(self._last_words)
+            chain.callback(self._cancel_tasks)
+            chain.push_async_callback(self.session.close)
+
+    def _cancel_tasks(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        await self._last_words()
+
+    def _close_socket(self) -> None:
+        """With what its queue may hold; the session counts until that is done."""
         self._set_writing(False)
-        self._sock.close()
-        self._peer.close()
         self._discard()
-        _close_all(self._protocol.take_fds())
-        self._frame_room.give(self)
-        self._context.sessions.discard(self.session)
-        self.ended.set()
+        self._close_fds(self._protocol.take_fds())
+        self._closer.close_socket(self._peer.uid, self._sock, self.ended.set)
 
     def _discard(self) -> None:
         while self._outbox.frames:
@@ -364,13 +401,3 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return list(fds)
-
-
-def _close_later(fds: list[int], _task: asyncio.Task[None]) -> None:
-    _close_all(fds)
-
-
-def _close_all(fds: list[int] | tuple[int, ...]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

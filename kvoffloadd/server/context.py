@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvoffloadd.device.signals import Signals
     from kvoffloadd.lanes import Lane
     from kvoffloadd.server.account import Accounts
+    from kvoffloadd.server.closer import Closer
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.lag import Lag
     from kvoffloadd.server.session import Session
@@ -53,8 +54,10 @@ class SessionCounters:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Owned by the daemon. `pidfd`: its own, for peers; one for all, since there may be no other when one says hello.
-    `fatal(reason)` ends the process: for what can't be mended while it lives."""
+    """Owned by the daemon. `accepts`: connections taken from the backlog, whatever became of them. `pidfd`: its own,
+    for peers; one for all, since there may be no other when one says hello. `fatal(reason)` ends the process: for what
+    can't be mended while it lives.
+    """
 
     config: Config
     boot_id: bytes
@@ -69,10 +72,12 @@ class Context:
     accounts: Accounts
     lag: Lag
     turns: Turns
+    closer: Closer
     instances: Instances = field(default_factory=Instances)
     sessions: set[Session] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
+    accepts: int = 0
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     own_uid: int = field(default_factory=os.getuid)
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))

@@ -48,7 +48,7 @@ class EventFeed:
             if step % STEPS_PER_TURN == 0:
                 await asyncio.sleep(0)
         for session in self._context.sessions:
-            session.tell_gap()  # perhaps nothing more ever happens, so it can't wait for the next event
+            session.events.tell_gap()  # perhaps nothing more ever happens, so it can't wait for the next event
 
     def _steps(self) -> Iterator[None]:
         events = self._context.cache.entries.events
@@ -56,8 +56,8 @@ class EventFeed:
         while events:
             event = events.popleft()
             for encoded in _frames(event):
-                for session in [one for one in self._context.sessions if one.hears is event.namespace]:
-                    session.tell(encoded)
+                for session in [one for one in self._context.sessions if one.events.namespace is event.namespace]:
+                    session.events.tell(encoded)
                     yield
             yield
             self._note_lost()
@@ -67,7 +67,7 @@ class EventFeed:
         if lost > self._lost:
             self._lost = lost
             for session in self._context.sessions:
-                session.miss_events()
+                session.events.miss()
 
 
 def _frames(event: Event) -> Iterator[Encoded]:

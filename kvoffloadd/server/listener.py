@@ -11,13 +11,17 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from typing import TYPE_CHECKING
 
-from kvoffloadd.errors import ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
+from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, PeerError, ResourceError
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import peer as peers
+from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.door import Door
+from kvoffloadd.sockets import keep_inline, pass_descriptors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 128
+BACKLOG = (1 << 31) - 1
+"""As long as the system allows (net.core.somaxconn): all users share it, and who finds it full is refused."""
 ACCEPT_RETRY_S = 0.1
+ACCEPT_TURN_S = 0.002
+"""How long one turn of the loop takes connections: none is begun later than this."""
+_TOO_OFTEN = codec.encode(
+    m.Error(seq=0, code=BusyError.code, message="this user connects too often", fault=BusyError.fault, retryable=True)
+)
 
 
 def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[socket.socket, int]:
@@ -47,6 +57,7 @@ def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[soc
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if given is not None:
             _check_given(given, path)
+            given.listen(BACKLOG)
             return given, lock
         _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -105,24 +116,32 @@ class Listener:
         self._listener = listener
         self._path = path
         self._connections: set[PeerConnection] = set()
+        self._door = Door()
 
     def start(self) -> None:
         """Begin to accept."""
+        self._listener.setblocking(False)
+        pass_descriptors(self._listener, allowed=False)  # until a peer is admitted
         self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)
 
     def _on_acceptable(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            # Out of descriptors: the connection stays in the backlog, and a busy loop would help nobody.
-            log.error("accept failed: %s", error.strerror)
-            self._context.loop.remove_reader(self._listener.fileno())
-            self._context.loop.call_later(ACCEPT_RETRY_S, self._retry)
-            return
-        sock.setblocking(False)
-        self._admit(sock)
+        turn_ends = time.monotonic() + ACCEPT_TURN_S
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors: the connection stays in the backlog, and a busy loop would help nobody.
+                log.error("accept failed: %s", error.strerror)
+                self._context.loop.remove_reader(self._listener.fileno())
+                self._context.loop.call_later(ACCEPT_RETRY_S, self._retry)
+                return
+            self._context.accepts += 1
+            sock.setblocking(False)
+            self._admit(sock)
+            if time.monotonic() >= turn_ends:
+                return
 
     def _retry(self) -> None:
         if self._listener.fileno() >= 0:
@@ -133,26 +152,48 @@ class Listener:
         try:
             peer = peers.identify(sock)
         except OSError:
-            sock.close()  # gone before it could be looked at
+            context.closer.close_socket(STRANGERS, sock)  # gone before it could be looked at
             return
-        charged = int(peer.pid != os.getpid())  # the watchdog's pings take no place from others
+        own = peer.pid == os.getpid()  # the watchdog's pings take no place from others
+        charged = int(not own)
+        key = peer.uid if self._is_allowed(peer.uid) else STRANGERS
+        if not own and not self._door.lets_in(key):
+            context.counters.sessions_refused += 1
+            if self._door.is_news(key):
+                log.warning("uid %d connects too often, it is turned away for a while", peer.uid)
+            with contextlib.suppress(OSError):
+                sock.send(_TOO_OFTEN)
+            context.closer.close_socket(peer.uid, sock)
+            return
         try:
             self._check_uid(peer.uid)
+            context.closer.admit(peer.uid)
             context.accounts.of(peer.uid).charge("sessions", charged)
-        except (ForbiddenError, LimitError) as error:
+        except (ForbiddenError, ResourceError) as error:
             context.counters.sessions_refused += 1
             about = {"pid": peer.pid, "uid": peer.uid, "reason": error}
             log.warning("refused pid %(pid)d of uid %(uid)d: %(reason)s", about)
-            _turn_away(sock, error)
-            peer.close()
+            self._turn_away(sock, peer.uid, error)
             return
-        connection = PeerConnection(context, sock, peer)
+        keep_inline(sock)
+        pass_descriptors(sock, allowed=True)
+        connection = PeerConnection(context, sock, peers.watch(sock, peer))
         self._connections.add(connection)
         connection.start()
         context.spawn(self._forget(connection, peer.uid, charged))
 
+    def _turn_away(self, sock: socket.socket, uid: int, error: PeerError | ResourceError) -> None:
+        """One error frame, as far as the socket takes it, and out."""
+        reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
+        with contextlib.suppress(OSError):
+            sock.send(codec.encode(reply))
+        self._context.closer.close_socket(uid, sock)
+
+    def _is_allowed(self, uid: int) -> bool:
+        return uid in (0, self._context.own_uid) or uid in self._context.config.server.allowed_uids
+
     def _check_uid(self, uid: int) -> None:
-        if uid not in (0, self._context.own_uid, *self._context.config.server.allowed_uids):
+        if not self._is_allowed(uid):
             raise ForbiddenError(f"uid {uid} is not in server.allowed_uids")
 
     def check_all(self) -> None:
@@ -171,18 +212,12 @@ class Listener:
     async def close(self, deadline_s: float) -> None:
         """Accept nobody any more, end all sessions: each one's copies end before its socket closes."""
         self._context.loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        # With all who were never accepted, and what they have sent; the service manager may go on listening.
+        self._context.closer.hold(STRANGERS, 1)
+        self._context.closer.close(STRANGERS, [self._listener.detach()])
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:
             await asyncio.wait(ends, timeout=deadline_s)
-
-
-def _turn_away(sock: socket.socket, error: PeerError | ResourceError) -> None:
-    """One error frame, as far as the socket takes it, and out."""
-    reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
-    with contextlib.suppress(OSError):
-        sock.send(codec.encode(reply))
-    sock.close()

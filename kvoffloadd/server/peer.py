@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _UCRED = struct.Struct("3i")
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python 3.11's socket module
@@ -32,9 +32,16 @@ class Peer:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The process that connected. It may have passed the socket on: the uid is that of the one who connected."""
+    """The process that connected, not watched yet. It may have passed the socket on: the uid is that of the one who
+    connected.
+    """
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Peer(pid, uid, gid, _pidfd(sock, pid))
+    return Peer(pid, uid, gid, -1)
+
+
+def watch(sock: socket.socket, peer: Peer) -> Peer:
+    """With its pidfd."""
+    return replace(peer, pidfd=_pidfd(sock, peer.pid))
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int:

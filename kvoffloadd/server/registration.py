@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PLAN_BASE = 32
 """A registration or a group without descriptors costs about as much as so many."""
+NAMED_COST = 4
+"""An allocation that a registration names takes about as much as so many descriptors."""
+
 GROUPS_PER_NAMESPACE_MAX = 256
 LARGE_SPECS, LARGE_DESCRIPTORS = 512, 1 << 15
 """A registration of no more tensors and refs, and of no more descriptors, is drafted by the event loop itself: that
@@ -125,6 +128,13 @@ class Registration:
 def plan_descriptors(groups: Sequence[GroupSpec]) -> int:
     """What the plans of these groups will cost, in descriptors; even an empty one costs something."""
     return PLAN_BASE + sum(PLAN_BASE + spec.blocks_per_key * sum(ref.count for ref in spec.refs) for spec in groups)
+
+
+def cost(message: Register) -> int:
+    """What a registration costs, in descriptors: its plans, and the allocations that it goes on naming, which may be
+    thousands without a group.
+    """
+    return plan_descriptors(message.groups) + NAMED_COST * (len(message.tensors) + len(message.signals))
 
 
 def schema_of(spec: GroupSpec) -> GroupSchema:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.errors import ExtentError, KvOffloadError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.server.registration import (
     Attached,
@@ -20,9 +20,9 @@ from kvoffloadd.server.registration import (
     Registration,
     build,
     check,
+    cost,
     draft,
     named,
-    plan_descriptors,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Registry:
         if len(message.chunks) != 8 * len(fds):
             raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
         sizes = np.frombuffer(message.chunks, "<u8").tolist()
-        return self._to_the_end(self._map_chunks(message, _duplicates(fds), sizes))
+        return self._to_the_end(self._map_chunks(message, self._duplicates(fds), sizes))
 
     async def _map_chunks(self, message: AttachVmm, fds: list[int], sizes: list[int]) -> list[int]:
         try:
@@ -173,8 +173,20 @@ class Registry:
             self._check_open()
             return [number]
         finally:
-            for fd in fds:
-                os.close(fd)
+            self.context.closer.close(self.account.uid, fds)
+
+    def _duplicates(self, fds: list[int]) -> list[int]:
+        """All of them, held until the closer has closed them; or an OSError and none."""
+        made: list[int] = []
+        closer, uid = self.context.closer, self.account.uid
+        try:
+            made.extend(os.dup(fd) for fd in fds)
+        except OSError:
+            closer.hold(uid, len(made))
+            closer.close(uid, made)
+            raise
+        closer.hold(uid, len(made))
+        return made
 
     async def _reserve(self, device: GpuMemory, total_bytes: int) -> int:
         with self._charged("fds", 1), self._charged("mapped_bytes", total_bytes):
@@ -232,11 +244,11 @@ class Registry:
             return self._build(namespace, message, drafted, descriptors)
 
     def _descriptors(self, message: Register) -> int:
-        """What its plans will cost. Raises LimitError if it has too many tensors."""
+        """What it will cost. Raises LimitError if it has too many tensors."""
         cap = self.limits.tensors_per_registration
         if len(message.tensors) > cap:
             raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
-        return plan_descriptors(message.groups)
+        return cost(message)
 
     def _build(self, namespace: Namespace, message: Register, drafted: Draft, descriptors: int) -> int:
         number = next(self._ids)
@@ -288,10 +300,9 @@ class Registry:
         for made in self.registrations.values():
             self.account.refund("descriptors", made.descriptors)
         self.registrations.clear()
-        for number in list(self.attached):
-            try:
-                await self._unmap(number)
-            except (KvOffloadError, OSError) as error:  # the others are to be unmapped all the same
+        unmapped = await asyncio.gather(*map(self._unmap, list(self.attached)), return_exceptions=True)
+        for error in unmapped:  # the others are unmapped all the same
+            if error is not None:
                 log.error("an allocation of a session that ended can't be unmapped: %s", error)
 
     async def _unmap(self, number: int) -> None:
@@ -301,15 +312,3 @@ class Registry:
                 await entry.device.unmap(entry.allocation)
             finally:  # who waits may be cancelled; the unmapping goes on
                 self._refund(entry.allocation)
-
-
-def _duplicates(fds: list[int]) -> list[int]:
-    """All of them, or an OSError and none."""
-    made: list[int] = []
-    try:
-        made.extend(os.dup(fd) for fd in fds)
-    except OSError:
-        for fd in made:
-            os.close(fd)
-        raise
-    return made

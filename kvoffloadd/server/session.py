@@ -7,6 +7,7 @@ request costs the loop is spent in its handler, in its session's turn: nobody's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Coroutine
@@ -38,6 +39,7 @@ from kvoffloadd.server.jobs import Jobs
 from kvoffloadd.server.pins import Answered, Pins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
+from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
@@ -99,8 +101,7 @@ class Session:
         self._pins: Pins | None = None
         self._registry = Registry(context, self._account, self._limits)
         self._closing: asyncio.Task[None] | None = None
-        self._listening = False
-        self._events_missed = False
+        self.events = Subscription(outbox, push, self._limits.events_per_session)
 
     # --- dispatch ---
 
@@ -329,43 +330,14 @@ class Session:
     # --- events ---
 
     def _subscribe(self, message: m.Subscribe) -> m.Reply:
-        if not self._listening:
-            self._own_namespace().listeners += 1
-            self._listening = True
-            self._context.subscribed.set()
+        self.events.begin(self._own_namespace())
+        self._context.subscribed.set()
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:
         self._outbox.check_crowd()
         keys, cursor = self._context.cache.snapshot(self._space(message.group), message.cursor)
         return m.Listing(seq=message.seq, keys=keys, cursor=cursor)
-
-    @property
-    def hears(self) -> Namespace | None:
-        """The namespace whose events it subscribed to."""
-        return self._namespace if self._listening else None
-
-    def tell(self, event: Encoded) -> None:
-        """An event of the namespace that it `hears`; dropped, with a `gap`, when the peer reads too slowly."""
-        if self._room_for_event(len(event.frame)):
-            self.tell_gap()
-            self._push(event)
-        else:
-            self._events_missed = True
-
-    def miss_events(self) -> None:
-        """Events were lost before they reached any session."""
-        self._events_missed = self._listening
-
-    def tell_gap(self) -> None:
-        """If events were dropped and the peer reads again, say so."""
-        if self._events_missed and self._room_for_event(0):
-            self._events_missed = False
-            self._push(m.Gap())
-
-    def _room_for_event(self, size: int) -> bool:
-        waiting = len(self._outbox.frames)
-        return waiting < self._limits.events_per_session and self._outbox.room(size + 256)
 
     # --- the end ---
 
@@ -391,20 +363,29 @@ class Session:
         context, instance = self._context, self._instance
         if instance is None:
             return  # it never said hello
-        if self._pins is not None:
-            self._pins.close()
-        running = await self._jobs.cancel_all() if self._jobs else set()
-        if not await context.transfers.end(running, context.config.copy.worker_drain_s):
-            context.counters.drains_late += 1
-            context.fatal(f"copies of session {self.id} do not end within {context.config.copy.worker_drain_s} s")
-            return
+        copy = context.config.copy
+        # Each of these, whatever fails before it: what is in `ends` from the last to the first, then its memory.
+        async with contextlib.AsyncExitStack() as memory, contextlib.AsyncExitStack() as ends:
+            ends.callback(self._leave_namespace)
+            ends.push_async_callback(self._leave_instance, instance)
+            if self._pins is not None:
+                ends.callback(self._pins.close)
+            running = await self._jobs.cancel_all() if self._jobs else set()
+            if not await context.transfers.end(running, copy.worker_drain_s):
+                context.counters.drains_late += 1
+                context.fatal(f"copies of session {self.id} do not end within {copy.worker_drain_s} s")
+                return
+            memory.push_async_callback(self._registry.close)  # only now: no copy uses it any more
+
+    async def _leave_instance(self, instance: Instance) -> None:
         self._instance = None
-        if context.instances.leave(instance):
-            await context.end_leases(instance)
+        if self._context.instances.leave(instance):
+            await self._context.end_leases(instance)
+
+    def _leave_namespace(self) -> None:
         if self._namespace is not None:
-            self._namespace.listeners -= self._listening
-            context.cache.close_namespace(self._namespace)
-        await self._registry.close()
+            self.events.end()
+            self._context.cache.close_namespace(self._namespace)
 
     def figures(self) -> dict[str, Any]:
         """For `status`."""

@@ -122,7 +122,8 @@ class Watchdog:
             return
         with sock:
             try:
-                await self._connect(sock)
+                if not await self._connect(sock):
+                    return
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 # Whoever is connected is served; to kill us would take that away from him.
                 log.warning("nobody can connect any more, restart the service: %s: %s", self._path, error.strerror)
@@ -134,14 +135,18 @@ class Watchdog:
                 if isinstance(await self._answer(sock, protocol), m.Error):
                     return
 
-    async def _connect(self, sock: socket.socket) -> None:
+    async def _connect(self, sock: socket.socket) -> bool:
+        """False: there is no room in the backlog, but others get in, which is as good an answer."""
+        before = self._context.accepts
         while True:
             try:
                 sock.connect(str(self._path))
-            except BlockingIOError:  # its backlog is full, and nobody says when it no longer is
+            except BlockingIOError:  # nobody says when it no longer is full
                 await asyncio.sleep(CONNECT_RETRY_S)
+                if self._context.accepts > before:
+                    return False
             else:
-                return
+                return True
 
     async def _answer(self, sock: socket.socket, protocol: Connection) -> m.Message:
         readable = asyncio.Event()

@@ -109,6 +109,10 @@ class Pool:
         """What is in it is about to be taken over. If that ends the process again and again, it becomes `unfit`."""
         self._attempts[0] += 1
 
+    def withdraw_attempt(self) -> None:
+        """It is not taken over now, for a reason that lies elsewhere."""
+        self._attempts[0] -= 1
+
     def note_success(self) -> None:
         """It was taken over."""
         self._attempts[0] = 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.transfer import STUCK_LOOKS, Transfer, Transfers
+from kvoffloadd.cache.transfer import STUCK_LOOKS, Terms, Transfer, TransferResult, Transfers
+from kvoffloadd.device.signals import Ready
 from kvoffloadd.lanes import DAEMON
-from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, Outcome
 
 from .fakes import make_cache
 
@@ -85,3 +87,34 @@ async def test_a_chunk_that_ends_at_last() -> None:
         await copy.until_asked(3 * STUCK_LOOKS)
         transfer.ended.set()
         assert await ending
+
+
+class Short:
+    """A device, and signals, that are short of something."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        raise self._error
+
+    wait = submit
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize("ready", [None, Ready(8, 1)])
+async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: Ready | None) -> None:
+    nobody: Any = None
+    lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
+    short: Any = Short(error)
+    cache = make_cache()
+    transfers = Transfers(cache, lane, short, False)
+    ended: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
+    terms = Terms(short, 1e9, ready=ready)
+    transfers.store(np.zeros(0, np.int64), nobody, terms, ended.set_result)
+    assert not ended.done(), "never within the call"
+    async with asyncio.timeout(20):
+        result = await ended
+    assert result.outcome is Outcome.FAILED
+    assert "could not begin" in result.reason
+    assert not transfers.running

@@ -510,3 +510,16 @@ async def test_how_long_a_chunk_of_a_copy_runs() -> None:
     await results.get("a")
     assert copy.busy_s(time.monotonic() + 100) == 0
     assert await device.close(10)
+
+
+async def test_a_file_system_is_not_asked_before_it_is_known(
+    device: HostDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of a peer's own may never answer."""
+    asked: list[int] = []
+    with (tmp_path / "file").open("w+b") as file, monkeypatch.context() as watched:
+        watched.setattr(os, "fstat", asked.append)
+        watched.setattr(os, "fstatvfs", asked.append)
+        with pytest.raises(MemoryKindError, match="not shared memory"):
+            device.map(file.fileno(), FOREIGN_UID)
+    assert asked == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
+import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -91,27 +91,102 @@ async def test_the_deadline_ends_a_wait(scene: Scene) -> None:
     assert len(scene.signals) == 1
 
 
-async def test_a_cancelled_wait_says_nothing_and_reads_nothing(scene: Scene) -> None:
-    private = ctypes.create_string_buffer(16)
-    address = ctypes.addressof(private) + -ctypes.addressof(private) % 8
-    wait = scene.signals.wait(Ready(address, 1), scene.loop.time() + SOON_S, lambda outcome: scene.tell(0, outcome))
-    assert scene.signals.cancel(wait)
-    ctypes.memset(address, 0xFF, 8)
+class Gate:
+    """Reads words once it is open; `looks` counts those that have begun, `read` what they name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks = 0
+        self.read: list[int] = []
+        self.open = threading.Event()
+        monkeypatch.setattr(signals, "read_words", self)
+
+    def __call__(self, addresses: U64Array) -> tuple[U64Array, BoolArray]:
+        self.read = addresses.tolist()
+        if self.read:
+            self.looks += 1
+            assert self.open.wait(SOON_S)
+        return read_words(addresses)
+
+    async def until(self, looks: int) -> None:
+        async with asyncio.timeout(SOON_S):
+            while self.looks < looks:  # noqa: ASYNC110  a thread reads
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+async def test_a_page_that_can_t_be_read_keeps_nobody_waiting(gate: Gate, scene: Scene) -> None:
+    """It is being punched out: the thread waits, the loop goes on, with waits, cancels and the end."""
+    first, second = scene.wait(0, 1), scene.wait(1, 1)
+    await gate.until(1)
+    third = scene.wait(2, 1)
+    assert not scene.signals.cancel(first), "it is being read"
+    assert not scene.signals.cancel(third)
+    await asyncio.sleep(0.02)
+    assert scene.told == [], "nobody may unmap it before"
+    gate.open.set()
+    await scene.until(2)
+    assert set(scene.told) == {(0, Outcome.CANCELLED), (2, Outcome.CANCELLED)}
+    assert len(scene.signals) == 1
+    assert second.done is not None
+
+
+async def test_the_end_during_a_look(gate: Gate, scene: Scene) -> None:
+    scene.wait(0, 1)
+    await gate.until(1)
+    scene.signals.close()
     await asyncio.sleep(0.02)
     assert scene.told == []
-    assert len(scene.signals) == 0
+    gate.open.set()
+    await scene.until(1)
+    assert scene.told == [(0, Outcome.CANCELLED)]
+
+
+async def test_a_cancelled_wait_says_nothing_and_reads_nothing(
+    gate: Gate, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks."""
+    monkeypatch.setattr(signals, "_pause_s", lambda *_: SOON_S)
+    gate.open.set()
+    wait = scene.wait(0, 1)
+    await gate.until(1)
+    async with asyncio.timeout(SOON_S):
+        while scene.signals._looking:  # noqa: ASYNC110  a thread reads
+            await asyncio.sleep(0.001)
+    assert scene.signals.cancel(wait)
+    scene.words[0] = 1
+    scene.wait(1, 1)
+    await gate.until(2)
+    assert gate.read == [scene.words.ctypes.data + 8]
+    assert scene.told == []
+    assert len(scene.signals) == 1
     assert not scene.signals.cancel(wait)
 
 
-async def test_a_wait_that_is_over_at_once_can_not_be_cancelled(scene: Scene) -> None:
-    """Before what it is told has come, or after."""
+async def test_a_wait_that_is_over_can_not_be_cancelled(scene: Scene) -> None:
     scene.words[0] = 1
     wait = scene.wait(0, 1)
-    assert not scene.signals.cancel(wait)
     await scene.until(1)
     assert scene.told == [(0, Outcome.DONE)]
     assert not scene.signals.cancel(wait)
     assert len(scene.signals) == 0
+
+
+async def test_a_new_wait_is_looked_at_at_once(gate: Gate, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the thread would have paused for those before it."""
+    monkeypatch.setattr(signals, "_pause_s", lambda *_: 10 * SOON_S)
+    gate.open.set()
+    scene.wait(0, 1)
+    await gate.until(1)
+    scene.words[1] = 1
+    scene.wait(1, 1)
+    await scene.until(1)
+    assert scene.told == [(1, Outcome.DONE)]
 
 
 async def test_close_cancels_and_refuses(scene: Scene) -> None:
@@ -142,8 +217,9 @@ async def test_many_words_and_many_waits_for_each(scene: Scene, seed: int) -> No
     due = rng.integers(1, 4, 300)
     waits = [scene.wait(word, int(due[word])) for word in range(300)]
     other = [scene.wait(word, 3) for word in range(0, 300, 2)]
-    for wait in waits[::3]:
-        assert scene.signals.cancel(wait)
+    cancelled = [scene.signals.cancel(wait) for wait in waits[::3]].count(False)
+    await scene.until(cancelled)  # those that were being read
+    scene.told.clear()
     for value in (1, 2, 3):
         scene.words[:] = value
         expected = {word for word in range(300) if word % 3 and due[word] <= value}
@@ -203,17 +279,23 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> Non
 
 async def test_nothing_of_a_wait_that_is_over_is_kept(scene: Scene) -> None:
     class Job:
-        def done(self, _: Outcome) -> None:
-            raise AssertionError
+        def done(self, outcome: Outcome) -> None:
+            over.append(outcome)
 
+    over: list[Outcome] = []
     jobs = [Job() for _ in range(100)]
     alive = weakref.WeakSet(jobs)
     ready = Ready(scene.words.ctypes.data, 1)
     scene.wait(0, 5)  # the word is waited for all the time
     for job in jobs:
-        assert scene.signals.cancel(scene.signals.wait(ready, scene.loop.time() + 600, job.done))
+        if scene.signals.cancel(scene.signals.wait(ready, scene.loop.time() + 600, job.done)):
+            over.append(Outcome.CANCELLED)
     jobs.clear()
     del job
+    async with asyncio.timeout(SOON_S):
+        while len(over) < 100 or scene.signals._looking:  # noqa: ASYNC110  a thread reads
+            await asyncio.sleep(0.001)
+    assert set(over) == {Outcome.CANCELLED}
     gc.collect()
     assert len(alive) == 0
 

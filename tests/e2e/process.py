@@ -61,10 +61,7 @@ class Daemon:
         """Start it, again after an end, and wait until it answers."""
         if hasattr(self, "_observer"):
             self._leave()
-        with self.log_path.open("ab") as log:
-            self.child = subprocess.Popen(
-                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
-            )
+        self.child = self.start_anyhow()
         end = time.monotonic() + START_S
         while True:
             self._observer = Client(self.socket, namespace=None, role="observer", connect_deadline_s=0.0)
@@ -76,6 +73,13 @@ class Daemon:
                 time.sleep(0.01)
             else:
                 return
+
+    def start_anyhow(self) -> subprocess.Popen[bytes]:
+        """The same command, whose answer nobody waits for."""
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+            )
 
     def run_another(self) -> subprocess.CompletedProcess[str]:
         """The same command once more, while this one lives, to its end."""

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.tiers.pool import _ATTEMPTS_AT as ATTEMPTS_AT
+from kvoffloadd.tiers.pool import ATTEMPTS_MAX
 from tests.e2e.disk import MIB, disk, disk_settings, group_of, idle, served, store_all
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
@@ -203,3 +205,30 @@ def test_with_a_disk(start: Start, tmp_path: Path, seed: int) -> None:
     assert disk(daemon)["demoted"]["keys"] <= 50
     rank = daemon.welcome(Rank(daemon.socket, group_of(9000)))
     assert served(rank, np.concatenate([first, later])).all()
+
+
+def attempts(pool_file: Path) -> int:
+    """Starts that began to take it over and were not heard of again."""
+    with pool_file.open("rb") as file:
+        return int.from_bytes(os.pread(file.fileno(), 4, ATTEMPTS_AT), "little")
+
+
+def test_an_orderly_end_of_a_start_is_no_crash(start: Start, tmp_path: Path, pool_file: Path, seed: int) -> None:
+    """While the memory is being taken over, which a disk that hangs draws out: any number of times."""
+    switch = tmp_path / "switch"
+    daemon = start(*disk_settings((tmp_path / "root", 64 * MIB)), faults=f"disk={switch}")
+    keys = new_keys(np.random.default_rng(seed), 20)
+    store_all(daemon.welcome(Rank(daemon.socket, group_of(4096))), keys)
+    sealed(daemon)
+    daemon.leave_guests()
+    daemon.stop()
+    switch.write_text("\n".join(f"{what}_delay_s=3600" for what in ("open", "names", "read")))
+    for _ in range(ATTEMPTS_MAX + 1):
+        starting = daemon.start_anyhow()
+        until(lambda: attempts(pool_file) == 1, "it is taking over")
+        starting.terminate()
+        assert starting.wait(20) == 0
+        assert attempts(pool_file) == 0
+    switch.unlink()
+    daemon.start()
+    assert daemon.status()["cache"]["keys_adopted"] == 20

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -229,3 +231,59 @@ def test_reasons_are_all_told(start_daemon: Callable[..., Daemon], socket_dir: P
     _, _, body = ask(f"{socket_dir}/metrics.sock")
     for reason in REASONS:
         assert f'reason="{reason}"' in body
+
+
+async def test_who_sends_a_byte_now_and_then_is_hung_up_on(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is the request's, not a read's."""
+    monkeypatch.setattr(module, "PEER_S", 0.3)
+    path = serve()
+
+    def trickle() -> int:
+        sent = 0
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            while sent < 10_000:
+                try:
+                    peer.sendall(b"G")
+                except OSError:
+                    break
+                sent += 1
+                time.sleep(0.02)
+        return sent
+
+    assert 0 < await asyncio.to_thread(trickle) < 10_000
+    assert (await asyncio.to_thread(ask, path))[0] == 200
+
+
+async def test_no_thread_for_a_scrape_costs_no_place(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = serve()
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if "process_request_thread" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", fail)
+        for _ in range(module.SCRAPES_MAX + 1):
+            assert await asyncio.to_thread(ask_quietly, path) == 0
+    assert (await asyncio.to_thread(ask, path))[0] == 200
+
+
+def test_no_descriptor_for_a_scrape_is_no_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Empty:
+        def accept(self) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    pauses: list[float] = []
+    server = module._Server.__new__(module._Server)
+    server.socket = Empty()  # type: ignore[assignment]
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(OSError, match="Too many"):
+        server.get_request()
+    assert pauses == [module.RETRY_S]

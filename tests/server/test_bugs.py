@@ -75,3 +75,23 @@ def test_pure_functions_change_nothing() -> None:
     ):
         assert not leaves_cache_unsure(raised(wrong))
     assert leaves_cache_unsure(raised(lambda: create_policy("lru", 1, 1).touch(np.array([5], np.uint32), None)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "room", ["kvoffloadd.device.signals", "kvoffloadd.device.host", "kvoffloadd.device.cuda.device"]
+)
+def test_what_a_device_is_short_of_is_told_by_the_device(room: str) -> None:
+    device: dict[str, Any] = {"__name__": room}
+    exec("def fail(*_): raise RuntimeError('can\\'t start new thread')", device)
+    index = Index(10, 1)
+    index.hash = device["fail"]  # type: ignore[method-assign]
+    assert not leaves_cache_unsure(raised(lambda: index.insert(0, np.zeros((1, 4), np.uint64))))
+
+
+@pytest.mark.parametrize("room", ["kvoffloadd.tiers.memory", "kvoffloadd.lanes", "numpy"])
+def test_what_is_no_room_of_its_own_below_the_cache_is_the_cache_s(room: str) -> None:
+    below: dict[str, Any] = {"__name__": room}
+    exec("def fail(*_): raise KeyError", below)
+    index = Index(10, 1)
+    index.hash = below["fail"]  # type: ignore[method-assign]
+    assert leaves_cache_unsure(raised(lambda: index.insert(0, np.zeros((1, 4), np.uint64))))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
 from tests.e2e.process import UID, Daemon
 from tests.e2e.raw import Fields, RawPeer
 from tests.e2e.waiting import until
@@ -210,6 +211,17 @@ def test_descriptors_of_plans(daemon: Daemon) -> None:
     for number in made:
         scene.peer.ok("unregister", registration=number)
     assert used(daemon)["descriptors"] < 1000
+
+
+def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
+    """Without a group, too, it goes on naming them."""
+    scene = Scene(daemon, "named")
+    scene.settle()
+    before = used(daemon)["descriptors"]
+    number = scene.peer.ok("register", tensors=[scene.tensor] * 100, groups=[])["registration"]
+    assert used(daemon)["descriptors"] - before == PLAN_BASE + 100 * NAMED_COST
+    scene.peer.ok("unregister", registration=number)
+    assert used(daemon)["descriptors"] == before
 
 
 def test_what_jobs_hold(start_daemon: Start) -> None:

@@ -38,6 +38,7 @@ def context_of(cache: Any) -> Context:
         accounts=Accounts(caps(Config().limits)),
         lag=nothing,
         turns=nothing,
+        closer=nothing,
     )
 
 

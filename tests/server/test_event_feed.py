@@ -23,13 +23,13 @@ class FakeSession:
     """Notes what it is told."""
 
     def __init__(self, hears: Namespace | None = NAMESPACE) -> None:
-        self.hears = hears
+        self.namespace, self.events = hears, self
         self.told: list[Any] = []
 
     def tell(self, event: Encoded) -> None:
         self.told.append(event)
 
-    def miss_events(self) -> None:
+    def miss(self) -> None:
         self.told.append("missed")
 
     def tell_gap(self) -> None:

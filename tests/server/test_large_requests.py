@@ -64,7 +64,7 @@ async def room() -> Room:
     gpus: Any = SimpleNamespace(devices=list)
     context = Context(
         Config(), b"b" * 16, loop, cache, transfers, host, gpus, NOBODY, lane, NOBODY,
-        Accounts(caps(Config().limits)), Lag(loop), NOBODY, own_uid=0,
+        Accounts(caps(Config().limits)), Lag(loop), NOBODY, NOBODY, own_uid=0,
     )  # fmt: skip
     session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20), lambda message: None)
     context.sessions.add(session)

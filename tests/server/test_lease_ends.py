@@ -50,6 +50,7 @@ class Scene:
             accounts=Accounts(caps(Config().limits)),
             lag=nothing,
             turns=nothing,
+            closer=nothing,
         )
         self.uid = self.context.own_uid
         self.first = self.session(b"0" * 16)

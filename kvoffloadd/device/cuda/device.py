@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +23,7 @@ from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
-from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
 from kvoffloadd.model import Direction
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class CudaDevice:
         self._mapped: set[Allocation] = set()
         self._mapped_ends = np.zeros(0, np.uint64)  # replaced, never changed: the copy lanes read it
         self._closed = False
+        self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, pinning: Pinning) -> None:
@@ -221,10 +223,10 @@ class CudaDevice:
         """A chunk and a call to the driver take milliseconds; what does not end then never will, and nobody can take
         its blocks, or its mapping, back.
         """
-        now, stuck_s, patience_s = self._loop.time(), self._config.stuck_s, self._patience_s
-        if self.busy_s(now) > stuck_s:
+        now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
+        if self._copying.end(self.busy_s(now), now, stuck_s):
             self._broken(f"a copy has not ended after {stuck_s} s")
-        if self._memory_lane.oldest_running_s(now) > patience_s:
+        if self._calling.end(self._memory_lane.oldest_running_s(now), now, patience_s):
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._look)
 

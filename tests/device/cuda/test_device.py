@@ -57,3 +57,22 @@ async def test_what_is_pinned_gives_a_context_more_time(gpu: Gpu) -> None:
 async def test_a_context_that_does_not_come_is_not_waited_for(gpu: Gpu) -> None:
     with pytest.raises(DeviceError, match="not there after"):
         await open_with(mapping_s=0.0)
+
+
+async def test_a_copy_that_was_begun_long_ago_is_looked_at_more_than_once(gpu: Gpu) -> None:
+    """The process may have been stopped meanwhile."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def end(reason: str) -> None:
+        if not ended.done():
+            ended.set_result(reason)
+
+    loop, config = asyncio.get_running_loop(), CudaConfig(stuck_s=STUCK_S)
+    device = CudaDevice(loop, Slow(), bytes(16), 0, 1 << 20, config, end)
+    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
+    device.busy_s = lambda now: 3600.0  # type: ignore[method-assign]
+    device._look()
+    assert not ended.done()
+    async with asyncio.timeout(20):
+        assert "a copy has not ended" in await ended
+    await device.close(10.0)

@@ -1,0 +1,176 @@
+"""Closing what peers have sent, in threads of its own: the close that drops the last reference to a file does whatever
+its file system or its protocol wants, and that may take as long as a peer likes (a TCP socket that lingers; a file of
+a FUSE server that never answers FLUSH). No other part of the daemon closes a descriptor that came from a peer, or a
+socket whose queue may hold one.
+
+Ownership: the event loop alone, but for the threads, which close numbers and touch nothing else. Each user has one of
+his own, so that what he sends keeps nobody waiting but himself. They are daemon threads: the process ends without them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvoffloadd.deliveries import Deliveries
+from kvoffloadd.errors import BusyError, LimitError
+from kvoffloadd.sockets import is_empty
+
+if TYPE_CHECKING:
+    import asyncio
+    import socket
+    from collections.abc import Callable, Iterable, Sequence
+
+log = logging.getLogger(__name__)
+
+STRANGERS = -1
+"""Whose thread closes for all users who were never let in."""
+
+LOOK_S = 1.0
+STUCK_LOOKS = 5
+"""A descriptor that is still being closed at so many looks in a row has its user turned away. Looks, not seconds: time
+in which this process did not run counts as one.
+"""
+
+SPARE = 64
+"""Descriptors that a user may have here above `limits.fds`: of frames that are refused by name."""
+
+_Batch = tuple["Sequence[int]", "Callable[[None], None]"]
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """What one thread closes. `held`: descriptors that its users have sent and that are not closed; `waiting`: batches
+    on their way to the thread; `closed`: those that have come back from it, and `seen` of them at the last look.
+    """
+
+    batches: queue.SimpleQueue[_Batch] = field(default_factory=queue.SimpleQueue)
+    held: int = 0
+    waiting: int = 0
+    closed: int = 0
+    seen: int = 0
+    looks: int = 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its thread does not come back."""
+        return self.looks >= STUCK_LOOKS
+
+
+class Closer:
+    """`uids`: whose threads are made at once, so that they are there when no thread can be made any more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, uids: Iterable[int] = ()) -> None:
+        self._loop = loop
+        self._deliveries = Deliveries("closer", loop)
+        self._queues: dict[int, _Queue] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        for uid in (STRANGERS, *uids):
+            self._start(uid)
+
+    def admit(self, uid: int) -> None:
+        """From now on this user's descriptors are closed by a thread of his own.
+
+        Raises:
+            LimitError: his thread is stuck.
+            BusyError: no thread can be made for him.
+        """
+        if uid not in self._queues:
+            try:
+                self._start(uid)
+            except RuntimeError as error:
+                raise BusyError(f"the daemon can make no thread for uid {uid}: {error}") from None
+        _check_moves(self._queues[uid], uid)
+
+    def _start(self, uid: int) -> None:
+        if uid not in self._queues:
+            made = _Queue()
+            work = (made.batches, self._deliveries)
+            threading.Thread(target=_close_numbers, args=work, name=f"kvo-close-{uid}", daemon=True).start()
+            self._queues[uid] = made
+
+    def hold(self, uid: int, count: int) -> None:
+        """So many descriptors of this user are here now, until `close`."""
+        self._of(uid).held += count
+
+    def check(self, uid: int, cap: int) -> None:
+        """Raises LimitError if this user has more than `cap` descriptors here, and some to spare, or his thread is
+        stuck.
+        """
+        mine = self._of(uid)
+        _check_moves(mine, uid)
+        if mine.held > cap + SPARE:
+            raise LimitError(f"uid {uid} has sent {mine.held} descriptors that are not closed yet; the cap is {cap}")
+
+    def close(self, uid: int, fds: Sequence[int], done: Callable[[], None] | None = None) -> None:
+        """Closes what is held, off the loop, in this order and behind all that came before. `done`: called then, on the
+        loop.
+        """
+        if not fds:
+            return
+        mine = self._of(uid)
+
+        def closed(_: None) -> None:
+            mine.held -= len(fds)
+            mine.waiting -= 1
+            mine.closed += 1
+            if done is not None:
+                done()
+
+        mine.waiting += 1
+        mine.batches.put((fds, closed))
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
+        """Closes a socket with all that its queue may hold. The loop must not watch it any more. `done`: as for
+        `close`, or called at once.
+        """
+        if not is_empty(sock):
+            self.hold(uid, 1)
+            self.close(uid, [sock.detach()], done)
+            return
+        sock.close()
+        if done is not None:
+            done()
+
+    def _of(self, uid: int) -> _Queue:
+        return self._queues.get(uid) or self._queues[STRANGERS]
+
+    def _look(self) -> None:
+        """Which threads have closed nothing since the last look."""
+        self._timer = None
+        for uid, mine in self._queues.items():
+            mine.looks = mine.looks + 1 if mine.waiting and mine.closed == mine.seen else 0
+            mine.seen = mine.closed
+            if mine.looks == STUCK_LOOKS:
+                log.warning("a descriptor that uid %d has sent can't be closed: its sessions are refused", uid)
+        if any(mine.waiting for mine in self._queues.values()):
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+
+def _check_moves(mine: _Queue, uid: int) -> None:
+    if mine.stuck:
+        raise LimitError(
+            f"a descriptor that uid {uid} has sent does not let itself be closed (a socket that lingers, a file system "
+            "that does not answer), and until then nobody knows how many more would not"
+        )
+
+
+def _close_numbers(batches: queue.SimpleQueue[_Batch], deliveries: Deliveries) -> None:
+    """A thread's life."""
+    while True:
+        fds, closed = batches.get()
+        for fd in fds:
+            try:
+                os.close(fd)
+            except OSError as error:  # it is gone all the same; a number that was none is a bug of ours
+                if error.errno == errno.EBADF:
+                    log.error("a descriptor was closed twice")
+        deliveries.put(closed, None)
+        del fds, closed

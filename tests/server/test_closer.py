@@ -1,0 +1,209 @@
+"""What peers send is closed where it keeps nobody waiting but them."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from kvoffloadd.errors import BusyError, LimitError
+from kvoffloadd.server.closer import SPARE, STUCK_LOOKS, Closer
+from tests.conftest import OTHER_UID
+from tests.e2e.process import Daemon
+from tests.e2e.raw import RawPeer, frame
+from tests.e2e.users import Stranger, needs_root
+from tests.e2e.waiting import until
+from tests.lingering import Lingering, lingering
+
+THEIRS, OURS = 7, 8
+CAP = 4
+
+
+@pytest.fixture
+def stuck() -> Iterator[Lingering]:
+    with lingering() as made:
+        yield made
+
+
+@pytest.fixture
+async def closer() -> AsyncIterator[Closer]:
+    made = Closer(asyncio.get_running_loop(), (THEIRS, OURS))
+    yield made
+    for uid in made._queues:
+        await closed(made, uid, [])
+        assert made._of(uid).held == 0
+
+
+async def closed(closer: Closer, uid: int, fds: list[int]) -> None:
+    """Wait for it, and for all that came before."""
+    done = asyncio.Event()
+    fds = [*fds, os.dup(0)]
+    closer.hold(uid, len(fds))
+    closer.close(uid, fds, done.set)
+    async with asyncio.timeout(20):
+        await done.wait()
+
+
+def begin(closer: Closer, stuck: Lingering) -> asyncio.Event:
+    """Its last reference is being closed; the event: it is."""
+    done = asyncio.Event()
+    closer.hold(THEIRS, 1)
+    closer.close(THEIRS, [stuck.ours.detach()], done.set)
+    return done
+
+
+async def test_who_sends_what_does_not_close_waits_alone(closer: Closer, stuck: Lingering) -> None:
+    done = begin(closer, stuck)
+    kept, other = os.pipe()
+    await closed(closer, OURS, [other])
+    assert os.read(kept, 1) == b"", "the other end is closed"
+    assert not done.is_set()
+    stuck.release()
+    async with asyncio.timeout(20):
+        await done.wait()
+    os.close(kept)
+
+
+async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Closer, stuck: Lingering) -> None:
+    done = begin(closer, stuck)
+    for _ in range(STUCK_LOOKS):
+        closer.admit(THEIRS)
+        closer.check(THEIRS, CAP)
+        closer._look()
+    with pytest.raises(LimitError, match="does not let itself be closed"):
+        closer.admit(THEIRS)
+    with pytest.raises(LimitError, match="does not let itself be closed"):
+        closer.check(THEIRS, CAP)
+    closer.admit(OURS)
+    closer.check(OURS, CAP)
+    stuck.release()
+    async with asyncio.timeout(20):
+        await done.wait()
+    closer._look()
+    closer.admit(THEIRS)
+
+
+async def test_what_waits_to_be_closed_counts(closer: Closer, stuck: Lingering) -> None:
+    begin(closer, stuck)
+    for count in range(1, CAP + SPARE):
+        closer.check(THEIRS, CAP)
+        closer.hold(THEIRS, 1)
+        closer.close(THEIRS, [os.dup(0)])
+        assert closer._of(THEIRS).held == count + 1
+    closer.check(THEIRS, CAP)
+    closer.hold(THEIRS, 1)
+    closer.close(THEIRS, [os.dup(0)])
+    with pytest.raises(LimitError, match="not closed yet"):
+        closer.check(THEIRS, CAP)
+    stuck.release()
+    await closed(closer, THEIRS, [])
+    closer.check(THEIRS, CAP)
+
+
+async def test_nobody_comes_in_who_can_have_no_thread(closer: Closer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", fail)
+        with pytest.raises(BusyError, match="thread"):
+            closer.admit(99)
+        closer.admit(OURS)
+    closer.admit(99)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+async def test_a_socket_with_something_in_its_queue(closer: Closer, stuck: Lingering, queued: bool) -> None:
+    """One without is closed at once; more can't come."""
+    ours, theirs = socket.socketpair()
+    if queued:
+        theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))])
+        stuck.drop()
+    done = asyncio.Event()
+    closer.close_socket(99, ours, done.set)
+    assert done.is_set() is not queued
+    assert ours.fileno() == -1
+    with pytest.raises(BrokenPipeError):
+        theirs.send(b"y")
+    stuck.release()
+    async with asyncio.timeout(20):
+        await done.wait()
+    theirs.close()
+
+
+# --- a daemon ---------------------------------------------------------------------------------------------
+
+
+def attach_and_drop(peer: RawPeer, stuck: Lingering, *before: int) -> int:
+    seq = peer.begin("attach", rights=[*before, stuck.fd], kind="shm", fds=1 + len(before))
+    stuck.drop()
+    return seq
+
+
+@needs_root
+def test_descriptors_of_a_user_keep_nobody_else_waiting(daemon: Daemon, stuck: Lingering) -> None:
+    stranger: RawPeer = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
+    stranger.hello()
+    seq = attach_and_drop(stranger, stuck)
+    assert "not shared memory" in str(stranger.answer(seq)), "its own session goes on"
+    other = daemon.peer()
+    other.hello()
+    other.ok("ping")
+    stranger.ok("ping")
+
+
+def test_more_descriptors_than_fit_are_not_closed_by_the_kernel(daemon: Daemon, stuck: Lingering) -> None:
+    """65, of which the last lingers, and all that a message can carry."""
+    other = daemon.peer()
+    other.hello()
+    peer = daemon.peer()
+    peer.hello()
+    attach_and_drop(peer, stuck, *[0] * 64)
+    other.ok("ping")
+    peer.turned_away("bad_frame")
+    most = daemon.peer()
+    most.hello()
+    most.begin("attach", rights=[0] * 253, kind="shm", fds=253)
+    most.turned_away("bad_frame")
+    other.ok("ping")
+
+
+def test_descriptors_with_an_out_of_band_byte_arrive(daemon: Daemon, stuck: Lingering) -> None:
+    """The kernel would close them within the read of what comes behind."""
+    other = daemon.peer()
+    other.hello()
+    peer = daemon.peer()
+    peer.hello()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))]
+    try:
+        peer.socket.sendmsg([b"x"], rights, socket.MSG_OOB)
+    except OSError:
+        pytest.skip("this kernel has no out-of-band bytes for Unix sockets")
+    stuck.drop()
+    peer.send(frame({"type": "ping", "seq": 9}))
+    other.ok("ping")
+    peer.end()
+    other.ok("ping")
+
+
+def test_descriptors_of_frames_that_never_come_count(start_daemon: Callable[..., Daemon]) -> None:
+    daemon = start_daemon("limits.fds=4", "limits.sessions=16")
+    whole = frame({"type": "attach", "seq": 9, "kind": "shm", "fds": 64})
+    before, peers = daemon.open_fds(), [daemon.peer() for _ in range(4)]
+    for peer in peers:
+        peer.hello()
+    peers[0].send(whole[:5], [0] * 64)
+    until(lambda: daemon.open_fds() >= before + 4 + 64, "they are here")
+    peers[1].send(whole[:5], [0] * 4)
+    until(lambda: daemon.open_fds() >= before + 4 + 68, "they are here")
+    peers[2].send(whole[:5], [0])
+    assert "the cap is 4" in peers[2].turned_away("limit")
+    peers[0].close()
+    until(lambda: daemon.open_fds() <= before + 4 + 4, "they are gone")
+    peers[3].send(whole[:5], [0])
+    until(lambda: daemon.open_fds() == before + 4 + 5, "there is room again")

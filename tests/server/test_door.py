@@ -1,0 +1,110 @@
+"""Who connects all the time is turned away cheaply, and others come in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.server import listener as module
+from kvoffloadd.server.closer import Closer
+from kvoffloadd.server.door import BURST, RATE, Door
+from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.server.turns import Turns
+from kvoffloadd.server.watchdog import Watchdog
+from tests.cache.fakes import make_cache
+from tests.server.test_clears import context_of
+
+
+def test_a_bucket_is_a_user_s_own_and_fills_again() -> None:
+    now = 5.0
+    door = Door(lambda: now)
+    assert all(door.lets_in(1) for _ in range(BURST))
+    assert not door.lets_in(1)
+    assert door.lets_in(2)
+    assert door.is_news(1)
+    assert not door.is_news(1), "it was said"
+    now += 3.5 / RATE
+    assert [door.lets_in(1) for _ in range(4)] == [True, True, True, False]
+    assert door.is_news(1)
+    now += 1e6
+    assert [door.lets_in(1) for _ in range(BURST + 1)].count(True) == BURST
+
+
+class Scene:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.context = context_of(make_cache())
+        self.context.closer = Closer(self.context.loop, (os.getuid(),))
+        self.context.turns = Turns(self.context.loop)
+        sock, self.lock = bind(path, 0o600)
+        self.listener = Listener(self.context, sock, path)
+        sock.setblocking(False)
+
+    def connect(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.setblocking(False)
+        peer.connect(str(self.path))
+        return peer
+
+    async def close(self) -> None:
+        await self.listener.close(10)
+        os.close(self.lock)
+
+
+async def test_many_are_accepted_in_a_turn_until_its_time_is_up(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as if they came from another process
+    scene = Scene(socket_dir / "kvo.sock")
+    peers = [scene.connect() for _ in range(200)]  # more than the backlog had room for
+    monkeypatch.setattr(module, "ACCEPT_TURN_S", -1.0)
+    scene.listener._on_acceptable()
+    assert scene.context.accepts == 1, "one, however little time there is"
+    monkeypatch.setattr(module, "ACCEPT_TURN_S", 1e6)
+    scene.listener._on_acceptable()
+    assert scene.context.accepts == 200
+    monkeypatch.undo()
+    for peer in peers:
+        peer.close()
+    await scene.close()
+
+
+async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    scene = Scene(socket_dir / "kvo.sock")
+    scene.listener._door._buckets[os.getuid()] = (0.0, time.monotonic() + 1e6)
+    peer = scene.connect()
+    scene.listener._on_acceptable()
+    assert b"connects too often" in peer.recv(1000)
+    assert peer.recv(1000) == b""
+    peer.close()
+    assert scene.context.counters.sessions_refused == 1
+    assert scene.context.sessions == set()
+    monkeypatch.undo()
+    own = scene.connect()
+    scene.listener._on_acceptable()
+    assert len(scene.context.sessions) == 1, "the watchdog's own ping comes in"
+    own.close()
+    await scene.close()
+
+
+async def test_accepts_are_life(socket_dir: Path) -> None:
+    """The backlog is full of others all the time."""
+    path = socket_dir / "full.sock"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting.connect(str(path))
+        context = context_of(make_cache())
+        watchdog = Watchdog(context, path, 1e6, lambda: None)
+        pinging = asyncio.ensure_future(watchdog._ping())
+        await asyncio.sleep(0.2)
+        assert not pinging.done()
+        context.accepts += 1
+        async with asyncio.timeout(20):
+            await pinging

@@ -1,0 +1,134 @@
+"""Whatever fails at the end of a session, its socket, its place and its charges are given back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from kvoffloadd.device.base import Allocation
+from kvoffloadd.errors import FramingError, UsageError
+from kvoffloadd.server.closer import Closer
+from kvoffloadd.server.connection import PARTIAL_LOOKS, PeerConnection
+from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.registration import Attached
+from kvoffloadd.server.turns import Turns
+from tests.cache.fakes import make_cache
+from tests.server.test_clears import context_of
+
+UID = os.getuid()
+
+
+class Failing:
+    """A device that unmaps nothing."""
+
+    kind = "host"
+
+    def __init__(self) -> None:
+        self.asked: list[Allocation] = []
+
+    async def unmap(self, allocation: Allocation) -> None:
+        self.asked.append(allocation)
+        raise RuntimeError("can't start new thread")
+
+
+def connection() -> tuple[PeerConnection, socket.socket, Any]:
+    context = context_of(make_cache())
+    context.closer = Closer(context.loop, (UID,))
+    context.turns = Turns(context.loop)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    made = PeerConnection(context, ours, Peer(1, UID, 0, -1))
+    context.sessions.add(made.session)
+    return made, theirs, context
+
+
+async def test_an_unmapping_that_fails_costs_no_other_and_no_charge() -> None:
+    made, theirs, context = connection()
+    registry, device = made.session._registry, Failing()
+    account = context.accounts.of(UID)
+    for number in (1, 2):
+        account.charge("fds")
+        account.charge("mapped_bytes", 4096)
+        registry.attached[number] = Attached(Allocation("host", 4096, 0), device)  # type: ignore[arg-type]
+    await registry.close()
+    assert len(device.asked) == 2
+    assert context.accounts.figures() == {}
+    theirs.close()
+    await made.end("the test ends")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), UsageError("a bug"), asyncio.CancelledError()])
+async def test_a_session_whose_end_fails_leaves_its_socket(error: BaseException) -> None:
+    made, theirs, context = connection()
+
+    async def fail() -> None:
+        raise error
+
+    made.session.close = fail  # type: ignore[method-assign]
+    await asyncio.wait([made.end("the test ends")])
+    assert made.ended.is_set()
+    assert context.sessions == set()
+    assert theirs.recv(1) == b"", "the socket is closed"
+    theirs.close()
+
+
+class Copies:
+    """Transfers that end, or whose end fails."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    async def end(self, *_: object) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+@pytest.mark.parametrize("what", ["copies", "pins", "namespace"])
+async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: str) -> None:
+    """Memory is unmapped all the same; but if nobody knows whether copies have ended."""
+    made, theirs, context = connection()
+    session, error = made.session, RuntimeError("a bug")
+    context.transfers = Copies(error if what == "copies" else None)
+    instance = context.instances.join(b"i" * 16, UID, None)
+    session._instance = instance
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if what == "pins":
+        pins: Any = type("Pins", (), {"close": fail})
+        session._pins = pins()
+    if what == "namespace":
+        session._leave_namespace = fail  # type: ignore[method-assign]
+    await asyncio.wait([made.end("the test ends")])
+    assert made.ended.is_set()
+    assert len(context.instances) == 0
+    assert session._registry._closed is (what != "copies")
+    theirs.close()
+
+
+def fire(made: PeerConnection) -> None:
+    timer: Any = made._timer
+    look, arguments = timer._callback, timer._args
+    timer.cancel()
+    look(*arguments)
+
+
+async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
+    """A process that was stopped finds its timers due, and its peers' bytes unread."""
+    made, theirs, _ = connection()
+    refused: list[FramingError] = []
+    made._refuse = refused.append  # type: ignore[method-assign, assignment]
+    made._watch_partial()
+    for _ in range(PARTIAL_LOOKS - 1):
+        fire(made)
+        assert refused == []
+    fire(made)
+    assert len(refused) == 1
+    theirs.close()
+    await made.end("the test ends")
