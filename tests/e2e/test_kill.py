@@ -104,7 +104,7 @@ def test_a_forked_child_keeps_a_socket_open_but_no_session(slow: Daemon, spawn: 
     # The child lives, and holds the other end of the socket.
     assert not _ended(victim.pid)
     assert slow.status()["server"]["peers_killed"] == before + 1
-    assert slow.sessions() == []
+    until(lambda: slow.sessions() == [], "its session has ended")
 
 
 def _ended(group: int) -> bool:
