@@ -404,13 +404,18 @@ class Tier:
 
     def place(self, space: Space, number: int, part: int = 0) -> tuple[Root, Segment, int]:
         """Where a key on disk lies: root, segment, page of its header."""
+        found = self.place_if_there(space, number, part)
+        assert found is not None
+        return found
+
+    def place_if_there(self, space: Space, number: int, part: int = 0) -> tuple[Root, Segment, int] | None:
+        """None: its root is coming in or going right now, so that nobody reads it."""
         catalog = self.disk.catalog
         assert space.shelf is not None
         row = catalog.find(space.shelf, keys_of(number))
         record = int(catalog.places(space.shelf, row.astype(np.uint32))[0, part])
         where = self.disk.segment(int(catalog.segment[record]))
-        assert where is not None
-        return *where, int(catalog.page[record])
+        return None if where is None else (*where, int(catalog.page[record]))
 
     def flip(self, space: Space, number: int, offset: int, part: int = 0) -> None:
         """Damage a record: a byte at this offset from its header on."""
