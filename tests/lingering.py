@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,8 +25,9 @@ class Lingering:
         return self.ours.fileno()
 
     def drop(self) -> None:
-        """Give up this process's own reference, of which it must not have the last."""
-        self.ours.close()
+        """Give up this process's own reference. If it turns out to be the last, a thread waits."""
+        if (fd := self.ours.detach()) >= 0:
+            threading.Thread(target=os.close, args=(fd,), daemon=True).start()
 
     def release(self) -> None:
         self.theirs.close()

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffloadd.cache.distinct import Distinct
 from kvoffloadd.cache.ghosts import REASONS, Reason
+from kvoffloadd.cache.keys import join_keys
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.cache import Found
@@ -136,7 +137,7 @@ class Lookups:
             asked = batches[0].asked
             counts = [len(batch.keys) for batch in batches]
             groups = np.repeat(np.array([batch.group for batch in batches], np.uint64), counts)
-            h = self._ghosts.hash(groups, np.concatenate([batch.keys for batch in batches]))
+            h = self._ghosts.hash(groups, join_keys(batch.keys for batch in batches))
             absent = np.concatenate([batch.absent for batch in batches])
             why = np.full(len(h), Reason.INCOMPLETE, np.uint8)
             why[absent] = self._ghosts.why(batches[0].uid, fingerprint, h[absent])

@@ -19,6 +19,7 @@ from kvoffloadd.cache.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
+from kvoffloadd.cache.keys import join_keys
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.scarcity import Scarcity
@@ -226,7 +227,7 @@ class Cache:
         if len(asked) < 2:
             return [self.find(space, keys) for space, keys in asked]
         counts = [(space, len(keys)) for space, keys in asked]
-        found = self._found(self.entries.find_all(counts, np.concatenate([keys for _, keys in asked])))
+        found = self._found(self.entries.find_all(counts, join_keys(keys for _, keys in asked)))
         return [Found(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)]
 
     def _found(self, rows: I64Array) -> Found:

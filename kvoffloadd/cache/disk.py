@@ -17,7 +17,7 @@ from kvoffloadd.cache.demotion import Demotion
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.inspection import Inspection
-from kvoffloadd.cache.keys import pack
+from kvoffloadd.cache.keys import join_keys, pack
 from kvoffloadd.cache.promotion import Away, Promotion
 from kvoffloadd.cache.reclaim import Reclaim
 from kvoffloadd.cache.together import spans
@@ -353,7 +353,7 @@ def away_all(disk: Disk, asked: Sequence[tuple[Space, U64Array]], found: Sequenc
     away = np.zeros(len(states), bool)
     misses = np.flatnonzero((states == _MISS) & np.repeat([shelf is not None for shelf in shelves], counts))
     if len(misses):
-        keys = np.concatenate([keys for _, keys in asked])
+        keys = join_keys(keys for _, keys in asked)
         away[misses] = disk.catalog.find_all(numbers[misses], keys[misses]) >= 0
     waiting = np.flatnonzero(states == _PENDING)
     if len(waiting):

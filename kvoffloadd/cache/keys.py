@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from kvoffloadd.errors import KeyWidthError
 from kvoffloadd.model import KEY_BYTES_MAX, U64Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
 
@@ -20,6 +25,13 @@ def keys_array(packed: bytes, key_bytes: int) -> U64Array:
     padded = np.zeros((len(raw), KEY_BYTES_MAX), np.uint8)
     padded[:, :key_bytes] = raw
     return padded.view(np.uint64)
+
+
+def join_keys(keys: Iterable[U64Array]) -> U64Array:
+    """All of them in one array, row behind row in memory, which is what their bytes are read as: of some with no or one
+    row numpy alone makes columns.
+    """
+    return np.ascontiguousarray(np.concatenate(list(keys)))
 
 
 def has_duplicates(keys: U64Array) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.keys import join_keys
 from kvoffloadd.cache.together import spans
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Joined:
         spaces, first = [(wanted.space, len(wanted.keys)) for wanted in some], some[0]
         if len(some) == 1:
             return cls(spaces, first.keys, first.parts, first.positions)
-        keys = np.concatenate([wanted.keys for wanted in some])
+        keys = join_keys(wanted.keys for wanted in some)
         return cls(spaces, keys, first.parts, np.concatenate([wanted.positions for wanted in some]))
 
     def counts(self, at: I64Array) -> list[tuple[Space, int]]:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.keys import keys_array
 from kvoffloadd.cache.namespace import Space
 from kvoffloadd.cache.together import begins_of, numbers_of, spans
 from kvoffloadd.cache.wanted import Reservation, Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
 
-from .fakes import keys_of, make_cache
+from .fakes import keys_of, make_cache, make_space
 
 PAGE = 4096
 GROUPS = st.lists(
@@ -134,3 +135,20 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
     assert reserved.states.tolist() == [KeyState.RESERVED] * 40
     assert cache.eviction.keys_evicted == 40
     assert check(cache, 0, 40) == []
+
+
+@pytest.mark.parametrize("key_bytes", [20, 32])
+@pytest.mark.parametrize("counts", [[0, 1, 1], [0, 0, 1], [1, 0], [0], [1, 1], [0, 3, 0]])
+def test_groups_without_keys_or_with_one(counts: list[int], key_bytes: int) -> None:
+    """As they come from frames: numpy joins arrays of such shapes column by column."""
+    cache = make_cache()
+    spaces = [make_space(cache, group=group)[1] for group in range(len(counts))]
+    keys = [keys_array(bytes(range(key_bytes * n)), key_bytes) for n in counts]
+    wanted = [Wanted.from_first(s, k, np.zeros(1, np.uint16), 0) for s, k in zip(spaces, keys, strict=True)]
+    made = cache.reserve_all(wanted)
+    assert [len(one.parts) for one in made] == counts
+    parts = np.concatenate([one.parts for one in made])
+    cache.begin(parts)
+    cache.commit(parts)
+    asked = list(zip(spaces, keys, strict=True))
+    assert [found.hits.tolist() for found in cache.find_all(asked)] == [[True] * n for n in counts]

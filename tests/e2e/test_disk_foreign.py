@@ -222,6 +222,8 @@ def test_two_daemons_can_not_share_a_root(start_daemon: Start, root: Path, keys:
     until(lambda: root_state(second) == "ok", "the root is taken over")
     assert other.states(keys[:60]) == [MISS] * 60
     assert served(other, keys[60:]).all()
+    assert other.states(more) == [MISS] * 60, "they may be older than the clear"
+    assert other.store_keys(more).outcome is Outcome.DONE
     assert other.loads_right(more)
     newest = new_keys(np.random.default_rng(1), 60)
     store_on_disk(second, other, newest)
