@@ -48,8 +48,9 @@ class RawPeer:
         return self.socket.fileno()
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """All of it, unless the daemon has hung up; what it said before can still be read. `fds` stay the caller's; to a
-        daemon that has not let this peer in yet the kernel may not take them (Linux 6.16), and they are left out.
+        """All of it, unless the daemon has hung up; what it said before can still be read. `fds` stay the caller's.
+
+        To a daemon that has not let this peer in yet the kernel may not take them (Linux 6.16): they are left out.
         """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
