@@ -352,7 +352,7 @@ class Transfers:
             self.hash_lane.loop.call_soon(finish, CopyResult(Outcome.FAILED, 0, 0, 0, 0.0, reason))
 
         def submit() -> None:
-            self._submit(transfer, build(), terms, finish, failed)
+            self._submit(transfer, build, terms, finish, failed)
 
         if terms.ready is None:
             submit()
@@ -395,7 +395,7 @@ class Transfers:
     def _submit(
         self,
         transfer: Transfer,
-        work: Work,
+        build: Callable[[], Work],
         terms: Terms,
         finish: Callable[[CopyResult], None],
         failed: Callable[[Exception], None],
@@ -403,7 +403,7 @@ class Transfers:
         try:
             transfer.copy = terms.device.submit(
                 transfer.direction,
-                work,
+                build(),
                 deadline_s=terms.deadline_s,
                 urgent=terms.urgent,
                 done=finish,
@@ -471,6 +471,6 @@ class Transfers:
             began_s = now
             busy_s = max((t.copy.busy_s(now) for t in transfers if t.copy is not None and not t.finished), default=0.0)
             stuck = stuck + 1 if busy_s >= now - since_s else 0
-            if stuck >= STUCK_LOOKS:
+            if stuck >= STUCK_LOOKS and busy_s >= stuck_s:  # one look may have been at one chunk, the next at another
                 return False
         return True

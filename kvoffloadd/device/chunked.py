@@ -71,17 +71,25 @@ class ChunkedCopy:
         if self._tickets:
             return
         lane, urgency = self._turn.lane, _URGENT if self._turn.urgent else _ORDINARY
-        self._open_tickets = self._chunks.share(self._turn.threads)
-        self._tickets = [
-            lane.submit(
-                self._copy_chunk,
-                self._on_ticket_end,
-                flow=self._turn.flow,
-                urgent=urgency,
-                cost_bytes=self._chunks.turn_bytes,
-            )
-            for _ in range(self._open_tickets)
-        ]
+        for _ in range(self._chunks.share(self._turn.threads)):
+            try:
+                ticket = lane.submit(
+                    self._copy_chunk,
+                    self._on_ticket_end,
+                    flow=self._turn.flow,
+                    urgent=urgency,
+                    cost_bytes=self._chunks.turn_bytes,
+                )
+            except Exception as error:
+                if not self._tickets:
+                    self._timer.cancel()
+                    raise
+                # A thread may be at it already: it ends with those that are queued, and not before.
+                self._stop, self._reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+                self._chunks.drop()
+                return
+            self._tickets.append(ticket)
+            self._open_tickets += 1
 
     def cancel(self) -> None:
         """See `Copy.cancel`."""

@@ -299,7 +299,8 @@ class ClearMachine(RuleBasedStateMachine):
         except NotDurableError:
             assert not reached
         else:
-            assert reached
+            # Who came in meanwhile has been told, too.
+            assert all(self.root(name).opened and name not in self.blocked for name in self.config)
             self.cleared_for_good(scope)
         for n in scope:
             self.known[n] = self.count

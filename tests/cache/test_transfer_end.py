@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.transfer import STUCK_LOOKS, Terms, Transfer, TransferResult, Transfers
+from kvoffloadd.cache.transfer import STUCK_LOOKS, LoadPlan, Terms, Transfer, TransferResult, Transfers
 from kvoffloadd.device.signals import Ready
 from kvoffloadd.lanes import DAEMON
 from kvoffloadd.model import Direction, Outcome
 
-from .fakes import make_cache
+from .fakes import keys_of, make_cache, make_space, store
 
 STUCK_S = 0.05
 
@@ -57,9 +57,11 @@ async def test_a_copy_that_is_stuck() -> None:
     assert copy.asked == STUCK_LOOKS, "time alone is no reason: the process may not have run"
 
 
-@pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4])
+@pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4, STUCK_S - 1e-3])
 async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
-    """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin."""
+    """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though at
+    each look somebody has been at one for long.
+    """
     copy = FakeCopy(lambda: busy_s)
     transfers, transfer = running(copy)
     ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
@@ -99,6 +101,27 @@ class Short:
         raise self._error
 
     wait = submit
+
+
+async def test_a_load_whose_work_can_t_be_made_ends() -> None:
+    """For want of memory, say: nothing of it is held for ever."""
+    nobody: Any = None
+    lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
+    cache = make_cache()
+    parts = store(cache, make_space(cache)[1], keys_of(1))
+    transfers = Transfers(cache, lane, nobody, False)
+    ended: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
+
+    def build(good: Any) -> Any:
+        raise MemoryError
+
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, build)
+    device: Any = SimpleNamespace(submit=None)
+    transfers.load(lambda: plan, [], Terms(device, 1e9), ended.set_result)
+    async with asyncio.timeout(20):
+        assert (await ended).outcome is Outcome.FAILED
+    assert not transfers.running
+    assert not cache.entries.leases.any()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 import socket
 import stat
@@ -20,7 +21,7 @@ from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import MemoryKindError, UsageError
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
 from tests.device.memory import Made, address, noise, u64
@@ -305,6 +306,32 @@ async def test_urgent_loads_overtake_and_giants_share() -> None:
     assert (first, last) == (address(giant), address(giant) + 3 * MIB)
     assert np.array_equal(giant, src)
     assert await device.close(5)
+
+
+async def test_a_copy_that_is_queued_in_part_ends_with_what_is_queued(
+    device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread is at its first piece when there is no memory for the second: nothing is free before that ends."""
+    device.mover = gate = Gate()
+    src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
+    queue, calls = Lane.submit, itertools.count()
+
+    def short(lane: Lane, *args: Any, **how: Any) -> Any:
+        if next(calls):
+            assert gate.entered.acquire(timeout=20)
+            raise MemoryError("planted")
+        return queue(lane, *args, **how)
+
+    monkeypatch.setattr(Lane, "submit", short)
+    copy = submit(device, copies_of(src, dst), results.done("a"))
+    copy.cancel()
+    await asyncio.sleep(0)
+    assert results.pending("a"), "its first chunk is still being copied"
+    gate.open.set()
+    result = await results.get("a")
+    assert (result.outcome, result.reason) == (Outcome.FAILED, "MemoryError: planted")
+    assert np.array_equal(dst[:MIB], src[:MIB])
+    assert not dst[MIB:].any()
 
 
 async def test_cancel_waits_for_what_has_begun_and_drops_the_rest() -> None:
