@@ -60,13 +60,16 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One batch under way: `rows` are held until all `left` records are written."""
+    """One batch under way: the offer's rows are held until all `left` records are written. One that is `dropped` lacks
+    some; `again`: since no root took any.
+    """
 
     offer: Offer
     shelf: Shelf
     left: int
     failed: bool = False
     dropped: bool = False
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -264,11 +267,21 @@ class Demotion:
     async def flush(self, deadline_s: float) -> int:
         """Write all that is in memory alone, until the deadline. Returns the bytes that were not written by then."""
         until = self._disk.loop.time() + deadline_s
-        left_bytes = 0
-        for space in list(self._cache.entries.spaces.values()):
-            left_bytes += await self._offer_all(space, until)
+        left_bytes = {space: await self._offer_all(space, until) for space in self._cache.entries.spaces.values()}
         await self._until(0, until)
-        return left_bytes + self.unwritten_bytes
+        for space in [space for space in self._again if not space.retired]:  # no root took what it offered
+            left_bytes[space] = await self._left_bytes(space)
+        return sum(left_bytes.values()) + self.unwritten_bytes
+
+    async def _left_bytes(self, space: Space) -> int:
+        """What memory alone has of a space, without what waits or is being written."""
+        left, entries = 0, self._cache.entries
+        for rows in entries.scan(space):
+            rows = entries.live(rows)
+            rows = self._known(rows[self._writable(space, rows)])
+            left += int(np.count_nonzero(entries.demoting[rows] == 0))
+            await asyncio.sleep(0)
+        return left * sum(space.part_bytes)
 
     async def _offer_all(self, space: Space, until: float) -> int:
         """Offer what memory alone has of a space, as the backlog has room for it; no more after `until`. Returns the
@@ -356,9 +369,7 @@ class Demotion:
             if not took:
                 noted = any(root.state == State.OK and root.home.has_noted(shelf.name) for root in self._disk.roots)
                 self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
-                if not noted:
-                    self.offer_again(space)
-                write.dropped = True
+                write.dropped, write.again = True, not noted
                 self._settle(write, len(records) - begin, failed=False)
                 return
             begin += took
@@ -404,7 +415,9 @@ class Demotion:
         self._writes.discard(write)
         offer = write.offer
         self._cache.entries.demoting[offer.rows] = 0
-        if write.dropped:
+        if write.again:
+            self.offer_again(offer.space)
+        elif write.dropped:
             pass  # counted
         elif write.failed and not offer.tries:
             rows = self._cache.entries.live(offer.rows)

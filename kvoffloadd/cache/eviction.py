@@ -28,7 +28,8 @@ NO_ROWS = np.zeros(0, np.uint32)
 SLABS_TRIED = 8
 RECORDS_MAX = 1 << 18
 """Part records of keys that one request evicts, about: it ends with the room that there is then. Keys of thousands of
-parts, of which few are there, would take hundreds of milliseconds.
+parts, of which few are there, would take hundreds of milliseconds. And of keys that it looks at: from then on it takes
+over slabs.
 """
 QUEUES_MAX = 64
 """Each takes memory and mappings of its own. Engines have few sizes; what comes above shares the queue next in size."""
@@ -55,7 +56,7 @@ class Eviction:
         known, before = list(known), self.num_sizes
         if space.queue is None:
             space.queue = self._queue_for([slot_pages(size) for size in known])
-            space.queue.num_spaces += 1
+            space.queue.join(space)
         space.queue.learn(space, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
@@ -87,14 +88,15 @@ class Eviction:
         are.
         """
         free = self._tier.num_free(size)
-        looked_at, tries = 0, 1
-        while free < wanted and looked_at < RECORDS_MAX:
+        looked_at, evicted, tries = 0, 0, 1
+        while free < wanted and evicted < RECORDS_MAX:
             rows = NO_ROWS
             if not self._take_colder_slab(size):
-                rows = self._victims(size, wanted - free, tries)
+                rows, more = self._victims(size, wanted - free, tries, RECORDS_MAX - looked_at)
+                looked_at += more
                 if not len(rows) and not self._take_slab(size):
                     break
-            looked_at += int(self._entries.widths(rows).sum())
+            evicted += self._records(rows)
             tries *= 2
             self.drop(rows)
             free = self._tier.num_free(size)
@@ -109,20 +111,36 @@ class Eviction:
         for queue, at in self._entries.by_queue(rows):
             queue.policy.readmit(rows[at])
 
-    def _victims(self, size: int, slots: int, tries: int) -> U32Array:
-        """Keys whose end frees up to so many slots: at least one, if there is any that may go.
+    def _victims(self, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
+        """Keys whose end frees up to so many slots: at least one, if one that may go is found among keys of
+        `records_max` parts, about. And the parts of the keys that were looked at.
 
-        Keys may have fewer slots than the most that their queue knows of. So each further try looks at more of them
-        than would do if all had the most, and leaves out those that turn out not to be needed.
+        Keys may have fewer slots than the most that their queue knows of, or none: such keys stay. So each further try
+        looks at more of them than would do if all had the most, and further ahead as long as all that it finds have
+        none; what turns out not to be needed is left out.
         """
-        for queue in self.queues.values():
-            per_key = queue.most_per_key(size)
-            if per_key and len(queue.policy):
-                count = min(-(-slots // per_key) * tries, slots)
+        looked_at = 0
+        queues = [queue for queue in self.queues.values() if queue.most_per_key(size) and len(queue.policy)]
+        for after, queue in zip(reversed(range(len(queues))), queues, strict=True):
+            until = looked_at + (records_max - looked_at) // (1 + after)  # so that none keeps all from the others
+            ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
+            while looked_at < until:
+                left = until - looked_at if seen else RECORDS_MAX
+                count = min(ahead, seen + max(1, left // queue.widest))
                 rows = queue.policy.victims(count, self._entries.evictable)
-                if len(rows):
-                    return rows if tries == 1 else rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)]
-        return NO_ROWS
+                looked_at += self._records(rows)
+                has = self._slots(rows, size)
+                if has.any():
+                    rows, has = rows[has > 0], has[has > 0]
+                    return rows[: 1 + np.searchsorted(has.cumsum(), slots)], looked_at
+                if len(rows) < count:
+                    break
+                ahead, seen = 4 * count, count
+        return NO_ROWS, looked_at
+
+    def _records(self, rows: U32Array) -> int:
+        """Parts of all these keys together."""
+        return int(self._entries.widths(rows).sum())
 
     def _slots(self, rows: U32Array, size: int) -> I64Array:
         """How many slots of this size each key has."""

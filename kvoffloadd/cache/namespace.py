@@ -22,18 +22,32 @@ _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction. `num_spaces` have them; `sizes`: spaces by the size
-    in pages of slots that they use, of all queues together.
+    """Keys that compete for the same slots, in order of eviction. `sizes`: spaces by the size in pages of slots that
+    they use, of all queues together.
     """
 
     policy: Policy
     sizes: Counter[int] = field(default_factory=Counter)
-    num_spaces: int = 0
     _spaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
+    _widths: Counter[int] = field(default_factory=Counter)  # spaces by the parts of their keys
 
     def most_per_key(self, size: int) -> int:
         """Slots of this size of one key, at most; 0: no space has any."""
         return max(self._spaces.get(size, ()), default=0)
+
+    @property
+    def num_spaces(self) -> int:
+        """Spaces whose keys are here."""
+        return self._widths.total()
+
+    @property
+    def widest(self) -> int:
+        """Parts of one key, at most."""
+        return max(self._widths, default=1)
+
+    def join(self, space: Space) -> None:
+        """Keys of this space come here from now on."""
+        self._widths[space.schema.parts] += 1
 
     def learn(self, space: Space, known: Iterable[int]) -> None:
         """The payload sizes of these parts of a space are known now, too."""
@@ -46,7 +60,8 @@ class Queue:
 
     def leave(self, space: Space) -> None:
         """A space is no more: what it uses is not to be expected from now on."""
-        self.num_spaces -= 1
+        self._widths[space.schema.parts] -= 1
+        self._widths += Counter()  # without those that there are none of
         for size, slots in space.slots.items():
             self._count(size, slots, -1)
 

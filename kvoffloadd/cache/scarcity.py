@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.entries import RowState
-from kvoffloadd.cache.index import distinct
+from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.runs import BLOCK, pieces, stretches
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.cache.entries import Entries
     from kvoffloadd.cache.namespace import Space
-    from kvoffloadd.model import I64Array, U32Array
+    from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 NO_ROWS = np.zeros(0, np.uint32)
 WINDOW = 8 * BLOCK
@@ -67,13 +67,14 @@ class Scarcity:
         """Evict what lacks parts of this user until his share has room for so many keys, as far as it can go. Returns
         how many it has room for.
         """
-        found, over = [NO_ROWS], wanted * width - self._left(uid)
+        found, over, mine = [NO_ROWS], wanted * width - self._left(uid), self._mine(uid)
         for _, _, owners in self._windows():
-            found.append(self._idle(owners, uid, spares=True))
+            found.append(self._idle(owners, mine, spares=True))
             over -= int(self._entries.widths(found[-1]).sum())
             if over <= 0:
                 break
         rows = np.concatenate(found)
+        rows = rows[first_of_each(rows)]
         freed = self._entries.widths(rows).cumsum()
         wanted = min(wanted, max(0, self._left(uid) + int(freed[-1:].sum())) // width)
         if (over := wanted * width - self._left(uid)) > 0:
@@ -82,8 +83,9 @@ class Scarcity:
 
     def _clear_runs(self, width: int, wanted: int, uid: int | None, spares: bool) -> None:
         """Evict what lies where there could be so many runs more, as far as it may go (see `_idle`)."""
+        mine = None if uid is None else self._mine(uid)
         for start, stop, owners in self._windows():
-            rows = self._idle(owners, uid, spares=spares)
+            rows = self._idle(owners, mine, spares=spares)
             if not len(rows):
                 continue
             could = self._entries.parts.runs.in_map(start, stop) | np.isin(owners, rows)
@@ -97,17 +99,25 @@ class Scarcity:
                 return
 
     def _windows(self) -> Iterator[tuple[int, int, I64Array]]:
-        """Begin, end and owners of some records after the others, once round at most."""
+        """Begin, end and owners of some records after the others, once round at most: none of them twice."""
         used = self._entries.parts.runs.used
         for _ in range(min(WINDOWS_MAX, -(-used // WINDOW))):
-            start = self._hand if self._hand < used else 0
+            # What is in use may have grown since a search ended there: so it goes on from the begin of that window.
+            start = self._hand // WINDOW * WINDOW if self._hand < used else 0
             stop = min(start + WINDOW, used)
             yield start, stop, self._entries.owners(np.arange(start, stop))
             self._hand = stop
 
-    def _idle(self, owners: I64Array, uid: int | None, *, spares: bool) -> U32Array:
-        """Those of the rows that may go, in the order of their records: of this user (None: of all), and `spares` those
-        that can be loaded.
+    def _mine(self, uid: int) -> BoolArray:
+        """By number: the spaces of this user."""
+        spaces = self._entries.spaces
+        mine = np.zeros(1 + max(spaces, default=0), bool)
+        mine[[space.id for space in spaces.values() if space.namespace.uid == uid]] = True
+        return mine
+
+    def _idle(self, owners: I64Array, mine: BoolArray | None, *, spares: bool) -> U32Array:
+        """Those of the rows that may go, in the order of their records: of these spaces (None: of all), and `spares`
+        those that can be loaded.
         """
         entries = self._entries
         rows = owners[owners >= 0]
@@ -115,9 +125,7 @@ class Scarcity:
         rows = rows[(entries.leases[rows] == 0) & (entries.state[rows] == RowState.LIVE)]
         if spares:
             rows = rows[~entries.complete(rows)]
-        if uid is not None:
-            mine = np.zeros(1 + max(entries.spaces, default=0), bool)
-            mine[[space.id for space in entries.spaces.values() if space.namespace.uid == uid]] = True
+        if mine is not None:
             rows = rows[mine[entries.index.space[rows]]]
         found: U32Array = rows[~entries.in_flight(rows)].astype(np.uint32)
         return found

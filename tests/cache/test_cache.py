@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.cache import eviction
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.keys import has_duplicates, keys_array
@@ -237,6 +238,62 @@ def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> No
     cache.tier.close()
 
 
+@pytest.mark.parametrize("policy", ["", *POLICIES])
+@pytest.mark.parametrize("same", [True, False])
+def test_what_has_none_of_the_slots_that_are_wanted_stays(policy: str, same: bool) -> None:
+    """Though it is next to go. Those that have some are behind it in the queue, or in another one."""
+    cache = make_cache(pages=1024, slab_pages=64, policy=policy)
+    _, large = make_space(cache, b"a" * 16, pages=(1, 3))
+    _, other = make_space(cache, b"b" * 16, pages=(3,))
+    _, small = make_space(cache, b"c" * 16, pages=(1,))
+    for number in range(0, 448, 8):
+        made = cache.reserve(large, keys_of(*range(number, number + 8)), ONE, 0).parts
+        cache.begin(made)
+        cache.commit(made)
+    for number in range(1000, 1128):
+        store(cache, large if same else other, number)
+    cache.reserve(other, keys_of(*range(5000, 5000 + cache.tier.num_free(3))), ONE, 0)
+    cache.reserve(small, keys_of(*range(6000, 6000 + cache.tier.num_free(1))), ONE, 0)
+    rows = cache.entries.find(large, keys_of(*range(448))).astype(np.uint32)
+    held = rows[::16]  # so that no slab of theirs can be taken over
+    cache.hold(held)
+    kept = large.rows if not same else 448
+    for wanted in (1, 5, 20):
+        evicted = cache.eviction.keys_evicted
+        states = cache.reserve(other, keys_of(*range(100 * wanted + 7000, 101 * wanted + 7000)), ONE, 0).states
+        assert states.tolist() == [R] * wanted
+        assert cache.eviction.keys_evicted == evicted + wanted
+    assert (cache.entries.find(large, keys_of(*range(448))) >= 0).sum() == kept
+    evicted = cache.eviction.keys_evicted
+    cache.reserve(small, keys_of(*range(8000, 8400)), ONE, 0)
+    assert cache.eviction.keys_evicted == evicted + 400 - (26 if same else 0), "what was passed over goes now"
+    assert check(cache, len(held), int((cache.entries.parts.state == PartState.RESERVED).sum())) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", ["", *POLICIES])
+def test_what_one_request_evicts_is_bounded_from_its_first_look_on(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "RECORDS_MAX", 4 * 1024)
+    cache = make_cache(pages=1024, slab_pages=64, policy=policy)
+    _, one = make_space(cache, b"b" * 16)
+    store(cache, one, *range(984))
+    cache.hold(cache.find(one, keys_of(*range(984))).hit_rows)
+    wide = cache.declare(cache.open_namespace(b"w" * 16, 1, "", 32), GroupSchema(0, GroupKind.FULL, 16, parts=1024))
+    cache.learn_parts(wide, {0: 4096})
+    made = cache.reserve(wide, keys_of(*range(40)), ONE, 0).parts
+    cache.begin(made)
+    cache.commit(made)
+    assert cache.tier.num_free(1) == 0
+    for number in (1, 2, 3):
+        states = cache.reserve(one, keys_of(*range(1000 * number, 1000 * number + 30)), ONE, 0).states.tolist()
+        assert states == [R] * 4 + [N] * 26
+        assert wide.rows == 40 - 4 * number
+    assert check(cache, 984, 12) == []
+    cache.tier.close()
+
+
 def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     cache = make_cache(pages=64, slab_pages=16)
     _, space = make_space(cache)
@@ -244,6 +301,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     assert space.queue is not None
     other, foreign = make_space(cache, b"f" * 16, pages=(1, 1, 1, 2))
     assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (3, 2)
+    assert (space.queue.num_spaces, space.queue.widest) == (2, 4)
     store(cache, foreign, 1)
     cache.close_namespace(other)
     assert space.queue.most_per_key(1) == 3, "it has keys"
@@ -251,6 +309,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
         pass
     cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # namespaces that nobody uses are looked for
     assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
+    assert (space.queue.num_spaces, space.queue.widest) == (1, 1)
     for pages in range(2, 12):
         passing, _ = make_space(cache, b"p" * 16, pages=(pages,))
         cache.close_namespace(passing)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget
+from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, Write
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.tiers.disk import format as disk_format
 from kvoffloadd.tiers.disk import root, segment
 from kvoffloadd.tiers.disk.format import SpaceId
 from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.segment import Batch
 from kvoffloadd.tiers.pool import Pool
 
 from .conftest import Open
@@ -484,6 +485,32 @@ async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier:
     assert sum(tier.files.writes) == (0 if on_evict else 10)
 
 
+async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_rest_has_ended(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(Shape(pages=1024))
+    demotion, space, writes = tier.disk.demotion, tier.space(), list[Write]()
+
+    async def append(write: Write, batch: Batch) -> int:
+        if not writes:
+            writes.append(write)
+            return 6  # which are under way
+        monkeypatch.undo()
+        tier.root.health.become(State.OFF, "planted")
+        return 0
+
+    monkeypatch.setattr(demotion, "_append", append)
+    tier.store(space, *range(10))
+    await tier.until(lambda: tier.not_demoted == {"no disk": 10})
+    assert demotion.holds == 10
+    await tier.until(lambda: tier.root.state == State.OK and not demotion._again)
+    await asyncio.sleep(0.1)
+    assert tier.on_disk(space, *range(10)) == []
+    demotion._settle(writes[0], 6, failed=True)
+    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)), 10)
+    await tier.quiet()
+
+
 async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -655,6 +682,22 @@ async def test_an_end_in_time_tells_of_what_was_never_offered(
     written = len(again.on_disk(again.space(), *range(100)))
     (told,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
     assert (100 - written - 20) * PAGE_BYTES <= told <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
+
+
+async def test_an_end_tells_of_what_no_root_took(open_tier: Open) -> None:
+    tier = await open_tier()
+    space, away = tier.space(), tier.folder / "away"
+    tier.store(space, 100, 101)
+    await tier.quiet()
+    tier.root.path.rename(away)
+    await tier.until(lambda: tier.root.state == State.OFF and not tier.root.opened)
+    tier.store(space, *range(10))
+    await tier.quiet()
+    at_hand = 12 - len(tier.on_disk(space, 100, 101))
+    assert await tier.disk.demotion.flush(0.3) == at_hand * PAGE_BYTES
+    away.rename(tier.root.path)
+    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+    assert await tier.disk.demotion.flush(5) == 0
 
 
 async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tmp_path: Path) -> None:

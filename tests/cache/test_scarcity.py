@@ -15,7 +15,7 @@ from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.cache.runs import BLOCK
 from kvoffloadd.cache.wanted import Wanted
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
 from .fakes import keys_of, make_cache, store
 
@@ -205,6 +205,53 @@ def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: py
     served = sum(reserve(cache, narrow, *range(10 * n, 10 * n + 3))[0].count(R) for n in range(6))
     assert served >= 6
     assert check(cache, 0, reserved=served) == []
+
+
+def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use has grown since one ended at its end, so that the next one begins amid a window."""
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, others = space_of(cache, "b", 1024, uid=2)
+    store(cache, wide, keys_of(*range(8)), [0])
+    reserved = reserve(cache, wide, *range(100, 160))[1]
+    cache.begin(reserved)
+    cache.commit(reserved)
+    store(cache, others, keys_of(*range(16)), [0])
+    owners = cache.entries.owners(np.arange(scarcity_module.WINDOW))
+    held = np.unique(owners[owners >= 0]).astype(np.uint32)
+    cache.hold(held)
+    for hand in (0, 1, 3 * BLOCK, cache.entries.parts.runs.used - 1, cache.entries.parts.runs.used):
+        cache.scarcity._hand = hand
+        seen = [(start, stop) for start, stop, _ in cache.scarcity._windows()]
+        assert sorted(seen)[0][0] == 0
+        assert sum(stop - start for start, stop in seen) == cache.entries.parts.runs.used
+    cache.scarcity._hand = 9 * BLOCK
+    evict, gone = cache.scarcity._evict, []
+
+    def note(rows: U32Array) -> None:
+        gone.extend(rows.tolist())
+        evict(rows)
+
+    monkeypatch.setattr(cache.scarcity, "_evict", note)
+    evicted, before = cache.eviction.keys_evicted, cache.entries.records_by_uid[1]
+    states, parts = reserve(cache, wide, *range(1000, 1051))
+    assert len(gone) == len(set(gone)) == cache.eviction.keys_evicted - evicted > 0
+    assert cache.entries.records_by_uid[1] == before + 1024 * (states.count(R) - len(gone))
+    assert check(cache, len(held), reserved=len(parts)) == []
+
+
+def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
+    _, wide = space_of(cache, "a", 1024, uid=1)
+    took = reserve(cache, wide, *range(200))[0].count(R)  # none of them may go
+    values, asked = cache.entries.spaces.values, []
+
+    def note() -> list[Space]:
+        asked.append(1)
+        return values()
+
+    monkeypatch.setattr(cache.entries.spaces, "values", note)
+    assert reserve(cache, wide, 900)[0] == [N]
+    assert 1 <= len(asked) <= 2 < took
 
 
 def test_a_late_hash_does_not_seal_a_record_that_is_of_another_width_by_now(cache: Cache) -> None:
