@@ -172,7 +172,7 @@ async def test_a_manifest_that_hangs_keeps_no_thread_of_the_loop(
 async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
     open_tier: Open, paths: list[Path], hang: Hang
 ) -> None:
-    tier = await open_tier(paths=[paths[0]])
+    tier = await open_tier(paths=[paths[0]], retry_s=3600.0)  # the tier itself knows of no clear
     home, gate = tier.root.home, hang(tier, "manifest", paths[0])
     assert home.manifest is not None
     notes = []
@@ -187,7 +187,7 @@ async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
 
 
 async def test_an_orderly_end_lets_a_clear_be_noted(open_tier: Open, paths: list[Path], hang: Hang) -> None:
-    tier = await open_tier(paths=[paths[0]])
+    tier = await open_tier(paths=[paths[0]], retry_s=3600.0)
     gate = hang(tier, "manifest", paths[0])
     noted = asyncio.ensure_future(tier.root.home.write_epochs(5, 5, {}))
     await tier.until(gate.entered.is_set)
