@@ -129,8 +129,8 @@ class Closer:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
-        """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not watch
-        it any more. `done`: as for `close`, or called at once.
+        """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
+        watch it any more. `done`: as for `close`, or called at once.
         """
         if not carries_nothing(sock):
             self.hold(uid, 1)
