@@ -202,11 +202,18 @@ def _longest_stop_s(config: Config) -> float:
 
 
 def _executor() -> ThreadPoolExecutor:
-    """For what runs off the loop now and then. With all of its threads: later there may be none to be had."""
+    """For what runs off the loop now and then. With all of its threads: later there may be none to be had. Raises
+    ConfigError if there are not so many now.
+    """
     executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
     together = threading.Barrier(EXECUTOR_THREADS)
-    for _ in range(EXECUTOR_THREADS):
-        executor.submit(together.wait)
+    try:
+        for _ in range(EXECUTOR_THREADS):
+            executor.submit(together.wait)
+    except RuntimeError as error:
+        together.abort()  # or those that are there would wait for ever, and the process for them
+        executor.shutdown(wait=False)
+        raise ConfigError(f"the daemon can't make its threads ({error}): raise TasksMax or `ulimit -u`") from None
     return executor
 
 

@@ -9,19 +9,33 @@ import socket
 import termios
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
+_LOOK = bytearray(256 << 10)
+"""How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
 
 
-def is_empty(sock: socket.socket) -> bool:
-    """Whether nothing is queued that was sent to this socket, and nothing can be any more: descriptors travel with
-    bytes.
+def carries_nothing(sock: socket.socket) -> bool:
+    """Whether no descriptors that were sent to this socket are queued, and none can be any more: they travel with
+    bytes. False if that can't be told. Takes nothing out of the queue.
     """
     size = array.array("i", [0])
     try:
         sock.shutdown(socket.SHUT_RDWR)
         fcntl.ioctl(sock, termios.FIONREAD, size)
+        if size[0] == 0 or _never_passed(sock):
+            return True
+        # Without room for descriptors: those that are met show in the flags, and stay where they are.
+        seen, _, flags, _ = sock.recvmsg_into([_LOOK], 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
         return False
-    return size[0] == 0
+    return seen == size[0] and not flags & socket.MSG_CTRUNC
+
+
+def _never_passed(sock: socket.socket) -> bool:
+    """Whether peers were never allowed to send descriptors: who is once allowed stays so."""
+    try:
+        return not sock.getsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS)
+    except OSError:
+        return False
 
 
 def pass_descriptors(sock: socket.socket, allowed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,17 @@ def caps(limits: LimitsConfig) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One uid's use of what the daemon shares out, by name: those of `caps` and BUILT_IN_CAPS."""
+    """One uid's use of what the daemon shares out, by name: those of `caps` and BUILT_IN_CAPS.
+
+    `drafting`: held by the one large registration that a thread may be at.
+    """
 
     uid: int
     caps: dict[str, int]
     used: dict[str, int] = field(default_factory=dict)
     frame_room: FrameRoom = field(default_factory=FrameRoom)
     unread: Unread = field(default_factory=Unread)
+    drafting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def charge(self, name: str, amount: int = 1) -> None:
         """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""

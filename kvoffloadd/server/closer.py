@@ -1,7 +1,8 @@
 """Closing what peers have sent, in threads of its own: the close that drops the last reference to a file does whatever
 its file system or its protocol wants, and that may take as long as a peer likes (a TCP socket that lingers; a file of
 a FUSE server that never answers FLUSH). No other part of the daemon closes a descriptor that came from a peer, or a
-socket whose queue may hold one.
+socket whose queue may hold one. Before Linux 6.16 peers can put descriptors there before they are let in: each such
+connection costs one of the daemon's own for as long as that user's thread is stuck, and nothing bounds their number.
 
 Ownership: the event loop alone, but for the threads, which close numbers and touch nothing else. Each user has one of
 his own, so that what he sends keeps nobody waiting but himself. They are daemon threads: the process ends without them.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.sockets import is_empty
+from kvoffloadd.sockets import carries_nothing
 
 if TYPE_CHECKING:
     import asyncio
@@ -128,10 +129,10 @@ class Closer:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
-        """Closes a socket with all that its queue may hold. The loop must not watch it any more. `done`: as for
-        `close`, or called at once.
+        """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
+        watch it any more. `done`: as for `close`, or called at once.
         """
-        if not is_empty(sock):
+        if not carries_nothing(sock):
             self.hold(uid, 1)
             self.close(uid, [sock.detach()], done)
             return

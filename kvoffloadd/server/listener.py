@@ -175,18 +175,21 @@ class Listener:
             log.warning("refused pid %(pid)d of uid %(uid)d: %(reason)s", about)
             self._turn_away(sock, peer.uid, error)
             return
-        keep_inline(sock)
-        pass_descriptors(sock, allowed=True)
         connection = PeerConnection(context, sock, peers.watch(sock, peer))
         self._connections.add(connection)
-        connection.start()
         context.spawn(self._forget(connection, peer.uid, charged))
+        try:
+            keep_inline(sock)
+            pass_descriptors(sock, allowed=True)
+            connection.start()
+        except OSError as error:
+            log.error("a session can't be served: %s", error.strerror)
+            _say(sock, BusyError("the system has nothing left to watch this session with"))
+            connection.end(f"it can't be served: {error.strerror}")
 
     def _turn_away(self, sock: socket.socket, uid: int, error: PeerError | ResourceError) -> None:
         """One error frame, as far as the socket takes it, and out."""
-        reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
-        with contextlib.suppress(OSError):
-            sock.send(codec.encode(reply))
+        _say(sock, error)
         self._context.closer.close_socket(uid, sock)
 
     def _is_allowed(self, uid: int) -> bool:
@@ -221,3 +224,9 @@ class Listener:
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:
             await asyncio.wait(ends, timeout=deadline_s)
+
+
+def _say(sock: socket.socket, error: PeerError | ResourceError) -> None:
+    reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
+    with contextlib.suppress(OSError):
+        sock.send(codec.encode(reply))

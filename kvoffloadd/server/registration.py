@@ -45,11 +45,15 @@ SIGNAL_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class Attached:
-    """An allocation, and how many registrations name it."""
+    """An allocation, and how many registrations name it. `drafts`: large ones that are being checked and name it;
+    `left`: the last registration that named it went meanwhile.
+    """
 
     allocation: Allocation
     device: Device
     uses: int = 0
+    drafts: int = 0
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -230,18 +230,39 @@ class Registry:
 
     async def register_large(self, namespace: Namespace, message: Register) -> int:
         """As `register`; a thread makes the plans. Everything may have changed meanwhile, and is checked again by
-        `build`.
+        `build`; but what it names stays mapped, whatever is unregistered. Whoever gives up waiting, it is charged until
+        the thread is done.
         """
         descriptors = self._descriptors(message)
-        with self._charged("descriptors", descriptors):
-            attached = named(message, self.attached)
-            check(message, attached, self.context.cache, namespace)
-            drafted = await self.context.loop.run_in_executor(None, draft, message, attached)
+        attached = named(message, self.attached)
+        check(message, attached, self.context.cache, namespace)
+        self.account.charge("descriptors", descriptors)
+        for entry in attached.values():
+            entry.drafts += 1
+        work = self._draft_and_build(namespace, message, attached, descriptors)
+        return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
+
+    async def _draft_and_build(
+        self, namespace: Namespace, message: Register, attached: dict[int, Attached], descriptors: int
+    ) -> int:
+        """One of a user's at a time: the threads are there for all."""
+        try:
+            async with self.account.drafting:
+                self._check_open()
+                drafted = await self.context.loop.run_in_executor(None, draft, message, attached)
             self._check_open()
             for number, entry in attached.items():
                 if self.attached.get(number) is not entry:
                     raise UnknownNameError(f"allocation {number} was unmapped while the registration was checked")
             return self._build(namespace, message, drafted, descriptors)
+        except BaseException:
+            self.account.refund("descriptors", descriptors)
+            raise
+        finally:
+            for number, entry in attached.items():
+                entry.drafts -= 1
+                if entry.left and not entry.uses and not entry.drafts and self.attached.get(number) is entry:
+                    self.context.spawn(self._unmap(number))
 
     def _descriptors(self, message: Register) -> int:
         """What it will cost. Raises LimitError if it has too many tensors."""
@@ -288,7 +309,8 @@ class Registry:
             entry = self.attached.get(number)
             if entry is not None:  # otherwise the session has ended meanwhile
                 entry.uses -= 1
-                if entry.uses == 0:
+                entry.left = entry.uses == 0
+                if entry.left and not entry.drafts:
                     await self._unmap(number)
 
     async def close(self) -> None:

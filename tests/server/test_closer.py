@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.server.closer import SPARE, STUCK_LOOKS, Closer
 from tests.conftest import OTHER_UID
@@ -117,16 +121,17 @@ async def test_nobody_comes_in_who_can_have_no_thread(closer: Closer, monkeypatc
     closer.admit(99)
 
 
-@pytest.mark.parametrize("queued", [False, True])
-async def test_a_socket_with_something_in_its_queue(closer: Closer, stuck: Lingering, queued: bool) -> None:
-    """One without is closed at once; more can't come."""
+@pytest.mark.parametrize("queued", [0, 1, 1000])
+async def test_a_socket_with_descriptors_in_its_queue(closer: Closer, stuck: Lingering, queued: int) -> None:
+    """Behind so many bytes."""
     ours, theirs = socket.socketpair()
-    if queued:
-        theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))])
-        stuck.drop()
+    theirs.send(bytes(queued))
+    theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))])
+    stuck.drop()
+    theirs.send(b"z")
     done = asyncio.Event()
     closer.close_socket(99, ours, done.set)
-    assert done.is_set() is not queued
+    assert not done.is_set()
     assert ours.fileno() == -1
     with pytest.raises(BrokenPipeError):
         theirs.send(b"y")
@@ -136,20 +141,68 @@ async def test_a_socket_with_something_in_its_queue(closer: Closer, stuck: Linge
     theirs.close()
 
 
+@pytest.mark.parametrize("queued", [0, 1, 1000, 100_000])
+async def test_a_socket_without_costs_nothing(closer: Closer, stuck: Lingering, queued: int) -> None:
+    """Whose user's thread is stuck."""
+    begin(closer, stuck)
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(20)
+    theirs.send(bytes(queued))
+    done = asyncio.Event()
+    closer.close_socket(THEIRS, ours, done.set)
+    assert done.is_set()
+    assert closer._of(THEIRS).held == 1, "what is stuck"
+    with pytest.raises(BrokenPipeError):
+        theirs.send(b"y")
+    theirs.close()
+    stuck.release()
+
+
+def test_a_socket_that_could_never_be_sent_descriptors_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_LOOK", bytearray(10))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(bytes(20))
+        assert not sockets.carries_nothing(ours), "it can't be told"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sockets.pass_descriptors(ours, allowed=False)
+        if not sockets._never_passed(ours):
+            pytest.skip("this kernel always lets descriptors in")
+        theirs.send(bytes(20))
+        assert sockets.carries_nothing(ours)
+
+
 # --- a daemon ---------------------------------------------------------------------------------------------
 
 
-def attach_and_drop(peer: RawPeer, stuck: Lingering, *before: int) -> int:
-    seq = peer.begin("attach", rights=[*before, stuck.fd], kind="shm", fds=1 + len(before))
-    stuck.drop()
-    return seq
+@contextlib.contextmanager
+def last_in(daemon: Daemon, stuck: Lingering) -> Iterator[None]:
+    """What is sent inside is the last reference: the daemon does not run until ours is gone."""
+    daemon.signal(signal.SIGSTOP)
+    try:
+        until(lambda: is_stopped(daemon), "it is stopped")
+        yield
+        os.close(stuck.ours.detach())
+    finally:
+        daemon.signal(signal.SIGCONT)
+
+
+def is_stopped(daemon: Daemon) -> bool:
+    threads = Path(f"/proc/{daemon.pid}/task").iterdir()
+    return all("State:\tT" in (thread / "status").read_text() for thread in threads)
+
+
+def attach_and_drop(daemon: Daemon, peer: RawPeer, stuck: Lingering, *before: int) -> int:
+    with last_in(daemon, stuck):
+        return peer.begin("attach", rights=[*before, stuck.fd], kind="shm", fds=1 + len(before))
 
 
 @needs_root
 def test_descriptors_of_a_user_keep_nobody_else_waiting(daemon: Daemon, stuck: Lingering) -> None:
     stranger: RawPeer = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
     stranger.hello()
-    seq = attach_and_drop(stranger, stuck)
+    seq = attach_and_drop(daemon, stranger, stuck)
     assert "not shared memory" in str(stranger.answer(seq)), "its own session goes on"
     other = daemon.peer()
     other.hello()
@@ -163,7 +216,7 @@ def test_more_descriptors_than_fit_are_not_closed_by_the_kernel(daemon: Daemon, 
     other.hello()
     peer = daemon.peer()
     peer.hello()
-    attach_and_drop(peer, stuck, *[0] * 64)
+    attach_and_drop(daemon, peer, stuck, *[0] * 64)
     other.ok("ping")
     peer.turned_away("bad_frame")
     most = daemon.peer()
@@ -180,11 +233,11 @@ def test_descriptors_with_an_out_of_band_byte_arrive(daemon: Daemon, stuck: Ling
     peer = daemon.peer()
     peer.hello()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))]
-    try:
-        peer.socket.sendmsg([b"x"], rights, socket.MSG_OOB)
-    except OSError:
-        pytest.skip("this kernel has no out-of-band bytes for Unix sockets")
-    stuck.drop()
+    with last_in(daemon, stuck):
+        try:
+            peer.socket.sendmsg([b"x"], rights, socket.MSG_OOB)
+        except OSError:
+            pytest.skip("this kernel has no out-of-band bytes for Unix sockets")
     peer.send(frame({"type": "ping", "seq": 9}))
     other.ok("ping")
     peer.end()

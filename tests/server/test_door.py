@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import time
@@ -90,6 +91,29 @@ async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeyp
     scene.listener._on_acceptable()
     assert len(scene.context.sessions) == 1, "the watchdog's own ping comes in"
     own.close()
+    await scene.close()
+
+
+async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And costs nothing afterwards."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no epoll watches")
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    scene = Scene(socket_dir / "kvo.sock")
+    peer = scene.connect()
+    with monkeypatch.context() as without:
+        without.setattr(scene.context.loop, "add_reader", fail)
+        scene.listener._on_acceptable()
+    assert scene.context.accepts == 1
+    await asyncio.wait_for(asyncio.gather(*scene.context.tasks), 20)
+    assert b"nothing left" in peer.recv(1000)
+    assert peer.recv(1000) == b""
+    peer.close()
+    assert not scene.context.sessions
+    assert not scene.listener._connections
+    assert scene.context.accounts.figures() == {}
     await scene.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from kvoffloadd.cache.cache import Cache
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server import registration, status
+from kvoffloadd.server import registration, registry, status
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
@@ -156,12 +158,112 @@ async def test_a_session_that_ends_meanwhile(room: Room) -> None:
     assert room.descriptors == 0
 
 
-async def test_a_request_that_is_given_up(room: Room) -> None:
+@dataclass
+class Gate:
+    """Large drafts wait in it."""
+
+    began: list[m.Register]
+    opened: threading.Event
+
+    async def begun(self) -> None:
+        """A draft has."""
+        async with asyncio.timeout(60):
+            while not self.began:  # noqa: ASYNC110  a thread tells
+                await asyncio.sleep(0.001)
+
+    def draft(self, message: m.Register, attached: Any) -> registration.Draft:
+        self.began.append(message)
+        assert not registration.is_large(message) or self.opened.wait(60)
+        return registration.draft(message, attached)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate([], threading.Event())
+    monkeypatch.setattr(registry, "draft", made.draft)
+    yield made
+    made.opened.set()
+
+
+async def settled(room: Room) -> None:
+    await asyncio.wait_for(asyncio.gather(*room.context.tasks, return_exceptions=True), 60)
+    await asyncio.sleep(0)
+    if room.context.tasks:  # those that these have begun
+        await settled(room)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_request_that_is_given_up(room: Room, gate: Gate, ended: bool) -> None:
+    """It is charged until its thread is done; a session that goes gets no registration."""
     task = await begun(room)
+    await gate.begun()
+    room.registry._closed = ended
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    charged = room.descriptors
+    assert charged > 0
+    gate.opened.set()
+    await settled(room)
+    assert len(room.registry.registrations) == int(not ended)
+    assert room.descriptors == (0 if ended else charged)
+    assert room.registry.attached[MEMORY].drafts == 0
+
+
+async def test_one_thread_at_a_time_for_a_user(room: Room, gate: Gate) -> None:
+    """What waits for a session that goes is never begun."""
+    tasks = [await begun(room), await begun(room)]
+    await gate.begun()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert room.context.accounts.of(0).drafting.locked()
+    room.registry._closed = True
+    gate.opened.set()
+    for task in tasks:
+        with pytest.raises(StateError):
+            await task
+    assert len(gate.began) == 1
     assert room.descriptors == 0
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: Gate, wrong: bool) -> None:
+    """It stays, until the last that names it has gone, or was refused."""
+    unmapped: list[Any] = []
+
+    async def end(*_: object) -> bool:
+        return True
+
+    async def unmap(allocation: Any) -> None:
+        unmapped.append(allocation)
+
+    entry = room.registry.attached[MEMORY]
+    entry.device.unmap = unmap
+    transfers: Any = room.context.transfers
+    transfers.end = end
+    room.registry.account.used.update(mapped_bytes=1 << 20, fds=1)
+    first = (await room.ask(message(1, group=1))).registration
+    task = asyncio.ensure_future(room.ask(clash() if wrong else message()))
+    last = asyncio.ensure_future(room.ask(m.Unregister(seq=2, registration=first)))
+    await last
+    assert not unmapped
+    gate.opened.set()
+    if wrong:
+        with pytest.raises(ExtentError):
+            await task
+    else:
+        await room.ask(m.Unregister(seq=3, registration=(await task).registration))
+    await settled(room)
+    assert unmapped == [entry.allocation]
+    assert not room.registry.attached
+
+
+async def test_memory_that_nothing_names_stays(room: Room) -> None:
+    """A registration that is refused lets nothing go."""
+    with pytest.raises(ExtentError):
+        await room.ask(clash())
+    await settled(room)
+    assert room.registry.attached[MEMORY].drafts == 0
 
 
 async def test_a_clear_meanwhile(room: Room) -> None:
