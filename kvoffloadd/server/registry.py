@@ -62,6 +62,13 @@ class Registry:
         """Where that memory is."""
         return sorted({entry.device.kind for entry in self.attached.values()})
 
+    def sizes_bytes(self, numbers: list[int]) -> list[int]:
+        """Of allocations that have just been attached. Raises StateError if the session has ended since."""
+        try:
+            return [self.attached[number].allocation.size_bytes for number in numbers]
+        except KeyError:
+            raise StateError("the session has ended meanwhile") from None
+
     # --- shared memory ---
 
     def attach(self, fds: list[int], peer_uid: int) -> list[int]:

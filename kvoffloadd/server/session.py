@@ -179,8 +179,7 @@ class Session:
         return self._attached(seq, await asyncio.shield(mapping))
 
     def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
-        sizes = [self._registry.attached[number].allocation.size_bytes for number in numbers]
-        return m.Attached(seq=seq, allocations=numbers, sizes_bytes=sizes)
+        return m.Attached(seq=seq, allocations=numbers, sizes_bytes=self._registry.sizes_bytes(numbers))
 
     def _register(self, message: m.Register) -> Answer:
         if is_large(message):

@@ -326,3 +326,11 @@ async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
         made = await room.ask(m.Reserve(seq=1, groups=[m.GroupKeys(group=group, keys=keys)], parts=wanted))
         if made.lease:
             await room.ask(m.Release(seq=1, lease=made.lease))
+
+
+async def test_memory_that_is_attached_when_the_session_has_ended(room: Room) -> None:
+    """A worker that dies at that moment is no bug of ours."""
+    assert room.registry.sizes_bytes([MEMORY]) == [1 << 20]
+    room.registry.attached.clear()
+    with pytest.raises(StateError, match="ended"):
+        room.registry.sizes_bytes([MEMORY])
