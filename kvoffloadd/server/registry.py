@@ -269,7 +269,8 @@ class Registry:
             for number, entry in attached.items():
                 entry.drafts -= 1
                 if entry.left and not entry.uses and not entry.drafts and self.attached.get(number) is entry:
-                    self.context.spawn(self._unmap(number))
+                    del self.attached[number]  # at once: no registration is to name it before the task runs
+                    self.context.spawn(self._release(entry))
 
     def _descriptors(self, message: Register) -> int:
         """What it will cost. Raises LimitError if it has too many tensors."""
@@ -337,7 +338,10 @@ class Registry:
     async def _unmap(self, number: int) -> None:
         entry = self.attached.pop(number, None)
         if entry is not None:
-            try:
-                await entry.device.unmap(entry.allocation)
-            finally:  # who waits may be cancelled; the unmapping goes on
-                self._refund(entry.allocation)
+            await self._release(entry)
+
+    async def _release(self, entry: Attached) -> None:
+        try:
+            await entry.device.unmap(entry.allocation)
+        finally:  # who waits may be cancelled; the unmapping goes on
+            self._refund(entry.allocation)
