@@ -16,7 +16,7 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import registration, registry, status
-from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.account import Account, Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
@@ -256,6 +256,49 @@ async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: Gate, wro
     await settled(room)
     assert unmapped == [entry.allocation]
     assert not room.registry.attached
+
+
+async def test_memory_that_a_refused_draft_lets_go_is_named_no_more(
+    room: Room, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by a request that was read in the turn in which the draft is refused."""
+    refused: list[Exception] = []
+    waiting: list[asyncio.Handle] = []
+
+    async def end(*_: object) -> bool:
+        return True
+
+    async def unmap(_: Any) -> None:
+        pass
+
+    def at_once() -> None:
+        try:
+            room.session.handle(message(1, group=2), [])
+        except UnknownNameError as error:
+            refused.append(error)
+
+    def refund(account: Account, what: str, count: int = 1) -> None:
+        if what == "descriptors" and gate.opened.is_set() and not waiting:
+            waiting.append(asyncio.get_running_loop().call_soon(at_once))
+        whole_refund(account, what, count)
+
+    whole_refund = Account.refund
+    monkeypatch.setattr(Account, "refund", refund)
+    room.registry.attached[MEMORY].device.unmap = unmap
+    transfers: Any = room.context.transfers
+    transfers.end = end
+    room.registry.account.used.update(mapped_bytes=1 << 20, fds=1)
+    first = (await room.ask(message(1, group=1))).registration
+    task = asyncio.ensure_future(room.ask(clash()))
+    await gate.begun()
+    await room.ask(m.Unregister(seq=2, registration=first))
+    gate.opened.set()
+    with pytest.raises(ExtentError):
+        await task
+    await settled(room)
+    assert len(refused) == 1
+    assert not room.registry.attached
+    assert not room.registry.registrations
 
 
 async def test_memory_that_nothing_names_stays(room: Room) -> None:
