@@ -317,8 +317,8 @@ class Cache:
                 alike[-1].append(wanted)
             else:
                 alike.append([wanted])
-        joined = [Joined.of(some) for some in alike]
-        rows = [self.entries.find_all(some.spaces, some.keys) for some in joined]
+        joined = [Joined.of(some, self.entries.index) for some in alike]
+        rows = [self.entries.find_all(some.spaces, some.keys, some.hashes) for some in joined]
         named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
         self.hold(named)
         made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
@@ -363,7 +363,9 @@ class Cache:
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
                 try:
-                    rows[new] = self.entries.insert_all(wanted.counts(new), keys[new], wanted.positions[new])
+                    rows[new] = self.entries.insert(
+                        wanted.counts(new), keys[new], wanted.hashes[new], wanted.positions[new]
+                    )
                 except LimitError:
                     return 0  # for the index has no room for them, though memory has
                 inserted = True
