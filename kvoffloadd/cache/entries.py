@@ -123,9 +123,7 @@ class Entries:
         """The row of each key, or -1; in a space that is retired there are none."""
         return np.full(len(keys), -1, np.int64) if space.retired else self.index.find(space.id, keys)
 
-    def find_all(
-        self, spaces: Sequence[tuple[Space, int]], keys: U64Array, hashes: U64Array | None = None
-    ) -> I64Array:
+    def find_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array, hashes: U64Array | None = None) -> I64Array:
         """The same for keys of several spaces: of each in turn so many; `hashes` as in `Index.find`."""
         rows = self.index.find(numbers_of(spaces), keys, hashes)
         begin = 0
