@@ -53,6 +53,20 @@ class GroupKind(enum.StrEnum):
     CHUNKED = "chunked"
     MAMBA = "mamba"
 
+    def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
+        """Index of the first key that a prefix of each length, in keys, needs: all from there to its end must hit. For
+        MAMBA that is its last one. `window_keys`: see `GroupSchema`.
+        """
+        match self:
+            case GroupKind.FULL:
+                return np.zeros_like(lengths)
+            case GroupKind.SLIDING:
+                return np.maximum(0, lengths - window_keys)
+            case GroupKind.CHUNKED:
+                return lengths // window_keys * window_keys
+            case GroupKind.MAMBA:
+                return lengths - 1
+
 
 class KeyState(enum.IntEnum):
     """The answer per key, one u8 each, in `lookup`, `pin`, `reserve`, `store` and `load`."""

@@ -28,7 +28,7 @@ from kvoffloadd.tiers.disk.home import FIRST, Home
 from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
-from kvoffloadd.tiers.disk.segment import Segment
+from kvoffloadd.tiers.disk.segment import SEGMENTS_MIN, Segment
 from kvoffloadd.tiers.disk.segments import seal_segment
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.disk.segment import Batch, Numbers, Records
 
 log = logging.getLogger(__name__)
-
-SEGMENTS_MIN = 8
-"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
 
 OVERHEAD_BYTES = 128 << 10
 """Of the capacity, for the manifest, the directories and the block maps of the file system."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Records = npt.NDArray[Any]
 """Of format.ENTRY or records.READ."""
 
+SEGMENTS_MIN = 8
+"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
+
 
 @dataclass(slots=True, eq=False)
 class Segment:
