@@ -41,6 +41,9 @@ def key_price(parts: int, named: int) -> int:
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
+DROPPED = ", dropped"
+"""How a finding of the self-audit ends that does not hold any more: on the wire a finding is text."""
+
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import DROPPED, PAGE_BYTES
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
@@ -50,7 +50,7 @@ class Inspection:
                     count += len(some)
                     for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
                         place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
-                        findings.append(f"disk: the record at {place} is damaged{', dropped' if repair else ''}")
+                        findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")
                     if repair and len(bad):
                         self._disk.promotion.counters.damaged += len(bad)
                         self._disk.lose(np.asarray(bad), Reason.CORRUPT)

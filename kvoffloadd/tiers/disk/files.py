@@ -206,6 +206,23 @@ def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
     return left
 
 
+def lock_root(dir_fd: int, *, create: bool) -> int:
+    """The lock of a root's directory, which is held until the descriptor is closed.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: there is none, and none is to be made.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    fd = os.open("lock", flags, 0o600, dir_fd=dir_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def probe_direct(files: Files, dir_fd: int) -> bool:
     """Whether O_DIRECT works in this directory: writes a page to a temporary file and reads it back.
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane
 from kvoffloadd.tiers.disk.files import lacks_resources
-from kvoffloadd.tiers.disk.inspect import inspect_records
 from kvoffloadd.tiers.disk.records import FAILED, NO_RESOURCES, NOT_READ, OK, read_records
+from kvoffloadd.tiers.disk.recovery import inspect_records
 
 if TYPE_CHECKING:
     import asyncio
