@@ -249,12 +249,10 @@ class Cache:
         self.entries.bury(rows)
         self.eviction.readmit(rows)
 
-    def use(self, space: Space, found: Found, first: int) -> None:
-        """Tell the policy that a request uses the keys that hit; `first`: position of the first key in its prompt."""
-        self.use_all([(space, found, first)])
-
     def use_all(self, used: Sequence[tuple[Space, Found, int]]) -> None:
-        """`use` of each of several groups of one request."""
+        """Tell the policy that a request uses the keys that hit, of each of its groups; the number is the position of
+        the group's first key in its prompt.
+        """
         queues: dict[int, tuple[Queue, list[tuple[Space, Found, int]]]] = {}
         for one in used:
             if one[0].queue is not None and one[1].hits.any():

@@ -239,12 +239,10 @@ class Catalog:
         used = self.runs.used * records + self.runs.memory_bytes()
         return self.index.memory_bytes() + self.index.rows_end * rows + used + members
 
-    def check(self, segments: set[int]) -> list[str]:
-        """What is wrong; nothing: an empty list. `segments`: those that the tier has. Walks everything."""
-        return [finding for found in self.steps(lambda: segments) for finding in found]
-
     def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
-        """The same, bit by bit. What a step finds is true of its moment: the catalog may change before the next one."""
+        """What is wrong, bit by bit, of everything; nothing: empty lists. `segments`: those that the tier has. What a
+        step finds is true of its moment: the catalog may change before the next one.
+        """
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
         yield self._check_count()
         yield self._check_shelves()

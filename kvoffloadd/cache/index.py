@@ -170,16 +170,6 @@ class Index:
         free = self._free.itemsize * self._num_free
         return self._rows_used * per_row + self._num_segments * per_segment + self._directory.nbytes + free
 
-    def check(self) -> list[str]:
-        """What is wrong; nothing: an empty list. Walks every slot, and looks every key up."""
-        findings = self.check_table()
-        live = self._in_table()
-        for space in distinct(self.space[live]).tolist():
-            mine = live[self.space[live] == space]
-            if (self.find(space, self.keys[mine]) != mine).any():
-                findings.append("index: a key in the table can't be found")
-        return findings
-
     @property
     def num_found(self) -> int:
         """Rows that lookups can find."""

@@ -60,7 +60,6 @@ class Urgency:
     PIN: Final = 1
     PREFETCH: Final = 2
     REWRITE: Final = 3
-    VERIFY: Final = 4
 
 
 WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}

@@ -33,8 +33,6 @@ REWRITE_BYTES = 8 << 20
 REWRITE_SHARE = 4
 """At most this fraction (1/n) of a segment moves on, so that giving it up always gains room."""
 
-WRITE_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:

@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +36,6 @@ class DiskError(ResourceError):
     """A directory of the disk tier can't be used; the message says why."""
 
     fault = "operator"
-    newer: ClassVar[bool] = False
 
 
 class DiskManifestError(DiskError):
@@ -45,8 +44,6 @@ class DiskManifestError(DiskError):
 
 class DiskVersionError(DiskManifestError):
     """A manifest of another format version: it must not be overwritten."""
-
-    newer = True
 
 
 def lacks_resources(error: BaseException) -> bool:

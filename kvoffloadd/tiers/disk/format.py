@@ -40,8 +40,6 @@ TRAILER_MAGIC = int.from_bytes(b"KVOTRLR\n", "little")
 CHECKSUM_OFFSET = PAGE_BYTES - 16
 """Of the page's own checksum, high half first."""
 
-UUID_BYTES = 16
-
 ENTRY = np.dtype(
     {
         "names": ["key", "sequence", "payload_bytes", "page", "space", "part"],
