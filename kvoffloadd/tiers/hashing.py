@@ -37,12 +37,12 @@ def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
 
 
 def in_turns(
-    items: I64Array, sizes: I64Array, turn_bytes: int = TURN_BYTES, turn_items: int = 1 << 62
+    items: I64Array, sizes: I64Array, turn_bytes: int | None = None, turn_items: int = 1 << 62
 ) -> list[I64Array]:
-    """The items, which have these sizes, cut into what a lane does in one turn: about so many bytes, and no more than
-    so many items.
+    """The items, which have these sizes, cut into what a lane does in one turn: about so many bytes (None: TURN_BYTES),
+    and no more than so many items.
     """
     if not len(items):
         return []
-    by_bytes, by_count = (np.cumsum(sizes) - sizes) // turn_bytes, np.arange(len(items)) // turn_items
+    by_bytes, by_count = (np.cumsum(sizes) - sizes) // (turn_bytes or TURN_BYTES), np.arange(len(items)) // turn_items
     return np.split(items, np.flatnonzero((np.diff(by_bytes) != 0) | (np.diff(by_count) != 0)) + 1)
