@@ -41,6 +41,9 @@ def key_price(parts: int, named: int) -> int:
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
+DROPPED = ", dropped"
+"""How a finding of the self-audit ends that does not hold any more: on the wire a finding is text."""
+
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 
@@ -52,6 +55,20 @@ class GroupKind(enum.StrEnum):
     SLIDING = "sliding"
     CHUNKED = "chunked"
     MAMBA = "mamba"
+
+    def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
+        """Index of the first key that a prefix of each length, in keys, needs: all from there to its end must hit. For
+        MAMBA that is its last one. `window_keys`: see `GroupSchema`.
+        """
+        match self:
+            case GroupKind.FULL:
+                return np.zeros_like(lengths)
+            case GroupKind.SLIDING:
+                return np.maximum(0, lengths - window_keys)
+            case GroupKind.CHUNKED:
+                return lengths // window_keys * window_keys
+            case GroupKind.MAMBA:
+                return lengths - 1
 
 
 class KeyState(enum.IntEnum):

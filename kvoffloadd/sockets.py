@@ -1,16 +1,67 @@
-"""Unix sockets whose peers may be anybody: what they may send, and whether they have sent something."""
+"""Unix sockets whose peers may be anybody: where they are bound, what peers may send, and whether they have sent
+something.
+"""
 
 from __future__ import annotations
 
 import array
 import errno
 import fcntl
+import os
 import socket
+import stat
 import termios
+
+from kvoffloadd.errors import ConfigError
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
+
+
+def bind_path(path: str, mode: int, config_key: str) -> socket.socket:
+    """A stream socket bound to `path`, in place of what a dead process has left there. It does not listen yet.
+
+    Raises:
+        ConfigError: a live process listens there, or it is no socket.
+        OSError: the place can't be used.
+    """
+    _remove_stale(path, config_key)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
+    try:
+        bound.bind(path)
+    except BaseException:
+        bound.close()
+        raise
+    finally:
+        os.umask(mask)
+    return bound
+
+
+def _remove_stale(path: str, config_key: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"{config_key}: {path} exists and is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            probe.connect(path)
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        os.unlink(path)
+        return
+    except BlockingIOError:
+        pass  # its backlog is full: alive
+    raise ConfigError(f"{config_key}: a live process listens at {path}")
+
+
+def received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """Those that came with a `recvmsg`, now the caller's."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
 
 
 def carries_nothing(sock: socket.socket) -> bool:

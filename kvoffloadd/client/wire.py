@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import DaemonUnreachableError, FramingError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
+from kvoffloadd.sockets import received_descriptors
 
 if TYPE_CHECKING:
     from collections import deque
@@ -91,7 +92,7 @@ class Wire:
             return None
         except ConnectionError:
             return memoryview(b""), []
-        fds = _descriptors(ancillary) if ancillary else []
+        fds = received_descriptors(ancillary) if ancillary else []
         if flags & _CTRUNC:
             for fd in fds:
                 os.close(fd)
@@ -109,11 +110,3 @@ class Wire:
     def close(self) -> None:
         """Close the socket. A second time does nothing."""
         self._socket.close()
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return fds.tolist()

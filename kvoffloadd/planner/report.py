@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_pages
-from kvoffloadd.planner.capacity import RECORD_HEADER_PAGES
+from kvoffloadd.tiers.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:

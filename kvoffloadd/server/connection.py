@@ -30,6 +30,7 @@ from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
+from kvoffloadd.sockets import received_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -93,7 +94,7 @@ class PeerConnection:
         except OSError as error:
             self.end(f"read failed: {error.strerror}")
             return
-        if not self._keep(fds := _descriptors(ancillary)):
+        if not self._keep(fds := received_descriptors(ancillary)):
             return
         if size == 0:
             self._close_fds(fds)
@@ -393,11 +394,3 @@ class PeerConnection:
             self._flush()
             if self._outbox.queued_bytes == before:
                 await asyncio.sleep(0.01)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)
