@@ -111,17 +111,8 @@ class Layout:
         return tuple(one or needed for one, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
 
     def descriptors_of(self, blocks: Sequence[int]) -> int:
-        """Of so many blocks of each group, before any are merged."""
-        return predicted_descriptors(self.plan, blocks)
-
-    def bytes_of(self, blocks: Sequence[int]) -> int:
-        """Payload bytes of so many blocks of each group."""
-        return sum(count * payload for count, payload in zip(blocks, self.payloads, strict=True))
-
-
-def predicted_descriptors(plan: Plan, blocks: Sequence[int]) -> int:
-    """What the daemon will count as descriptors of a store or load of so many blocks of each group."""
-    return descriptors([group.refs for group in plan.canonical.groups], blocks)
+        """What the daemon will count as descriptors of a store or load of so many blocks of each group."""
+        return descriptors([group.refs for group in self.plan.canonical.groups], blocks)
 
 
 def possible_layouts(rank: Rank, pack_size: int = 0, num_blocks: int = BLOCKS) -> tuple[list[Layout], dict[str, str]]:
