@@ -53,6 +53,21 @@ class GroupKind(enum.StrEnum):
     CHUNKED = "chunked"
     MAMBA = "mamba"
 
+    def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
+        """Index of the first key that a prefix needs, for prefixes of these `lengths` in keys, each 1 or more.
+
+        `window_keys`: of the group, see `GroupSchema`. A prefix needs every key from there to its end.
+        """
+        match self:
+            case GroupKind.FULL:
+                return np.zeros_like(lengths)
+            case GroupKind.SLIDING:
+                return np.maximum(lengths - window_keys, 0)
+            case GroupKind.CHUNKED:
+                return lengths // window_keys * window_keys
+            case GroupKind.MAMBA:
+                return lengths - 1
+
 
 class KeyState(enum.IntEnum):
     """The answer per key, one u8 each, in `lookup`, `pin`, `reserve`, `store` and `load`."""
