@@ -37,6 +37,11 @@ class Group:
     part: int = 0
 
     @property
+    def payload_bytes(self) -> int:
+        """What one block has in this rank's refs."""
+        return sum(ref.payload_bytes for ref in self.refs)
+
+    @property
     def schema(self) -> GroupSchema:
         """What the namespace shares."""
         return GroupSchema(

@@ -63,10 +63,6 @@ class CanonicalCache:
                 if one[1] > other[0]:
                     raise UsageError(f"group {group}: bytes {other[0]} to {one[1]} of tensor {tensor} are named twice")
 
-    def payload_bytes(self, group: int) -> int:
-        """Of one block of the group at this index."""
-        return sum(ref.payload_bytes for ref in self.groups[group].refs)
-
     def kv_cache(self, timelines: Sequence[Timeline] = ()) -> KvCache:
         """What `Client.register` takes. CPU tensors that are not shared yet are moved to shared memory in place.
 

@@ -81,7 +81,7 @@ class Layout:
     @property
     def payloads(self) -> tuple[int, ...]:
         """Bytes of a block of each group."""
-        return tuple(self.plan.canonical.payload_bytes(group) for group in range(self.num_groups))
+        return tuple(group.payload_bytes for group in self.plan.canonical.groups)
 
     @property
     def needs_less(self) -> bool:

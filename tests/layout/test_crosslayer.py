@@ -185,7 +185,7 @@ def test_pages_padded_in_bytes() -> None:
         specs = named("l", 3, layer(backend=backend, padded_bytes=320))
         made = check_plan(cross_layers(specs, one_group(specs), 6))
         assert made.cache.tensors[0].shape == (6, 960)
-        assert made.cache.payload_bytes(0) == 768
+        assert made.cache.groups[0].payload_bytes == 768
     alone = named("l", 1, layer(backend=Backend("old", TRITON_NHD.shape, TRITON_NHD.memory), padded_bytes=320))
     assert check_plan(cross_layers(alone, one_group(alone), 6)).cache.groups[0].refs == (Ref(0, 0, 256),)
 
