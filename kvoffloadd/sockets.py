@@ -1,4 +1,4 @@
-"""Unix sockets whose peers may be anybody: what they may send, and whether they have sent something."""
+"""Unix sockets: descriptors that travel with bytes; what peers may send, and whether they have sent something."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ import errno
 import fcntl
 import socket
 import termios
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Ancillary = list[tuple[int, int, bytes]]
+"""What `recvmsg` gives beside the bytes."""
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
+
+
+def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:
+    """Descriptors as `sendmsg` takes them, at least one."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+
+
+def unpack_fds(ancillary: Ancillary) -> list[int]:
+    """The descriptors that `recvmsg` has made, which are the caller's to close."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
 
 
 def carries_nothing(sock: socket.socket) -> bool:

@@ -6,7 +6,6 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffloadd.client.link import Link, Pending, broken
 from kvoffloadd.client.wire import Wire
 from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.client.job import Job
+    from kvoffloadd.client.link import Link, Pending
     from kvoffloadd.client.ops import Op
     from kvoffloadd.client.session import Session
 
@@ -145,7 +145,7 @@ class Lines:
                 if link.unclaimed:
                     self._take_back_unclaimed(link)
         except PeerError as error:
-            self.break_off(link, broken(error))
+            self.break_off(link, f"the daemon broke the protocol: {error}")
         except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
             self._close_wire(link)
             self._session.end(link, f"can't read: {error}")

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client.waitable import Waitable
-from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, PeerError, RemoteError
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, RemoteError
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
@@ -190,8 +190,3 @@ class Link:
         jobs, self.jobs = self.jobs, {}
         for job in jobs.values():
             job.lose(reason)
-
-
-def broken(error: PeerError) -> str:
-    """The reason to give where the daemon broke the protocol."""
-    return f"the daemon broke the protocol: {error}"
