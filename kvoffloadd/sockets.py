@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Ancillary = list[tuple[int, int, bytes]]
 """What `recvmsg` gives beside the bytes."""
 
+PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
+
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
