@@ -26,6 +26,11 @@ def slot_pages(payload_bytes: int) -> int:
     return -(-payload_bytes // PAGE_BYTES)
 
 
+def slot_bytes(payload_bytes: int) -> int:
+    """Bytes of the slot that holds a payload of this many bytes."""
+    return slot_pages(payload_bytes) * PAGE_BYTES
+
+
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 

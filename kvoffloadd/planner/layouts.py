@@ -23,6 +23,7 @@ from kvoffloadd.layout import (
     packed_rows,
 )
 from kvoffloadd.layout.place import Place, own_view, shared_views
+from kvoffloadd.layout.spec import nth_layers
 from kvoffloadd.model import GroupKind
 from kvoffloadd.planner.grouping import form_groups
 
@@ -155,13 +156,9 @@ def can_pack(model: ModelConfig) -> bool:
 
 def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
     """A tensor for each slot, in the order of its layers' backend; the n-th layers of all groups overlay each other."""
-    slots = [
-        tuple(group.layers[at] for group in groups if at < len(group.layers))
-        for at in range(max(len(group.layers) for group in groups))
-    ]
     views: dict[str, tuple[View, ...]] = {}
     tensors = []
-    for at, slot in enumerate(slots):
+    for at, slot in enumerate(nth_layers(groups)):
         page = max(specs[layer].page_bytes for layer in slot)
         for layer in slot:
             spec = specs[layer]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
-from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_pages
+from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
 from kvoffloadd.planner.capacity import RECORD_HEADER_PAGES
 from kvoffloadd.report import open_console
 from kvoffloadd.units import format_bytes
@@ -76,8 +76,8 @@ def _group(plan: CapacityPlan, group: int) -> dict[str, Any]:
         "layer_bytes": spec.payload_bytes,
         "payload_bytes": payload,
         "parts": plan.parts[group],
-        "slot_bytes": slot_pages(payload) * PAGE_BYTES,
-        "record_bytes": (slot_pages(payload) + RECORD_HEADER_PAGES) * PAGE_BYTES,
+        "slot_bytes": slot_bytes(payload),
+        "record_bytes": slot_bytes(payload) + RECORD_HEADER_PAGES * PAGE_BYTES,
     }
 
 
