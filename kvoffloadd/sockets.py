@@ -80,6 +80,12 @@ def unpack_fds(ancillary: Ancillary) -> list[int]:
     return fds.tolist()
 
 
+def close_fds(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody has a use for."""
+    for fd in fds:
+        os.close(fd)
+
+
 def carries_nothing(sock: socket.socket) -> bool:
     """Whether no descriptors that were sent to this socket are queued, and none can be any more: they travel with
     bytes. False if that can't be told. Takes nothing out of the queue.

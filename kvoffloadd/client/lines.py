@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffloadd.client.wire import Wire
 from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
+from kvoffloadd.sockets import close_fds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +140,7 @@ class Lines:
                 self._closed_by_daemon(link)
                 return False
             if link.ended.done:  # broken off: nothing that is said on it counts any more
-                _close_all(fds)
+                close_fds(fds)
             else:
                 self._session.receive(link, data, fds)
                 if link.unclaimed:
@@ -173,7 +174,7 @@ class Lines:
             self._stalled.discard(link)
             self._poller.unwatch(wire.fileno())
             wire.close()
-        _close_all(link.connection.take_fds())
+        close_fds(link.connection.take_fds())
 
     def _dispose(self, link: Link) -> None:
         self._close_wire(link)
@@ -181,8 +182,3 @@ class Lines:
             self._poller.unwatch(link.pidfd)
             os.close(link.pidfd)
             link.pidfd = -1
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

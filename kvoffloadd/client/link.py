@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError,
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
+from kvoffloadd.sockets import close_fds
 
 if TYPE_CHECKING:
     from kvoffloadd.client.job import Job
@@ -116,8 +116,7 @@ class Link:
 
     def _take_pidfd(self, message: Message, fds: list[int]) -> None:
         if not isinstance(message, messages.Welcome) or len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
+            close_fds(fds)
             raise MessageError(f"{len(fds)} descriptors with a {type(message).__name__}")
         self.pidfd = fds[0]
 

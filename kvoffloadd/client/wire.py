@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import DaemonUnreachableError, FramingError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
-from kvoffloadd.sockets import pack_fds, unpack_fds
+from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
 
 if TYPE_CHECKING:
     from collections import deque
@@ -94,8 +94,7 @@ class Wire:
             return memoryview(b""), []
         fds = unpack_fds(ancillary) if ancillary else []
         if flags & _CTRUNC:
-            for fd in fds:
-                os.close(fd)
+            close_fds(fds)
             raise FramingError("more descriptors came than a frame may carry")
         return memoryview(self._buffer)[:count], fds
 
