@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from kvoffloadd.client import KeyState
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.vllm.availability import Availability
-from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 
 if TYPE_CHECKING:
@@ -198,8 +197,7 @@ class Asker:
             self._promoting.append(question)
 
     def _pin(self, question: Question) -> None:
-        parts = max((group.parts for group in self._groups.groups), default=1)
-        most = most_keys(self._client.limits, len(question.groups), KEY_BYTES, parts)
+        most = most_keys(self._client.limits, self._groups, len(question.groups))
         for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
             packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
             found = self._client.pin(packed, {group: some.start for group, some in piece.items()})

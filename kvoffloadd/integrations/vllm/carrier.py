@@ -33,7 +33,6 @@ logger = logging.getLogger("vllm.kvoffloadd")
 _JOB_POLL_S = 0.002
 _IDLE_S = 1.0
 _WAIT_WARNING_S = 30.0
-_BLOCK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,8 +278,7 @@ class Carrier:
     def _pieces(self, course: _Course) -> list[Piece]:
         chunks = course.transfer.chunks
         blocks_per_key = max(blocks.shape[1] for _, blocks in chunks.values())
-        parts = max((group.parts for group in self._caches.groups), default=1)
-        most = most_keys(self._client.limits, len(chunks), KEY_BYTES + blocks_per_key * _BLOCK_BYTES, parts)
+        most = most_keys(self._client.limits, self._caches, len(chunks), blocks_per_key)
         found = pieces({group: len(blocks) for group, (_, blocks) in chunks.items()}, most)
         course.unasked = len(found)
         return found
