@@ -61,7 +61,10 @@ class Wire:
             was_sent = request.sent
             request.sent = True  # before the call: a signal's handler may raise at its end
             try:
-                sent = self._send(request)
+                if request.fds:
+                    sent = self._socket.sendmsg([request.data], pack_fds(request.fds))
+                else:
+                    sent = self._socket.send(request.data)
             except OSError as error:
                 request.sent = was_sent
                 if isinstance(error, BlockingIOError):
@@ -73,11 +76,6 @@ class Wire:
             else:
                 request.data = memoryview(request.data)[sent:]
         return True
-
-    def _send(self, request: Pending) -> int:
-        if request.fds:
-            return self._socket.sendmsg([request.data], pack_fds(request.fds))
-        return self._socket.send(request.data)
 
     def read(self) -> tuple[memoryview, list[int]] | None:
         """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
