@@ -26,6 +26,11 @@ def slot_pages(payload_bytes: int) -> int:
     return -(-payload_bytes // PAGE_BYTES)
 
 
+def slot_bytes(payload_bytes: int) -> int:
+    """Bytes of the slot that holds a payload of this many bytes."""
+    return slot_pages(payload_bytes) * PAGE_BYTES
+
+
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 
@@ -57,14 +62,15 @@ class GroupKind(enum.StrEnum):
     MAMBA = "mamba"
 
     def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
-        """Index of the first key that a prefix of each length, in keys, needs: all from there to its end must hit. For
-        MAMBA that is its last one. `window_keys`: see `GroupSchema`.
+        """Index of the first key that a prefix needs, for prefixes of these `lengths` in keys, each 1 or more.
+
+        `window_keys`: of the group, see `GroupSchema`. A prefix needs every key from there to its end.
         """
         match self:
             case GroupKind.FULL:
                 return np.zeros_like(lengths)
             case GroupKind.SLIDING:
-                return np.maximum(0, lengths - window_keys)
+                return np.maximum(lengths - window_keys, 0)
             case GroupKind.CHUNKED:
                 return lengths // window_keys * window_keys
             case GroupKind.MAMBA:

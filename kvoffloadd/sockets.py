@@ -1,6 +1,4 @@
-"""Unix sockets whose peers may be anybody: where they are bound, what peers may send, and whether they have sent
-something.
-"""
+"""Unix sockets: where they are bound, descriptors that travel with bytes, what peers may send and whether they have."""
 
 from __future__ import annotations
 
@@ -9,28 +7,37 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import termios
+from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+Ancillary = list[tuple[int, int, bytes]]
+"""What `recvmsg` gives beside the bytes."""
+
+PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
+
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
 
 
-def bind_path(path: str, mode: int, config_key: str) -> socket.socket:
-    """A stream socket bound to `path`, in place of what a dead process has left there. It does not listen yet.
+def bind_path(key: str, path: Path, mode: int) -> socket.socket:
+    """A Unix socket bound to `path`, in place of one that a dead process has left. `key`: the config's, for errors.
 
-    Raises:
-        ConfigError: a live process listens there, or it is no socket.
-        OSError: the place can't be used.
+    Raises ConfigError if a live process listens there, or something else is there; OSError if it can't be bound.
     """
-    _remove_stale(path, config_key)
+    _remove_stale(key, path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
     try:
-        bound.bind(path)
+        bound.bind(str(path))
     except BaseException:
         bound.close()
         raise
@@ -39,29 +46,45 @@ def bind_path(path: str, mode: int, config_key: str) -> socket.socket:
     return bound
 
 
-def _remove_stale(path: str, config_key: str) -> None:
+def _remove_stale(key: str, path: Path) -> None:
     try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"{config_key}: {path} exists and is no socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-            probe.connect(path)
-    except FileNotFoundError:
-        return
-    except ConnectionRefusedError:
-        os.unlink(path)
-        return
-    except BlockingIOError:
-        pass  # its backlog is full: alive
-    raise ConfigError(f"{config_key}: a live process listens at {path}")
+        if not path.is_socket():
+            if path.exists():
+                raise ConfigError(f"{key}: {path} exists and is no socket")
+            return
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} can't be looked at: {error.strerror}") from None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # its backlog is full: alive
+        except OSError as error:
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+                path.unlink(missing_ok=True)
+                return
+            raise ConfigError(f"{key}: {path} can't be tried: {error.strerror}") from None
+    raise ConfigError(f"{key}: a live process listens at {path}")
 
 
-def received_descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """Those that came with a `recvmsg`, now the caller's."""
+def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:
+    """Descriptors as `sendmsg` takes them, at least one."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+
+
+def unpack_fds(ancillary: Ancillary) -> list[int]:
+    """The descriptors that `recvmsg` has made, which are the caller's to close."""
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody has a use for."""
+    for fd in fds:
+        os.close(fd)
 
 
 def carries_nothing(sock: socket.socket) -> bool:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -61,15 +62,15 @@ def bind(listen: str) -> socket.socket:
     place = split_address(listen)
     try:
         if isinstance(place, str):
-            return _bind_path(place)
+            return _bind_path(Path(place))
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         return socket.create_server(place, family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"metrics.listen: {listen} can't be used: {error.strerror or error}") from None
 
 
-def _bind_path(path: str) -> socket.socket:
-    listener = bind_path(path, SOCKET_MODE, "metrics.listen")
+def _bind_path(path: Path) -> socket.socket:
+    listener = bind_path("metrics.listen", path, SOCKET_MODE)
     try:
         listener.listen(_BACKLOG)
         pass_descriptors(listener, allowed=False)

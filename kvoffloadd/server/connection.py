@@ -6,7 +6,6 @@ here; nothing raised by one connection reaches another.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import logging
@@ -30,7 +29,7 @@ from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
-from kvoffloadd.sockets import received_descriptors
+from kvoffloadd.sockets import pack_fds, unpack_fds
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -94,7 +93,7 @@ class PeerConnection:
         except OSError as error:
             self.end(f"read failed: {error.strerror}")
             return
-        if not self._keep(fds := received_descriptors(ancillary)):
+        if not self._keep(fds := unpack_fds(ancillary)):
             return
         if size == 0:
             self._close_fds(fds)
@@ -283,11 +282,7 @@ class PeerConnection:
         while self._outbox.frames and self._sock.fileno() >= 0:
             frame, fds = self._outbox.frames[0]
             try:
-                if fds:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                    size = self._sock.sendmsg([frame], rights)
-                else:
-                    size = self._sock.send(frame)
+                size = self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:

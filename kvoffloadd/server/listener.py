@@ -58,8 +58,7 @@ def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[soc
             _check_given(given, path)
             given.listen(BACKLOG)
             return given, lock
-        listener = bind_path(str(path), mode, "server.socket")
-        listener.setblocking(False)
+        listener = bind_path("server.socket", path, mode)
         listener.listen(BACKLOG)
     except BlockingIOError:
         os.close(lock)
