@@ -116,14 +116,14 @@ def _load(arguments: argparse.Namespace) -> config.Config:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.planner import Terms, make_plan, plan_json, print_plan, read_model, read_trace
+    from kvoffloadd.planner import PlanInputs, make_plan, plan_json, print_plan, read_model, read_trace
 
     terms: dict[str, Any] = {name: getattr(arguments, name) for name in PLAN_TERMS}
     sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk}
     terms |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
     model = read_model(arguments.model_config)
     trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
-    plan = make_plan(model, Terms(**terms), trace)
+    plan = make_plan(model, PlanInputs(**terms), trace)
     if arguments.json:
         _print_json(plan_json(plan))
     else:

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.disk import Disk, DiskSettings
+from kvoffloadd.cache.disktier import DiskSettings, DiskTier
 from kvoffloadd.cache.keyhash import SEED_BITS
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.transfer import Transfers
+from kvoffloadd.cache.warm_restart import adopt, read_saved_state
 from kvoffloadd.config import check_memory_fits, has_memory_limit
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -46,12 +46,12 @@ from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.systemd import Systemd
+from kvoffloadd.tiers.arenafile import ArenaFile, discard, inherit, open_pool
 from kvoffloadd.tiers.disk.faults import FaultyFiles
 from kvoffloadd.tiers.disk.files import Files
 from kvoffloadd.tiers.disk.root import Root, RootSettings
-from kvoffloadd.tiers.disk.segment import Numbers
+from kvoffloadd.tiers.disk.segment import SequenceNumbers
 from kvoffloadd.tiers.memory import MemoryTier
-from kvoffloadd.tiers.pool import Pool, discard, inherit, open_pool
 
 if TYPE_CHECKING:
     import socket
@@ -108,7 +108,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
         os.close(lock)
 
 
-def _pool(config: Config, systemd: Systemd) -> Pool:
+def _pool(config: Config, systemd: Systemd) -> ArenaFile:
     """The memory tier's, which an earlier run may have left."""
     memory = config.memory
     kept = systemd.take(POOL_NAME)
@@ -123,7 +123,7 @@ def _pool(config: Config, systemd: Systemd) -> Pool:
         if kept is not None:
             systemd.forget(POOL_NAME)
         _await_memory(memory.capacity_bytes, FORGET_S if kept is not None else 0.0)
-        pool = Pool.make(memory.capacity_bytes, memory.slab_bytes)
+        pool = ArenaFile.make(memory.capacity_bytes, memory.slab_bytes)
         systemd.store(POOL_NAME, pool.fd)
     return pool
 
@@ -237,7 +237,7 @@ class Daemon:
         self,
         config: Config,
         listener: socket.socket,
-        pool: Pool,
+        pool: ArenaFile,
         faults: Faults,
         disk_switch: Path | None,
         systemd: Systemd,
@@ -300,15 +300,15 @@ class Daemon:
         cache = context.cache
         if self._pool.is_old:
             self._pool.note_attempt()
-        estate = estate_of(self._pool.names()) if self._pool.is_old else None
-        if estate is not None:
-            cache.epochs.merge(estate.base, estate.last, estate.epochs)
+        saved = read_saved_state(self._pool.names()) if self._pool.is_old else None
+        if saved is not None:
+            cache.epochs.merge(saved.base, saved.last, saved.epochs)
         if cache.disk is not None:
             await cache.disk.start(context.spawn)
         if not self._pool.is_old:
             cache.remember()  # what the disks know of clears
             return
-        rows = adopt(cache, estate)
+        rows = adopt(cache, saved)
         if self._config.memory.verify_adopted == "start":
             await context.transfers.verify_adopted()
         if cache.disk is not None:
@@ -323,7 +323,7 @@ class Daemon:
         threading.Thread(target=self._prefault, args=(loop, tier), name="kvo-prefault", daemon=True).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
-        cache.entries.spaces.groups_max = config.limits.groups
+        cache.entries.keyspaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes, holes=_holes(config.copy.fill_holes))
         device: HostMemory = host
@@ -361,7 +361,7 @@ class Daemon:
 
     def _add_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
         chosen = self._config.disk
-        numbers = Numbers()
+        numbers = SequenceNumbers()
         files = FaultyFiles(self._disk_switch) if self._disk_switch else Files()
         each = RootSettings(
             segment_bytes=chosen.segment_bytes,
@@ -383,7 +383,7 @@ class Daemon:
             retry_s=chosen.retry_s,
             stuck_s=chosen.stuck_s,
         )
-        Disk(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
+        DiskTier(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
         if self._taking_over:

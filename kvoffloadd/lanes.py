@@ -162,7 +162,7 @@ class Lane:
             self._work_or_close.notify()
         return ticket
 
-    def hasten(self, ticket: Ticket, flow: Flow, urgent: int) -> None:
+    def raise_priority(self, ticket: Ticket, flow: Flow, urgent: int) -> None:
         """If it still waits, it waits for a turn of this `flow` at this urgency too, and has whichever comes first."""
         with self._lock:
             if ticket in self._queue:

@@ -74,7 +74,7 @@ def fill(cache: Cache, count: int) -> Filled:
     uid, spec = os.getuid(), NAMESPACE
     namespace = cache.open_namespace(fingerprint(spec, uid), uid, spec.model, spec.key_bytes)
     space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, BLOCK_TOKENS))
-    cache.learn_parts(space, {0: PAGE_BYTES})
+    cache.set_part_bytes(space, {0: PAGE_BYTES})
     part = np.zeros(1, np.uint16)
     before, seconds = rss_anon_bytes(os.getpid()), []
     for first in range(0, count, KEYS):

@@ -26,13 +26,13 @@ from _output import Live, print_json
 from kvoffloadd.client import Client
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import Files
-from kvoffloadd.tiers.disk.format import ENTRY, SegmentHeader, SpaceId, footer_pages
+from kvoffloadd.tiers.disk.format import ENTRY, KeyspaceId, SegmentHeader, footer_pages
 from kvoffloadd.tiers.disk.manifest import Manifest, write_manifest
 from kvoffloadd.tiers.disk.segments import create_segment, seal_segment
 
 LEVELS = (1_000_000, 2_000_000, 4_000_000)
 SEGMENT_BYTES = 256 << 20
-SPACE = SpaceId(b"f" * 16, b"s" * 16, 0, 0, 1, KEY_BYTES)
+SPACE = KeyspaceId(b"f" * 16, b"s" * 16, 0, 0, 1, KEY_BYTES)
 BOUND_RECORDS, START_MAX_S, BYTES_MAX = 1_000_000, 3.0, 100.0
 EXTRAPOLATED = 10_000_000
 TIB = 1 << 40

@@ -12,7 +12,7 @@ import msgspec
 
 from kvoffloadd import errors
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, State
+from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, ProtocolState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,14 +94,14 @@ def parts() -> str:
 def states() -> str:
     """Who may say what, state by state."""
     lines = ["| state | the client may send | the daemon may send |", "|---|---|---|"]
-    for state in State:
+    for state in ProtocolState:
         client = ", ".join(f"`{tag}`" + _arrow(state, to) for tag, to in CLIENT_MOVES[state].items())
         daemon = ", ".join(f"`{tag}`" + _arrow(state, to) for tag, to in DAEMON_MOVES[state].items())
         lines.append(f"| {state.name} | {client or 'nothing'} | {daemon or 'nothing'} |")
     return "\n".join(lines)
 
 
-def _arrow(state: State, to: State) -> str:
+def _arrow(state: ProtocolState, to: ProtocolState) -> str:
     return "" if to is state else f" -> {to.name}"
 
 

@@ -403,16 +403,16 @@ def test_hasten_gives_what_waits_another_chance_and_moves_nothing_else(run: Any)
         running = lane.submit(gate, log, urgent=3)
         await gate.wait_entered()
         tickets = [lane.submit(partial(int, n), log, urgent=urgent) for n, urgent in enumerate([2, 2, 1, 0, 2, 2])]
-        lane.hasten(running, DAEMON, 0)
-        lane.hasten(tickets[4], DAEMON, 1)  # behind the one that is there
-        lane.hasten(tickets[3], DAEMON, 2)  # it comes before that
-        lane.hasten(tickets[1], DAEMON, 2)  # nothing new: it keeps its place
-        lane.hasten(tickets[5], DAEMON, -1)
+        lane.raise_priority(running, DAEMON, 0)
+        lane.raise_priority(tickets[4], DAEMON, 1)  # behind the one that is there
+        lane.raise_priority(tickets[3], DAEMON, 2)  # it comes before that
+        lane.raise_priority(tickets[1], DAEMON, 2)  # nothing new: it keeps its place
+        lane.raise_priority(tickets[5], DAEMON, -1)
         assert (lane.queued, lane.running) == (6, 1)
         gate.open.set()
         await log.wait(7)
         assert log.values == ["through", 5, 3, 2, 4, 0, 1]
-        lane.hasten(tickets[0], DAEMON, -1)
+        lane.raise_priority(tickets[0], DAEMON, -1)
         assert lane.queued == 0, "what has ended does not come again"
         assert await lane.close(5)
 
@@ -425,7 +425,7 @@ def test_what_two_wait_for_goes_with_the_turn_that_comes_first(run: Any) -> None
         lane.submit(gate, log)
         await gate.wait_entered()
         tickets = [lane.submit(partial(int, n), log, flow=Flow(1001, 1)) for n in range(100)]
-        lane.hasten(tickets[99], Flow(1002, 2), 0)
+        lane.raise_priority(tickets[99], Flow(1002, 2), 0)
         gate.open.set()
         await log.wait(101)
         assert log.values.index(99) <= 3
@@ -441,9 +441,9 @@ def test_what_was_hastened_can_be_cancelled(run: Any) -> None:
         lane.submit(gate, log)
         await gate.wait_entered()
         ticket = lane.submit(lambda: "ran", log, urgent=3)
-        lane.hasten(ticket, Flow(1001, 1), 1)
+        lane.raise_priority(ticket, Flow(1001, 1), 1)
         assert ticket.cancel()
-        lane.hasten(ticket, DAEMON, 0)
+        lane.raise_priority(ticket, DAEMON, 0)
         assert lane.queued == 0
         gate.open.set()
         await log.wait(2)

@@ -3,20 +3,21 @@
 A root comes in five steps:
 
 1. its directory is taken and its manifest read (`Root.open`);
-2. the clears that it knows of are learnt, and shelves of older epochs go;
+2. the clears that it knows of are learnt, and disk keyspaces of older epochs go;
 3. all its segments are looked at (`Root.recover`);
 4. what its records testify of clears is learnt; those that count by what is known by then come into the catalog, and
    the root is OK;
 5. its manifest is told, and those of the others.
 
 The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
-the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, shelves of old
-epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and outlive it.
+the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, disk keyspaces
+of old epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and
+outlive it.
 
 The order holds whatever happens between the steps:
 
 - *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
-  pause, so that the clear closes the shelves of those that were there before it, and later ones do not count.
+  pause, so that the clear closes the disk keyspaces of those that were there before it, and later ones do not count.
 - *Another root is heard.* As a clear; the lock keeps its learning whole.
 - *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
   were accepted before. Of two copies the second is let go; the clears that it knows of are learnt all the same.
@@ -33,13 +34,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.tiers.disk.health import State, said
+from kvoffloadd.tiers.disk.health import RootState, said
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
-    from kvoffloadd.cache.disk import Disk
+    from kvoffloadd.cache.disktier import DiskTier
     from kvoffloadd.cache.namespace import Namespace
     from kvoffloadd.tiers.disk.manifest import Manifest
     from kvoffloadd.tiers.disk.recovery import Recovered
@@ -54,7 +55,7 @@ class Arrivals:
     the end of step 5.
     """
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: DiskTier) -> None:
         self.coming: set[Root] = set()
         self._disk = disk
         self._cache = disk.cache
@@ -112,7 +113,7 @@ class Arrivals:
             await self._hear(root, known)
             if root.opened:
                 await self._take_in(root)
-            await self._disk.save_epochs([one for one in self._disk.roots if one is root or one.state != State.OFF])
+            await self._disk.save_epochs([one for one in self._disk.roots if one is root or one.state != RootState.OFF])
         finally:
             self.coming.discard(root)
 
@@ -121,7 +122,7 @@ class Arrivals:
         same = [r for r in self._disk.roots if r is not root and r.opened and r.home.uuid == known.root_uuid]
         if same:
             root.home.turn_away()
-            root.health.become(State.OFF, f"it is a copy of {same[0].path}, which is in use")
+            root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.home.accepted = True
         async with self._changing:
@@ -132,7 +133,7 @@ class Arrivals:
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
-            root.health.become(State.OFF, said(error))
+            root.health.become(RootState.OFF, said(error))
             await root.take_off()
             return
         records = sum(len(one.entries) for _, one in found)
@@ -143,21 +144,21 @@ class Arrivals:
             for segment, one in found:
                 self._load(segment, one)
                 await asyncio.sleep(0)
-            root.health.become(State.OK)
+            root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
 
     def _load(self, segment: Segment, found: Recovered) -> None:
-        for number, name in enumerate(found.spaces):
+        for number, name in enumerate(found.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
-            shelf = self._disk.catalog.shelf(name)
+            disk_keyspace = self._disk.catalog.disk_keyspace(name)
             mine = found.entries[found.entries["space"] == number]
             mine = mine[mine["part"] < name.parts]
-            if shelf is not None and len(mine):
+            if disk_keyspace is not None and len(mine):
                 parts = mine["part"].astype(np.uint16)
                 keys = np.ascontiguousarray(mine["key"])
-                self._disk.catalog.put(shelf, keys, parts, segment.ordinal, mine["page"])
+                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, mine["page"])
 
     async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
         """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
@@ -168,9 +169,9 @@ class Arrivals:
         later = cache.epochs.merged(base, last, by_namespace)
         if later == cache.epochs:
             return
-        for shelf in catalog.shelves.values():
-            if shelf.name.epoch != later.of(shelf.name.fingerprint):
-                catalog.close(shelf)  # nothing more is promoted from it
+        for disk_keyspace in catalog.disk_keyspaces.values():
+            if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
+                catalog.close(disk_keyspace)  # nothing more is promoted from it
         cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
         # Before the new epoch is written down, for a successor must not find these keys in it.
         for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
@@ -188,7 +189,7 @@ class Arrivals:
         epoch = self._cache.epochs.of(namespace.fingerprint)
         if namespace.epoch != epoch:
             namespace.epoch = epoch
-            for space in namespace.spaces.values():
-                space.shelf = None
-                self._disk.shelve(space)
-                self._disk.demotion.offer_again(space)  # what it has on disk is void
+            for keyspace in namespace.keyspaces.values():
+                keyspace.disk_keyspace = None
+                self._disk.open_disk_keyspace(keyspace)
+                self._disk.demotion.offer_again(keyspace)  # what it has on disk is void

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.entries import RowState
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.keytable import RowState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.model import slot_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.entries import Entries
+    from kvoffloadd.cache.keytable import KeyTable
     from kvoffloadd.model import I64Array, U32Array
 
 STEP_ROWS = 32_768
@@ -62,7 +62,7 @@ def _spans(end: Callable[[], int], step: int) -> Iterator[int]:
 # --- of one moment: counts of everything ---------------------------------------------------------------
 
 
-def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
+def _check_counts(entries: KeyTable, holds: int, reserved: int) -> list[str]:
     findings = [f"parts: {finding}" for finding in entries.parts.runs.check()]
     end = entries.index.rows_end
     rows, held = int(np.count_nonzero(entries.state[:end])), int(entries.leases[:end].sum())
@@ -78,8 +78,8 @@ def _check_counts(entries: Entries, holds: int, reserved: int) -> list[str]:
     if in_flight != reserved:
         findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
     taken = Counter[int]()
-    for space in entries.spaces.values():
-        taken[space.namespace.uid] += space.rows * space.schema.parts
+    for keyspace in entries.keyspaces.values():
+        taken[keyspace.namespace.uid] += keyspace.rows * keyspace.schema.parts
     if taken.total() != entries.parts.runs.taken:
         findings.append(f"parts: keys have {taken.total()} records, {entries.parts.runs.taken} are given out")
     if +taken != +entries.records_by_uid:
@@ -93,32 +93,34 @@ def _check_spaces(cache: Cache) -> list[str]:
     findings = []
     entries = cache.entries
     state = entries.state[: entries.index.rows_end]
-    spaces = entries.index.space[: len(state)]
-    end = 1 + max(entries.spaces, default=0)
+    keyspaces = entries.index.keyspace[: len(state)]
+    end = 1 + max(entries.keyspaces, default=0)
     live = state == RowState.LIVE
-    rows = np.bincount(spaces[state != RowState.FREE], minlength=end)
-    keys = np.bincount(spaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
+    rows = np.bincount(keyspaces[state != RowState.FREE], minlength=end)
+    keys = np.bincount(keyspaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
     held_bytes = _committed_bytes(entries, end)
-    for space in entries.spaces.values():
-        found, counted = (int(rows[space.id]), int(keys[space.id])), (space.rows, space.keys)
+    for keyspace in entries.keyspaces.values():
+        found, counted = (int(rows[keyspace.id]), int(keys[keyspace.id])), (keyspace.rows, keyspace.keys)
         if found != counted:
-            findings.append(f"space {space.id}: {found} rows and keys, counted {counted}")
-        if int(held_bytes[space.id]) != space.bytes:
-            findings.append(f"space {space.id}: {int(held_bytes[space.id])} bytes committed, counted {space.bytes}")
-        if space.retired and not space.rows:
-            findings.append(f"space {space.id}: retired, without rows, and still on the table")
-    current = [space for namespace in cache.namespaces.values() for space in namespace.spaces.values()]
+            findings.append(f"space {keyspace.id}: {found} rows and keys, counted {counted}")
+        if int(held_bytes[keyspace.id]) != keyspace.bytes:
+            findings.append(
+                f"space {keyspace.id}: {int(held_bytes[keyspace.id])} bytes committed, counted {keyspace.bytes}"
+            )
+        if keyspace.retired and not keyspace.rows:
+            findings.append(f"space {keyspace.id}: retired, without rows, and still on the table")
+    current = [keyspace for namespace in cache.namespaces.values() for keyspace in namespace.keyspaces.values()]
     findings += [
-        f"space {space.id}: of a namespace, but retired or not on the table"
-        for space in current
-        if space.retired or not entries.spaces.has(space)
+        f"space {keyspace.id}: of a namespace, but retired or not on the table"
+        for keyspace in current
+        if keyspace.retired or not entries.keyspaces.has(keyspace)
     ]
-    if rows.sum() != rows[list(entries.spaces)].sum():
+    if rows.sum() != rows[list(entries.keyspaces)].sum():
         findings.append("rows: some are of spaces that there are not")
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())
     if queued != np.count_nonzero(live):
         findings.append(f"eviction: policies hold {queued} keys, {np.count_nonzero(live)} are live")
-    sizes = Counter(size for space in entries.spaces.values() for size in space.slots)
+    sizes = Counter(size for keyspace in entries.keyspaces.values() for size in keyspace.slots)
     if sizes != cache.eviction.sizes:
         findings.append(f"eviction: spaces use slots of {len(sizes)} sizes, counted {len(cache.eviction.sizes)}")
     aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
@@ -130,15 +132,15 @@ def _check_spaces(cache: Cache) -> list[str]:
     return findings
 
 
-def _committed_bytes(entries: Entries, end: int) -> I64Array:
-    """Of each space below `end`, from its records."""
+def _committed_bytes(entries: KeyTable, end: int) -> I64Array:
+    """Of each keyspace below `end`, from its records."""
     base, sizes = np.zeros(end, np.int64), [0]
-    for space in entries.spaces.values():
-        base[space.id] = len(sizes)
-        sizes += space.part_bytes
+    for keyspace in entries.keyspaces.values():
+        base[keyspace.id] = len(sizes)
+        sizes += keyspace.part_bytes
     parts = entries.parts
     records = np.flatnonzero(parts.state[: parts.runs.used] >= PartState.COMMITTED)
-    of = entries.index.space[parts.row[records]].astype(np.int64)
+    of = entries.index.keyspace[parts.row[records]].astype(np.int64)
     at = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
     each = np.array(sizes, np.float64)[np.clip(at, 0, len(sizes) - 1)]  # exact: sums are far below 2^53
     found: I64Array = np.bincount(of, weights=each, minlength=end).astype(np.int64)
@@ -152,28 +154,28 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
     """Each has the records that it names, they the slots, slots and records of the pool agree, and it is found."""
     entries, tier = cache.entries, cache.tier
     parts, findings = entries.parts, []
-    found_at = entries.index.find(entries.index.space[rows], entries.index.keys[rows])
+    found_at = entries.index.find(entries.index.keyspace[rows], entries.index.keys[rows])
     taken, sizes, live = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for space, at in entries.by_space(rows):
+    for keyspace, at in entries.by_keyspace(rows):
         mine = rows[at]
-        records = parts.run(entries.first[mine], space.schema.parts)
+        records = parts.run(entries.first[mine], keyspace.schema.parts)
         if (parts.row[records] != mine[:, None]).any():
-            findings.append(f"parts: records of group {space.schema.group} belong to other keys")
+            findings.append(f"parts: records of group {keyspace.schema.group} belong to other keys")
         missing = (parts.state[records] < PartState.COMMITTED).sum(axis=1)
         if (missing != entries.missing[mine]).any():
-            findings.append(f"rows: missing parts of group {space.schema.group} are miscounted")
+            findings.append(f"rows: missing parts of group {keyspace.schema.group} are miscounted")
         found = found_at[at]
         is_live = entries.state[mine] == RowState.LIVE
         if (found[is_live] != mine[is_live]).any():
-            findings.append(f"index: a live key of group {space.schema.group} is not found")
+            findings.append(f"index: a live key of group {keyspace.schema.group} is not found")
         if (found[~is_live] == mine[~is_live]).any():
-            findings.append(f"index: a retired key of group {space.schema.group} is found")
-        pages = np.broadcast_to([slot_pages(size) for size in space.part_bytes], records.shape)
+            findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
+        pages = np.broadcast_to([slot_pages(size) for size in keyspace.part_bytes], records.shape)
         filled = parts.state[records] != PartState.EMPTY
         taken.append(records[filled])
         sizes.append(pages[filled])
         live.append(records[is_live].ravel())
-    records = np.concatenate(taken)  # of all spaces at once: there may be hundreds, of few keys each
+    records = np.concatenate(taken)  # of all keyspaces at once: there may be hundreds, of few keys each
     findings += tier.check_slots(parts.page[records], np.concatenate(sizes), records.astype(np.uint32))
     return findings + _check_sealed(cache, np.concatenate(live))
 
@@ -187,12 +189,12 @@ def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
         entries.parts.page[sealed],
         entries.index.keys[rows],
         entries.parts.digest[sealed],
-        entries.index.space[rows].astype(np.int64),
+        entries.index.keyspace[rows].astype(np.int64),
         sealed - entries.first[rows],
     )
 
 
-def _check_records(entries: Entries, start: int, stop: int) -> list[str]:
+def _check_records(entries: KeyTable, start: int, stop: int) -> list[str]:
     """What is not empty is a key's, and what is a key's is not free."""
     owned = entries.owners(np.arange(start, stop)) >= 0
     findings = [f"parts: {finding}" for finding in entries.parts.runs.check_blocks(start, stop)]

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.adoption import names_of
-from kvoffloadd.cache.asked import Lookups
-from kvoffloadd.cache.entries import SCAN_ROWS, Entries, RowState
 from kvoffloadd.cache.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.eviction import Eviction
-from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.keys import join_keys
+from kvoffloadd.cache.keytable import SCAN_ROWS, KeyTable, RowState
+from kvoffloadd.cache.lookupstats import LookupStats
+from kvoffloadd.cache.missreasons import Reason
 from kvoffloadd.cache.namespace import Namespace
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.scarcity import Scarcity
 from kvoffloadd.cache.together import begins_of, spans
 from kvoffloadd.cache.wanted import Joined, Reservation, Wanted
+from kvoffloadd.cache.warm_restart import names_of
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
     BoolArray,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Queue, Space
+    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.namespace import Keyspace, Queue
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
@@ -74,7 +74,7 @@ _RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class LookupResult:
     """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
 
     rows: I64Array
@@ -87,13 +87,13 @@ class Found:
         return self.rows[self.hits].astype(np.uint32)
 
 
-def _used(groups: list[tuple[Space, Found, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
+def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
     """Rows of what hits, each once, where each stands in its prompt, and where each group begins; each has a hit."""
     at = [np.flatnonzero(found.hits) for _, found, _ in groups]
     hits = list(zip(groups, at, strict=True))
     rows = _joined([found.rows[mine] for (_, found, _), mine in hits])
     places = _joined([mine + first for (_, _, first), mine in hits])
-    begins = begins_of([(space, len(mine)) for (space, _, _), mine in hits])
+    begins = begins_of([(keyspace, len(mine)) for (keyspace, _, _), mine in hits])
     if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
         once = first_of_each(rows)
         rows, places = rows[once], places[once]
@@ -112,19 +112,19 @@ class Cache:
 
     def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
         self.tier = tier
-        self.entries = Entries(tier, seed)
+        self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
         self.scarcity = Scarcity(self.entries, self.eviction.drop)
-        self.lookups = Lookups(self.entries.ghosts)
+        self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
-        self.disk: Disk | None = None
+        self.disk: DiskTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._told_of_names = False
         self._names_differ = False
         self._tick = 0
 
-    def attach(self, disk: Disk) -> None:
+    def attach(self, disk: DiskTier) -> None:
         """There is a disk tier."""
         self.disk = disk
         self.entries.disk = disk
@@ -149,47 +149,47 @@ class Cache:
 
     def _reap_namespaces(self) -> None:
         for namespace in [n for n in self.namespaces.values() if n.sessions == 0]:
-            if not any(space.rows for space in namespace.spaces.values()):
-                for space in namespace.spaces.values():
-                    self.entries.spaces.retire(space)
+            if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
+                for keyspace in namespace.keyspaces.values():
+                    self.entries.keyspaces.retire(keyspace)
                     if self.disk:
-                        self.disk.unshelve(space)
-                namespace.spaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
+                        self.disk.close_disk_keyspace(keyspace)
+                namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
 
     def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
         """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
-        if more := len(groups - namespace.spaces.keys()):
+        if more := len(groups - namespace.keyspaces.keys()):
             self._reap_namespaces()
-            self.entries.spaces.check_room(namespace.uid, more)
+            self.entries.keyspaces.check_room(namespace.uid, more)
 
-    def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Space:
-        """The space of a group, made if the group is new; `number`: the id of one that is adopted. Raises SchemaError
-        if it is known with other properties.
+    def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Keyspace:
+        """The keyspace of a group, made if the group is new; `number`: the id of one that is adopted. Raises
+        SchemaError if it is known with other properties.
         """
         namespace.check_schema(schema)
-        space = namespace.spaces.get(schema.group)
-        if space is None:
-            part_bytes = [0] * schema.parts
-            space = namespace.spaces[schema.group] = self.entries.spaces.add(namespace, schema, part_bytes, number)
-        return space
+        keyspace = namespace.keyspaces.get(schema.group)
+        if keyspace is None:
+            keyspace = self.entries.keyspaces.add(namespace, schema, [0] * schema.parts, number)
+            namespace.keyspaces[schema.group] = keyspace
+        return keyspace
 
-    def learn_parts(self, space: Space, payload_bytes: dict[int, int]) -> None:
+    def set_part_bytes(self, keyspace: Keyspace, payload_bytes: dict[int, int]) -> None:
         """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
         for part, size in payload_bytes.items():
-            space.check_part(part, size)
-        new = {part: size for part, size in payload_bytes.items() if space.part_bytes[part] != size}
+            keyspace.check_part(part, size)
+        new = {part: size for part, size in payload_bytes.items() if keyspace.part_bytes[part] != size}
         for part, size in new.items():
-            space.part_bytes[part] = size
+            keyspace.part_bytes[part] = size
         if new:
             self._names_differ = True
-            self.admit(space, new.values())
+            self.admit(keyspace, new.values())
 
-    def admit(self, space: Space, known: Iterable[int]) -> None:
+    def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """The payload sizes of these parts of it are known now, too."""
-        self.eviction.admit(space, known)
+        self.eviction.admit(keyspace, known)
         if self.disk:
-            self.disk.shelve(space)
+            self.disk.open_disk_keyspace(keyspace)
 
     def remember(self) -> None:
         """Write down whose the keys are, for a successor: before a key of a group that has changed is, and at once if
@@ -205,39 +205,41 @@ class Cache:
                 {"uid": left_out[0]},
             )
 
-    def _replace(self, old: Space) -> None:
-        """The group of a space begins anew, empty."""
+    def _replace(self, old: Keyspace) -> None:
+        """The group of a keyspace begins anew, empty."""
         namespace = old.namespace
-        space = self.entries.spaces.add(namespace, old.schema, old.part_bytes)
-        namespace.spaces[old.schema.group] = space
-        self.entries.spaces.retire(old)
-        if any(space.part_bytes):
-            self.admit(space, filter(None, space.part_bytes))
+        keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
+        namespace.keyspaces[old.schema.group] = keyspace
+        self.entries.keyspaces.retire(old)
+        if any(keyspace.part_bytes):
+            self.admit(keyspace, filter(None, keyspace.part_bytes))
 
     # --- reading ---
 
-    def find(self, space: Space, keys: U64Array) -> Found:
-        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a space that was
+    def find(self, keyspace: Keyspace, keys: U64Array) -> LookupResult:
+        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
         retired since the caller got hold of it, all is a miss.
         """
-        return self._found(self.entries.find(space, keys))
+        return self._found(self.entries.find(keyspace, keys))
 
-    def find_all(self, asked: Sequence[tuple[Space, U64Array]]) -> list[Found]:
-        """`find` of each space's keys, in one go: some hundred groups of a request cost little more than one."""
+    def find_all(self, asked: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
+        """`find` of each keyspace's keys, in one go: some hundred groups of a request cost little more than one."""
         if len(asked) < 2:
-            return [self.find(space, keys) for space, keys in asked]
-        counts = [(space, len(keys)) for space, keys in asked]
+            return [self.find(keyspace, keys) for keyspace, keys in asked]
+        counts = [(keyspace, len(keys)) for keyspace, keys in asked]
         found = self._found(self.entries.find_all(counts, join_keys(keys for _, keys in asked)))
-        return [Found(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)]
+        return [
+            LookupResult(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)
+        ]
 
-    def _found(self, rows: I64Array) -> Found:
+    def _found(self, rows: I64Array) -> LookupResult:
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
         unready = np.flatnonzero(held & ~hits)
         if len(unready):
             states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
-        return Found(rows, states, hits)
+        return LookupResult(rows, states, hits)
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
@@ -246,14 +248,14 @@ class Cache:
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
         count_down(self.entries.leases, rows)
-        self.entries.bury(rows)
+        self.entries.free_retired(rows)
         self.eviction.readmit(rows)
 
-    def use_all(self, used: Sequence[tuple[Space, Found, int]]) -> None:
+    def use_all(self, used: Sequence[tuple[Keyspace, LookupResult, int]]) -> None:
         """Tell the policy that a request uses the keys that hit, of each of its groups; the number is the position of
         the group's first key in its prompt.
         """
-        queues: dict[int, tuple[Queue, list[tuple[Space, Found, int]]]] = {}
+        queues: dict[int, tuple[Queue, list[tuple[Keyspace, LookupResult, int]]]] = {}
         for one in used:
             if one[0].queue is not None and one[1].hits.any():
                 queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
@@ -276,20 +278,20 @@ class Cache:
         """Size of each part's payload."""
         rows = self.entries.parts.row[parts]
         sizes = np.zeros(len(parts), np.int64)
-        for space, at in self.entries.by_space(rows):
+        for keyspace, at in self.entries.by_keyspace(rows):
             numbers = parts[at] - self.entries.first[rows[at]]
-            sizes[at] = np.asarray(space.part_bytes, np.int64)[numbers]
+            sizes[at] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
         return sizes
 
     # --- writing: reserve, begin, then commit or abort ---
 
     def reserve(
-        self, space: Space, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
+        self, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
     ) -> Reservation:
         """`reserve_all` of one group. `first` is the position of its first key, or `positions` has each one's."""
         if positions is None:
-            return self.reserve_all([Wanted.from_first(space, keys, parts, first)])[0]
-        return self.reserve_all([Wanted(space, keys, parts, positions)])[0]
+            return self.reserve_all([Wanted.from_first(keyspace, keys, parts, first)])[0]
+        return self.reserve_all([Wanted(keyspace, keys, parts, positions)])[0]
 
     def reserve_all(self, request: Sequence[Wanted]) -> list[Reservation]:
         """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
@@ -301,13 +303,15 @@ class Cache:
 
         Raises:
             SchemaError: no rank has told the payload size of a wanted part yet.
-            InternalError: a space is retired.
+            InternalError: a keyspace is retired.
         """
         for wanted in request:
-            self.entries.check_current(wanted.space)
-            unknown = [p for p in wanted.parts.tolist() if not wanted.space.part_bytes[p]]
+            self.entries.check_current(wanted.keyspace)
+            unknown = [p for p in wanted.parts.tolist() if not wanted.keyspace.part_bytes[p]]
             if unknown:
-                raise SchemaError(f"no rank has registered part {unknown[0]} of group {wanted.space.schema.group} yet")
+                raise SchemaError(
+                    f"no rank has registered part {unknown[0]} of group {wanted.keyspace.schema.group} yet"
+                )
         # Groups whose keys take the same slots are one list of keys from here on: what it takes is paid once.
         alike: list[list[Wanted]] = []
         for wanted in request:
@@ -316,7 +320,7 @@ class Cache:
             else:
                 alike.append([wanted])
         joined = [Joined.of(some, self.entries.index) for some in alike]
-        rows = [self.entries.find_all(some.spaces, some.keys, some.hashes) for some in joined]
+        rows = [self.entries.find_all(some.keyspaces, some.keys, some.hashes) for some in joined]
         named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
         self.hold(named)
         made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
@@ -348,10 +352,10 @@ class Cache:
 
         One slot size after the other, each one's slots taken before the next one looks for room.
         """
-        space, keys, parts = wanted.spaces[0][0], wanted.keys, wanted.parts
-        sizes = np.array([slot_pages(space.part_bytes[p]) for p in parts.tolist()], np.int64)
+        keyspace, keys, parts = wanted.keyspaces[0][0], wanted.keys, wanted.parts
+        sizes = np.array([slot_pages(keyspace.part_bytes[p]) for p in parts.tolist()], np.int64)
         num_new = (rows[at] < 0).cumsum()
-        served = int(np.searchsorted(num_new, self.scarcity.make_room(space, int(num_new[-1:].sum())), side="right"))
+        served = int(np.searchsorted(num_new, self.scarcity.make_room(keyspace, int(num_new[-1:].sum())), side="right"))
         inserted = False
         for size in distinct(sizes).tolist():
             columns = sizes == size
@@ -399,7 +403,7 @@ class Cache:
         rows = distinct(entries.parts.row[parts])
         live = entries.live(rows)
         entries.tell(live[entries.complete(live)], added=True)
-        entries.bury(rows)
+        entries.free_retired(rows)
         self.eviction.readmit(rows)
         return kept
 
@@ -411,7 +415,7 @@ class Cache:
         self.counters.parts_aborted += len(parts)
         live = entries.live(rows)
         entries.retire(live[entries.vacant(live)])
-        entries.bury(rows)
+        entries.free_retired(rows)
         self.eviction.readmit(rows)
 
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
@@ -434,7 +438,7 @@ class Cache:
             entries.parts.page[parts],
             entries.index.keys[rows],
             entries.parts.digest[parts],
-            entries.index.space[rows].astype(np.int64),
+            entries.index.keyspace[rows].astype(np.int64),
             parts - entries.first[rows],
         )
 
@@ -453,28 +457,28 @@ class Cache:
         some: (keys, bytes). See `clearing.clear`, which writes it down.
         """
         namespace.epoch = self.epochs.of(namespace.fingerprint)
-        old = list(namespace.spaces.values())
-        for space in old:
-            self._replace(space)
+        old = list(namespace.keyspaces.values())
+        for keyspace in old:
+            self._replace(keyspace)
         yield 0, 0
-        for space in old:
-            for rows in self.entries.scan(space):
-                keys, held_bytes = space.keys, space.bytes
+        for keyspace in old:
+            for rows in self.entries.scan(keyspace):
+                keys, held_bytes = keyspace.keys, keyspace.bytes
                 self.entries.retire(self.entries.live(rows), Reason.CLEARED)
-                self.counters.keys_cleared += keys - space.keys
-                yield keys - space.keys, held_bytes - space.bytes
+                self.counters.keys_cleared += keys - keyspace.keys
+                yield keys - keyspace.keys, held_bytes - keyspace.bytes
 
     def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
         """A clear of the namespace has become known, by its number: what may have been stored before it goes, some a
         step. Of a clear from before this run that is what was not stored in this run.
         """
         anything = epoch > self.epochs.began
-        for space in list(namespace.spaces.values()):
-            for rows in self.entries.scan(space):
-                keys = space.keys
+        for keyspace in list(namespace.keyspaces.values()):
+            for rows in self.entries.scan(keyspace):
+                keys = keyspace.keys
                 older = rows if anything else rows[self.entries.inherited[rows] != 0]
                 self.entries.retire(self.entries.live(older), Reason.CLEARED)
-                self.counters.keys_cleared += keys - space.keys
+                self.counters.keys_cleared += keys - keyspace.keys
                 yield
 
     def forget_clears(self) -> None:
@@ -482,18 +486,18 @@ class Cache:
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
             self.epochs.forget(self.namespaces.keys() | (self.disk.namespaces() if self.disk else set()))
 
-    def snapshot(self, space: Space, cursor: int) -> tuple[bytes, int]:
+    def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
         """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last.
-        A space that was retired has none.
+        A keyspace that was retired has none.
         """
-        if space.retired:
+        if keyspace.retired:
             return b"", 0
         if cursor >= _ON_DISK and self.disk:
-            packed, after = self.disk.snapshot(space, cursor - _ON_DISK, SCAN_ROWS)
+            packed, after = self.disk.snapshot(keyspace, cursor - _ON_DISK, SCAN_ROWS)
             return packed, after + _ON_DISK if after else 0
-        rows = self.entries.live(self.entries.scan_step(space, cursor, SCAN_ROWS))
+        rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
         after = cursor + SCAN_ROWS
-        packed = self.entries.packed(rows[self.entries.complete(rows)], space)
+        packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
         end = _ON_DISK if self.disk else 0
         return packed, after if after < self.entries.index.rows_end else end
 

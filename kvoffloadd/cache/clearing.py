@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.catalog import Shelf
+    from kvoffloadd.cache.catalog import DiskKeyspace
     from kvoffloadd.cache.namespace import Namespace
 
 
@@ -32,12 +32,12 @@ def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, 
         for name in names:
             cache.epochs.advance(name)
     cache.forget_clears()
-    shelves = cache.disk.begin_clear(names) if cache.disk else []
+    disk_keyspaces = cache.disk.begin_clear(names) if cache.disk else []
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
     cache.remember()
-    return _finish(cache, walks, shelves)
+    return _finish(cache, walks, disk_keyspaces)
 
 
 def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool) -> None:
@@ -47,13 +47,15 @@ def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool)
     """
     needed: Counter[int] = Counter()
     for namespace in namespaces:
-        needed[namespace.uid] += len(namespace.spaces)
-    cache.entries.spaces.check_numbers(needed.total())
+        needed[namespace.uid] += len(namespace.keyspaces)
+    cache.entries.keyspaces.check_numbers(needed.total())
     for uid, count in ({} if everything else needed).items():
-        cache.entries.spaces.check_room(uid, count, cleared=True)
+        cache.entries.keyspaces.check_room(uid, count, cleared=True)
 
 
-async def _finish(cache: Cache, walks: list[Iterator[tuple[int, int]]], shelves: list[Shelf]) -> tuple[int, int]:
+async def _finish(
+    cache: Cache, walks: list[Iterator[tuple[int, int]]], disk_keyspaces: list[DiskKeyspace]
+) -> tuple[int, int]:
     keys = held_bytes = 0
     for walk in walks:
         for some_keys, some_bytes in walk:
@@ -61,5 +63,5 @@ async def _finish(cache: Cache, walks: list[Iterator[tuple[int, int]]], shelves:
             held_bytes += some_bytes
             await asyncio.sleep(0)
     if cache.disk:
-        await cache.disk.finish_clear(shelves)
+        await cache.disk.finish_clear(disk_keyspaces)
     return keys, held_bytes

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.entries import RowState
 from kvoffloadd.cache.index import distinct
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.keytable import RowState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.policy.ghost import UseCounts
 from kvoffloadd.changes import Changes
 from kvoffloadd.tiers.disk.format import ENTRY
-from kvoffloadd.tiers.disk.health import State
-from kvoffloadd.tiers.disk.segment import Batch
+from kvoffloadd.tiers.disk.health import RootState
+from kvoffloadd.tiers.disk.segment import WriteBatch
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.catalog import Shelf
-    from kvoffloadd.cache.disk import Disk, DiskSettings
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.catalog import DiskKeyspace
+    from kvoffloadd.cache.disktier import DiskSettings, DiskTier
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Records, Segment
@@ -50,23 +50,23 @@ ADMISSION_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
+class DemotionBatch:
     """Keys to be written: memory rows, and what tells that a row still is the same key. `tries` so far."""
 
-    space: Space
+    keyspace: Keyspace
     rows: U32Array
     generations: U16Array
     tries: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Write:
+class DemotionWrite:
     """One batch under way: the offer's rows are held until all `left` records are written. One that is `dropped` lacks
     some; `again`: since no root took any.
     """
 
-    offer: Offer
-    shelf: Shelf
+    offer: DemotionBatch
+    disk_keyspace: DiskKeyspace
     left: int
     failed: bool = False
     dropped: bool = False
@@ -105,16 +105,16 @@ class DemotionCounters:
 class Demotion:
     """What waits to be written, and what is being written."""
 
-    def __init__(self, disk: Disk, settings: DiskSettings) -> None:
+    def __init__(self, disk: DiskTier, settings: DiskSettings) -> None:
         self._disk = disk
         self._cache = disk.cache
         self._settings = settings
         self.counters = DemotionCounters()
         self.backlog_bytes = 0
-        self._queue: deque[Offer] = deque()
-        self._writes: set[Write] = set()
+        self._queue: deque[DemotionBatch] = deque()
+        self._writes: set[DemotionWrite] = set()
         self._queue_changes = Changes()
-        self._again: set[Space] = set()
+        self._again: set[Keyspace] = set()
         self._again_changes = Changes()
         self._batch_bytes = min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE)
         self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
@@ -128,7 +128,7 @@ class Demotion:
     @property
     def unwritten_bytes(self) -> int:
         """What waits to be written or is being written."""
-        return self.backlog_bytes + sum(sum(w.offer.space.part_bytes) * len(w.offer.rows) for w in self._writes)
+        return self.backlog_bytes + sum(sum(w.offer.keyspace.part_bytes) * len(w.offer.rows) for w in self._writes)
 
     # --- what comes in ---
 
@@ -144,8 +144,8 @@ class Demotion:
     def adopted(self, rows: U32Array) -> None:
         """These keys were found in memory at the start, sealed."""
         if self._uses is None:
-            for space, _ in self._cache.entries.by_space(rows):
-                self.offer_again(space)  # there may be more of them than the backlog has room for
+            for keyspace, _ in self._cache.entries.by_keyspace(rows):
+                self.offer_again(keyspace)  # there may be more of them than the backlog has room for
 
     def used(self, rows: U32Array) -> None:
         """These keys were used in memory."""
@@ -157,31 +157,31 @@ class Demotion:
     def offer(self, rows: U32Array) -> None:
         """Write these keys, if they are complete, sealed and not on disk."""
         rows = self._cache.entries.live(rows)
-        for space, at in self._cache.entries.by_space(rows):
+        for keyspace, at in self._cache.entries.by_keyspace(rows):
             mine = rows[at]
-            wanted = mine[self._writable(space, mine)]
+            wanted = mine[self._writable(keyspace, mine)]
             if len(wanted):
-                self._enqueue(space, wanted, 0)
+                self._enqueue(keyspace, wanted, 0)
 
-    def offer_again(self, space: Space) -> None:
+    def offer_again(self, keyspace: Keyspace) -> None:
         """Keys of it were not written, or what was written is void: offer all that memory alone has, as soon as some
         root may take it.
         """
         if not self._settings.on_evict:  # then they are offered before they are evicted
-            self._again.add(space)
+            self._again.add(keyspace)
             self._again_changes.notify_all()
 
     def _whole(self, rows: U32Array) -> U32Array:
         """Those of the keys whose parts are all sealed."""
         rows = self._cache.entries.live(rows)
         whole = np.zeros(len(rows), bool)
-        for space, at in self._cache.entries.by_space(rows):
-            whole[at] = self._sealed(space, rows[at])
+        for keyspace, at in self._cache.entries.by_keyspace(rows):
+            whole[at] = self._sealed(keyspace, rows[at])
         return rows[whole]
 
-    def _sealed(self, space: Space, rows: U32Array) -> BoolArray:
+    def _sealed(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
         entries = self._cache.entries
-        records = entries.parts.run(entries.first[rows], space.schema.parts)
+        records = entries.parts.run(entries.first[rows], keyspace.schema.parts)
         sealed: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
         return sealed
 
@@ -190,7 +190,7 @@ class Demotion:
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
-        tags = index.hash(index.space[rows], index.keys[rows]).astype(np.uint32)
+        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
         slots = self._uses.slots(tags)
         known, uses = self._uses.look_up(tags, slots)
         self._uses.record(tags, slots, np.minimum(uses + np.uint8(1), np.uint8(15)))
@@ -201,11 +201,11 @@ class Demotion:
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
-        tags = index.hash(index.space[rows], index.keys[rows]).astype(np.uint32)
+        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
         return rows[self._uses.look_up(tags, self._uses.slots(tags))[1] >= 2]
 
-    def _enqueue(self, space: Space, rows: U32Array, tries: int) -> None:
-        size = sum(space.part_bytes)
+    def _enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
+        size = sum(keyspace.part_bytes)
         if not tries:
             rows = rows[self._cache.entries.demoting[rows] == 0]
         room = max(0, self._settings.backlog_bytes - self.backlog_bytes) // size
@@ -216,17 +216,17 @@ class Demotion:
             return
         first = self._cache.entries.first[rows]
         self._cache.entries.demoting[rows] = 1
-        self._queue.append(Offer(space, rows, self._cache.entries.parts.generation[first], tries))
+        self._queue.append(DemotionBatch(keyspace, rows, self._cache.entries.parts.generation[first], tries))
         self.backlog_bytes += size * len(rows)
         self._queue_changes.notify_all()
 
-    def _writable(self, space: Space, rows: U32Array) -> BoolArray:
+    def _writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
         """Complete, sealed, and not on disk."""
-        if space.shelf is None or not space.shelf.open:
+        if keyspace.disk_keyspace is None or not keyspace.disk_keyspace.open:
             return np.zeros(len(rows), bool)
-        ready = self._sealed(space, rows)
+        ready = self._sealed(keyspace, rows)
         at = np.flatnonzero(ready)
-        ready[at] = self._disk.catalog.find(space.shelf, self._cache.entries.index.keys[rows[at]]) < 0
+        ready[at] = self._disk.catalog.find(keyspace.disk_keyspace, self._cache.entries.index.keys[rows[at]]) < 0
         return ready
 
     # --- what goes out ---
@@ -247,47 +247,51 @@ class Demotion:
         """See to what `offer_again` was told, for ever."""
         while True:
             await self._again_changes.wait_for(lambda: bool(self._again))
-            ready = [space for space in self._again if space.retired or self._may_write(space)]
-            for space in ready:
-                self._again.discard(space)  # who falls out from now on brings it back
-                await self._offer_all(space, math.inf)
+            ready = [keyspace for keyspace in self._again if keyspace.retired or self._may_write(keyspace)]
+            for keyspace in ready:
+                self._again.discard(keyspace)  # who falls out from now on brings it back
+                await self._offer_all(keyspace, math.inf)
             if not ready:
                 await self._disk.numbers.changes.wait(self._settings.retry_s)
 
-    def _may_write(self, space: Space) -> bool:
-        """Some root works that has noted the space's epoch."""
-        shelf = space.shelf
-        return shelf is not None and any(r.state == State.OK and r.home.has_noted(shelf.name) for r in self._disk.roots)
+    def _may_write(self, keyspace: Keyspace) -> bool:
+        """Some root works that has noted the keyspace's epoch."""
+        disk_keyspace = keyspace.disk_keyspace
+        return disk_keyspace is not None and any(
+            r.state == RootState.OK and r.home.has_noted(disk_keyspace.name) for r in self._disk.roots
+        )
 
     async def flush(self, deadline_s: float) -> int:
         """Write all that is in memory alone, until the deadline. Returns the bytes that were not written by then."""
         until = self._disk.loop.time() + deadline_s
-        left_bytes = {space: await self._offer_all(space, until) for space in self._cache.entries.spaces.values()}
+        left_bytes = {
+            keyspace: await self._offer_all(keyspace, until) for keyspace in self._cache.entries.keyspaces.values()
+        }
         await self._until(0, until)
-        for space in [space for space in self._again if not space.retired]:  # no root took what it offered
-            left_bytes[space] = await self._left_bytes(space)
+        for keyspace in [keyspace for keyspace in self._again if not keyspace.retired]:  # no root took what it offered
+            left_bytes[keyspace] = await self._left_bytes(keyspace)
         return sum(left_bytes.values()) + self.unwritten_bytes
 
-    async def _left_bytes(self, space: Space) -> int:
-        """What memory alone has of a space, without what waits or is being written."""
+    async def _left_bytes(self, keyspace: Keyspace) -> int:
+        """What memory alone has of a keyspace, without what waits or is being written."""
         left, entries = 0, self._cache.entries
-        for rows in entries.scan(space):
+        for rows in entries.scan(keyspace):
             rows = entries.live(rows)
-            rows = self._known(rows[self._writable(space, rows)])
+            rows = self._known(rows[self._writable(keyspace, rows)])
             left += int(np.count_nonzero(entries.demoting[rows] == 0))
             await asyncio.sleep(0)
-        return left * sum(space.part_bytes)
+        return left * sum(keyspace.part_bytes)
 
-    async def _offer_all(self, space: Space, until: float) -> int:
-        """Offer what memory alone has of a space, as the backlog has room for it; no more after `until`. Returns the
+    async def _offer_all(self, keyspace: Keyspace, until: float) -> int:
+        """Offer what memory alone has of a keyspace, as the backlog has room for it; no more after `until`. Returns the
         bytes that it has not offered.
         """
         left = 0
-        entries, size = self._cache.entries, max(sum(space.part_bytes), 1)
+        entries, size = self._cache.entries, max(sum(keyspace.part_bytes), 1)
         step = max(1, self._settings.backlog_bytes // 2 // size)
-        for rows in entries.scan(space):
+        for rows in entries.scan(keyspace):
             rows = entries.live(rows)
-            rows = self._known(rows[self._writable(space, rows)])
+            rows = self._known(rows[self._writable(keyspace, rows)])
             for at in range(0, len(rows), step):
                 await self._until(max(0, self._settings.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
@@ -304,51 +308,55 @@ class Demotion:
                 return
             await self._disk.numbers.changes.wait(LOOK_AHEAD_S)
 
-    def _take(self) -> Offer | None:
-        """The next keys to write: of one space, still the same, not more than one write takes. None: there are none, or
-        not among the first that wait.
+    def _take(self) -> DemotionBatch | None:
+        """The next keys to write: of one keyspace, still the same, not more than one write takes. None: there are none,
+        or not among the first that wait.
         """
         for _ in range(min(OFFERS_PER_TURN, len(self._queue))):
             offer = self._queue.popleft()
-            size = sum(offer.space.part_bytes)
+            size = sum(offer.keyspace.part_bytes)
             count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
             if len(offer.rows) > count:
-                self._queue.appendleft(Offer(offer.space, offer.rows[count:], offer.generations[count:], offer.tries))
+                self._queue.appendleft(
+                    DemotionBatch(offer.keyspace, offer.rows[count:], offer.generations[count:], offer.tries)
+                )
             rows, generations = offer.rows[:count], offer.generations[:count]
             self.backlog_bytes -= size * len(rows)
             entries = self._cache.entries
             same = entries.state[rows] == RowState.LIVE
-            same &= entries.index.space[rows] == offer.space.id
+            same &= entries.index.keyspace[rows] == offer.keyspace.id
             at = np.flatnonzero(same)
             same[at] = entries.parts.generation[entries.first[rows[at]]] == generations[at]
             self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())
             rows, generations = rows[same], generations[same]
-            writable = self._writable(offer.space, rows)
+            writable = self._writable(offer.keyspace, rows)
             entries.demoting[rows[~writable]] = 0
             if writable.any():
-                return Offer(offer.space, rows[writable], generations[writable], offer.tries)
+                return DemotionBatch(offer.keyspace, rows[writable], generations[writable], offer.tries)
         return None
 
-    async def _write(self, offer: Offer) -> None:
-        space, shelf = offer.space, offer.space.shelf
-        if shelf is None:  # it was when the offer was taken
+    async def _write(self, offer: DemotionBatch) -> None:
+        keyspace, disk_keyspace = offer.keyspace, offer.keyspace.disk_keyspace
+        if disk_keyspace is None:  # it was when the offer was taken
             return
-        sizes = space.part_bytes
-        usable = [root for root in self._disk.roots if root.state == State.OK and root.home.may_note(shelf.name)]
+        sizes = keyspace.part_bytes
+        usable = [
+            root for root in self._disk.roots if root.state == RootState.OK and root.home.may_note(disk_keyspace.name)
+        ]
         if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
             self._cache.entries.demoting[offer.rows] = 0
             if not usable:
-                self.offer_again(space)
+                self.offer_again(keyspace)
             return
         entries = self._cache.entries
-        records = entries.parts.run(entries.first[offer.rows], space.schema.parts).ravel()
+        records = entries.parts.run(entries.first[offer.rows], keyspace.schema.parts).ravel()
         batch = np.zeros(len(records), ENTRY)
-        batch["key"] = np.repeat(entries.index.keys[offer.rows], space.schema.parts, axis=0)
+        batch["key"] = np.repeat(entries.index.keys[offer.rows], keyspace.schema.parts, axis=0)
         batch["sequence"] = self._disk.numbers.sequences(len(records))
         batch["payload_bytes"] = np.tile(np.asarray(sizes, np.uint64), len(offer.rows))
-        batch["part"] = np.tile(np.arange(space.schema.parts, dtype=np.uint32), len(offer.rows))
-        write = Write(offer, shelf, len(records))
+        batch["part"] = np.tile(np.arange(keyspace.schema.parts, dtype=np.uint32), len(offer.rows))
+        write = DemotionWrite(offer, disk_keyspace, len(records))
         self._cache.hold(offer.rows)
         self._writes.add(write)
         now = self._disk.loop.time()
@@ -359,10 +367,12 @@ class Demotion:
         digests, addresses = entries.parts.digest[records], self._cache.payload_addresses(records)
         begin = 0
         while begin < len(records):
-            part = Batch(shelf.name, batch[begin:], digests[begin:], addresses[begin:])
+            part = WriteBatch(disk_keyspace.name, batch[begin:], digests[begin:], addresses[begin:])
             took = await self._append(write, part)
             if not took:
-                noted = any(root.state == State.OK and root.home.has_noted(shelf.name) for root in self._disk.roots)
+                noted = any(
+                    root.state == RootState.OK and root.home.has_noted(disk_keyspace.name) for root in self._disk.roots
+                )
                 self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
                 write.dropped, write.again = True, not noted
                 self._settle(write, len(records) - begin, failed=False)
@@ -370,16 +380,16 @@ class Demotion:
             begin += took
 
     def _why_not(self) -> str:
-        """Why no root takes anything of a space."""
+        """Why no root takes anything of a keyspace."""
         states = {root.state for root in self._disk.roots}
-        return "clear not noted" if State.OK in states else "no room" if State.FULL in states else "no disk"
+        return "clear not noted" if RootState.OK in states else "no room" if RootState.FULL in states else "no disk"
 
-    async def _append(self, write: Write, batch: Batch) -> int:
+    async def _append(self, write: DemotionWrite, batch: WriteBatch) -> int:
         """Give the head of a batch to the root that has the least to do; 0 if none has room for too long."""
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
-            roots = [r for r in self._disk.roots if r.state == State.OK and r.home.may_note(batch.space)]
+            roots = [r for r in self._disk.roots if r.state == RootState.OK and r.home.may_note(batch.keyspace)]
             roots = [root for root in roots if root.payload_bytes_max >= largest]
             for root in sorted(roots, key=lambda root: root.load):
                 if root.writing < root.depth:
@@ -393,16 +403,16 @@ class Demotion:
             await self._disk.numbers.changes.wait(max(left, LOOK_AHEAD_S))
 
     def _written(
-        self, write: Write, root: Root, segment: Segment, entries: Records, error: BaseException | None
+        self, write: DemotionWrite, root: Root, segment: Segment, entries: Records, error: BaseException | None
     ) -> None:
         if error is None and root.holds(segment):
             parts = entries["part"].astype(np.uint16)
-            self._disk.catalog.put(write.shelf, entries["key"], parts, segment.ordinal, entries["page"])
+            self._disk.catalog.put(write.disk_keyspace, entries["key"], parts, segment.ordinal, entries["page"])
             self.counters.records += len(entries)
             self.counters.bytes += int(entries["payload_bytes"].sum())
         self._settle(write, len(entries), failed=error is not None)
 
-    def _settle(self, write: Write, count: int, *, failed: bool) -> None:
+    def _settle(self, write: DemotionWrite, count: int, *, failed: bool) -> None:
         write.left -= count
         write.failed |= failed
         if write.left:
@@ -411,15 +421,17 @@ class Demotion:
         offer = write.offer
         self._cache.entries.demoting[offer.rows] = 0
         if write.again:
-            self.offer_again(offer.space)
+            self.offer_again(offer.keyspace)
         elif write.dropped:
             pass  # counted
         elif write.failed and not offer.tries:
             rows = self._cache.entries.live(offer.rows)
-            self._enqueue(offer.space, rows, 1)
+            self._enqueue(offer.keyspace, rows, 1)
         elif write.failed:
             self.counters.not_demoted["write failed"] += len(offer.rows)
-        elif write.shelf is not offer.space.shelf:  # a root that came late knew of a clear: what was written is void
+        elif (
+            write.disk_keyspace is not offer.keyspace.disk_keyspace
+        ):  # a root that came late knew of a clear: what was written is void
             self.offer(offer.rows)
         else:
             self.counters.keys += len(offer.rows)
@@ -431,7 +443,7 @@ class Demotion:
         """Offer what the memory tier would evict next."""
         tier, entries = self._cache.tier, self._cache.entries
         for size, queue in self._cache.eviction.queues.items():
-            # As its keys have them: what a space might store, nobody else has to make room for.
+            # As its keys have them: what a keyspace might store, nobody else has to make room for.
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:

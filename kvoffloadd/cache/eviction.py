@@ -10,14 +10,14 @@ import numpy as np
 
 from kvoffloadd.cache.index import distinct, first_of_each
 from kvoffloadd.cache.namespace import Queue
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.model import slot_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from kvoffloadd.cache.entries import Entries
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.keytable import KeyTable
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.model import I64Array, U32Array
 
@@ -42,7 +42,7 @@ class Eviction:
     needs room takes over another size's slab if that is colder than all of its own, or if it has nothing left to evict.
     """
 
-    def __init__(self, entries: Entries, make_policy: Callable[[int, int], Policy]) -> None:
+    def __init__(self, entries: KeyTable, make_policy: Callable[[int, int], Policy]) -> None:
         self._entries = entries
         self._tier = entries.tier
         self._make_policy = make_policy
@@ -51,13 +51,13 @@ class Eviction:
         self.keys_evicted = 0
         self.slabs_taken_over = 0
 
-    def admit(self, space: Space, known: Iterable[int]) -> None:
-        """The payload sizes of these parts of it are known now, too; with the first ones a space gets its queue."""
+    def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too; with the first ones a keyspace gets its queue."""
         known, before = list(known), self.num_sizes
-        if space.queue is None:
-            space.queue = self._queue_for([slot_pages(size) for size in known])
-            space.queue.join(space)
-        space.queue.learn(space, known)
+        if keyspace.queue is None:
+            keyspace.queue = self._queue_for([slot_pages(size) for size in known])
+            keyspace.queue.join(keyspace)
+        keyspace.queue.learn(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
@@ -80,7 +80,7 @@ class Eviction:
 
     @property
     def num_sizes(self) -> int:
-        """Slot sizes of the spaces that there are."""
+        """Slot sizes of the keyspaces that there are."""
         return len(self.sizes)
 
     def make_room(self, size: int, wanted: int) -> int:
@@ -146,9 +146,9 @@ class Eviction:
         """How many slots of this size each key has."""
         entries = self._entries
         found = np.zeros(len(rows), np.int64)
-        for space, at in entries.by_space(rows):
-            right = np.array([slot_pages(part_bytes) == size for part_bytes in space.part_bytes])
-            records = entries.parts.run(entries.first[rows[at]], space.schema.parts)
+        for keyspace, at in entries.by_keyspace(rows):
+            right = np.array([slot_pages(part_bytes) == size for part_bytes in keyspace.part_bytes])
+            records = entries.parts.run(entries.first[rows[at]], keyspace.schema.parts)
             found[at] = ((entries.parts.state[records] != PartState.EMPTY) & right).sum(axis=1)
         return found
 

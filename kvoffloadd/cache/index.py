@@ -3,7 +3,7 @@
 Extendible hashing: the top bits of a key's hash choose a segment through a directory; the bottom bits choose a bucket
 of 16 slots in it, with overflow into the next bucket. A full segment splits in two, each at its own time, so growth
 costs a few segments at a time, however many keys are held. All columns are reserved for the worst case and committed
-lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its space, which are
+lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its keyspace, which are
 compared before a row is ever answered: two keys are never taken for each other, whatever their hashes.
 
 Equal hashes can't be told apart by splitting. Nobody who does not know the seed can choose such keys (see `keyhash`);
@@ -46,7 +46,7 @@ _DEEPER_MAX = 3
 
 
 class Index:
-    """(space, key) -> row.
+    """(keyspace, key) -> row.
 
     Rows are dense small numbers, reused after `free`; their columns live here and with the owner.
     `max_keys` bounds the rows; `seed`, below 2**128, is the hash's secret: nobody who does not know it can choose keys
@@ -57,7 +57,7 @@ class Index:
         self._hash = KeyHash(seed, "index")
         self.max_keys = max_keys
         self.keys: U64Array = reserve_array((max_keys, WORDS), np.uint64)
-        self.space: U16Array = reserve_array((max_keys,), np.uint16)
+        self.keyspace: U16Array = reserve_array((max_keys,), np.uint16)
         self._rows_used = 0  # rows ever handed out; those below it that are free are in _free
         self._free: U32Array = reserve_array((max_keys,), np.uint32)
         self._num_free = 0
@@ -81,18 +81,18 @@ class Index:
         """Every row ever handed out is below this."""
         return self._rows_used
 
-    def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
+    def hash(self, keyspace: int | U16Array, keys: U64Array) -> U64Array:
         """u64 per key, of which every bit counts. `keys`: (n, WORDS)."""
-        return self._hash(space, keys)
+        return self._hash(keyspace, keys)
 
-    def find(self, space: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> I64Array:
-        """The row of each key, or -1. `keys`: (n, WORDS); `space`: of all of them, or of each; `hashes`: what `hash`
+    def find(self, keyspace: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> I64Array:
+        """The row of each key, or -1. `keys`: (n, WORDS); `keyspace`: of all of them, or of each; `hashes`: what `hash`
         says of them, if the caller has asked. Changes nothing.
         """
         found = np.full(len(keys), -1, np.int64)
         if not len(keys):
             return found
-        h = self.hash(space, keys) if hashes is None else hashes
+        h = self.hash(keyspace, keys) if hashes is None else hashes
         bucket, tag = self._home(h), self._tag(h)
         asked = np.arange(len(keys))
         while len(asked):
@@ -102,7 +102,7 @@ class Index:
             rows = self._rows[bucket[where], at % _SLOTS].astype(np.int64)
             who = asked[where]
             same = _equal(self.keys.take(rows, axis=0), keys.take(who, axis=0))
-            same &= self.space[rows] == (space[who] if isinstance(space, np.ndarray) else space)
+            same &= self.keyspace[rows] == (keyspace[who] if isinstance(keyspace, np.ndarray) else keyspace)
             found[who[same]] = rows[same]
             # A bucket with an empty slot never overflowed, and its last slot is the last to be taken; a dead slot keeps
             # the chain whole.
@@ -120,18 +120,18 @@ class Index:
         self._directory = np.arange(self._num_segments, dtype=np.uint32)
         self._depth[: self._num_segments] = self._directory_depth
 
-    def insert(self, space: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> U32Array:
+    def insert(self, keyspace: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> U32Array:
         """New rows for keys that are distinct and not in the table; the caller guarantees both and enough free rows.
-        `space` and `hashes` as in `find`.
+        `keyspace` and `hashes` as in `find`.
 
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
-        h = self.hash(space, keys) if hashes is None else hashes
+        h = self.hash(keyspace, keys) if hashes is None else hashes
         self._make_room(h)
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
-        self.space[rows] = space
+        self.keyspace[rows] = keyspace
         self._place(h, rows)
         return rows
 
@@ -141,7 +141,7 @@ class Index:
         Raises:
             LookupError: a row is not in the table, which is a bug of ours. Others may be forgotten by then.
         """
-        h = self.hash(self.space[rows], self.keys.take(rows, axis=0))
+        h = self.hash(self.keyspace[rows], self.keys.take(rows, axis=0))
         bucket = self._home(h)
         left = rows
         for _ in range(_BUCKETS):
@@ -165,7 +165,7 @@ class Index:
 
     def memory_bytes(self) -> int:
         """Bytes of the table that have been in use: columns up to the highest row, and segments."""
-        per_row = self.keys.itemsize * WORDS + self.space.itemsize
+        per_row = self.keys.itemsize * WORDS + self.keyspace.itemsize
         per_segment = _SEGMENT * (self._tags.itemsize + self._rows.itemsize) + 9
         free = self._free.itemsize * self._num_free
         return self._rows_used * per_row + self._num_segments * per_segment + self._directory.nbytes + free
@@ -258,7 +258,7 @@ class Index:
         if len(crowded):
             self._split_directory(crowded)
         if len(rows):
-            self._place(self.hash(self.space[rows], self.keys.take(rows, axis=0)), rows)
+            self._place(self.hash(self.keyspace[rows], self.keys.take(rows, axis=0)), rows)
 
     def _split_directory(self, segments: I64Array) -> None:
         """Give half of what leads to each of these segments to a new one."""

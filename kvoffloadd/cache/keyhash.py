@@ -19,10 +19,10 @@ _HALVES = KEY_BYTES_MAX // 4
 
 
 class KeyHash:
-    """(space, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
+    """(keyspace, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
 
     Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
-    space, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
+    keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
     hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
     them with chance 2**-b, however the keys were chosen by somebody who does not know the secret. Sums of whole words
     would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
@@ -38,11 +38,11 @@ class KeyHash:
         self._of_space, self._offset = words[2 * _HALVES : 2 * _HALVES + 4].reshape(2, 2)
         self._mixers = words[-2:] | np.uint64(1)
 
-    def __call__(self, space: int | U16Array | U64Array, keys: U64Array) -> U64Array:
-        """u64 per key. `keys`: (n, WORDS); `space`: of all keys, or of each."""
+    def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
+        """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
         sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
-        spaces = space[:, None] if isinstance(space, np.ndarray) else np.uint64(space)
-        sums += spaces * self._of_space + self._offset
+        keyspaces = keyspace[:, None] if isinstance(keyspace, np.ndarray) else np.uint64(keyspace)
+        sums += keyspaces * self._of_space + self._offset
         h: U64Array = sums[:, 0] >> _HALF_BITS
         h |= sums[:, 1] & _HIGH_HALF
         h ^= h >> np.uint64(32)

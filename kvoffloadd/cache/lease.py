@@ -44,7 +44,7 @@ class WriteLease:
 
 
 @dataclass(slots=True)
-class Held:
+class Holdings:
     """Leases to read and the keys under them, once for each; leases to write and their parts that no job fills yet."""
 
     read: int = 0
@@ -69,7 +69,7 @@ class Leases:
     """
 
     def __init__(self) -> None:
-        self.held = Held()
+        self.held = Holdings()
         self._ids = itertools.count(1 + secrets.randbits(40))
         self._leases: OrderedDict[int, ReadLease | WriteLease] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""Who may share: namespaces, and the spaces that their groups' keys live in."""
+"""Who may share: namespaces, and the keyspaces that their groups' keys live in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffloadd.model import GroupSchema, slot_pages
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvoffloadd.cache.catalog import Shelf
+    from kvoffloadd.cache.catalog import DiskKeyspace
     from kvoffloadd.cache.policy.base import Policy
 
 
@@ -22,22 +22,22 @@ _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction. `sizes`: spaces by the size in pages of slots that
+    """Keys that compete for the same slots, in order of eviction. `sizes`: keyspaces by the size in pages of slots that
     they use, of all queues together.
     """
 
     policy: Policy
     sizes: Counter[int] = field(default_factory=Counter)
-    _spaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
-    _widths: Counter[int] = field(default_factory=Counter)  # spaces by the parts of their keys
+    _keyspaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
+    _widths: Counter[int] = field(default_factory=Counter)  # keyspaces by the parts of their keys
 
     def most_per_key(self, size: int) -> int:
         """Slots of this size of one key, at most; 0: no space has any."""
-        return max(self._spaces.get(size, ()), default=0)
+        return max(self._keyspaces.get(size, ()), default=0)
 
     @property
     def num_spaces(self) -> int:
-        """Spaces whose keys are here."""
+        """Keyspaces whose keys are here."""
         return self._widths.total()
 
     @property
@@ -45,45 +45,45 @@ class Queue:
         """Parts of one key, at most."""
         return max(self._widths, default=1)
 
-    def join(self, space: Space) -> None:
-        """Keys of this space come here from now on."""
-        self._widths[space.schema.parts] += 1
+    def join(self, keyspace: Keyspace) -> None:
+        """Keys of this keyspace come here from now on."""
+        self._widths[keyspace.schema.parts] += 1
 
-    def learn(self, space: Space, known: Iterable[int]) -> None:
-        """The payload sizes of these parts of a space are known now, too."""
+    def learn(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of a keyspace are known now, too."""
         for size, more in Counter(map(slot_pages, known)).items():
-            before = space.slots.get(size, 0)
+            before = keyspace.slots.get(size, 0)
             if before:
                 self._count(size, before, -1)
-            space.slots[size] = before + more
+            keyspace.slots[size] = before + more
             self._count(size, before + more, 1)
 
-    def leave(self, space: Space) -> None:
-        """A space is no more: what it uses is not to be expected from now on."""
-        self._widths[space.schema.parts] -= 1
+    def leave(self, keyspace: Keyspace) -> None:
+        """A keyspace is no more: what it uses is not to be expected from now on."""
+        self._widths[keyspace.schema.parts] -= 1
         self._widths += Counter()  # without those that there are none of
-        for size, slots in space.slots.items():
+        for size, slots in keyspace.slots.items():
             self._count(size, slots, -1)
 
     def _count(self, size: int, slots: int, number: int) -> None:
-        spaces = self._spaces.setdefault(size, Counter())
-        for counts, key in ((spaces, slots), (self.sizes, size)):
+        keyspaces = self._keyspaces.setdefault(size, Counter())
+        for counts, key in ((keyspaces, slots), (self.sizes, size)):
             counts[key] += number
             if not counts[key]:
                 del counts[key]
-        if not spaces:
-            del self._spaces[size]
+        if not keyspaces:
+            del self._keyspaces[size]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Space:
-    """The keys of one group in one epoch of a namespace. `id` is what the index knows: no other space has the same
-    while this object lives, see `Spaces`. One that is `retired` was cleared, or its namespace is forgotten.
+class Keyspace:
+    """The keys of one group in one epoch of a namespace. `id` is what the index knows: no other keyspace has the same
+    while this object lives, see `Keyspaces`. One that is `retired` was cleared, or its namespace is forgotten.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told, `shelf` (its place on disk, if there is a disk) once all are; `slots`: slots per key, by
-    size in pages, of the parts that the queue knows. `noted`: what a pool is told of it, and in which epoch. `rows`
-    counts rows in any state, `keys` complete ones that can hit, `bytes` committed payload.
+    first size that is told, `disk_keyspace` (its place on disk, if there is a disk) once all are; `slots`: slots per
+    key, by size in pages, of the parts that the queue knows. `noted`: what a pool is told of it, and in which epoch.
+    `rows` counts rows in any state, `keys` complete ones that can hit, `bytes` committed payload.
     """
 
     id: int
@@ -91,7 +91,7 @@ class Space:
     schema: GroupSchema
     part_bytes: list[int]
     queue: Queue | None = None
-    shelf: Shelf | None = None
+    disk_keyspace: DiskKeyspace | None = None
     retired: bool = False
     slots: dict[int, int] = field(default_factory=dict)
     noted: tuple[int, bytes] | None = None
@@ -121,7 +121,7 @@ class Namespace:
     label: str
     key_bytes: int
     epoch: int
-    spaces: dict[int, Space] = field(default_factory=dict)
+    keyspaces: dict[int, Keyspace] = field(default_factory=dict)
     sessions: int = 0
     listeners: int = 0
     jobs: Progress = field(default_factory=Progress)
@@ -134,15 +134,15 @@ class Namespace:
     @property
     def keys(self) -> int:
         """Complete keys held."""
-        return sum(space.keys for space in self.spaces.values())
+        return sum(keyspace.keys for keyspace in self.keyspaces.values())
 
     @property
     def bytes(self) -> int:
         """Committed payload bytes held."""
-        return sum(space.bytes for space in self.spaces.values())
+        return sum(keyspace.bytes for keyspace in self.keyspaces.values())
 
     def check_schema(self, schema: GroupSchema) -> None:
         """Raises SchemaError if the group is known with other properties."""
-        known = self.spaces.get(schema.group)
+        known = self.keyspaces.get(schema.group)
         if known and known.schema != schema:
             raise SchemaError(f"group {schema.group} is {known.schema} in this namespace, not {schema}")

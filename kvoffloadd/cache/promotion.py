@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvoffloadd.cache.entries import RowState
-from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.index import distinct
+from kvoffloadd.cache.keytable import RowState
+from kvoffloadd.cache.missreasons import Reason
 from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KeyState
@@ -30,9 +30,9 @@ from kvoffloadd.tiers.hashing import in_turns
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.cache.catalog import Shelf
-    from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.catalog import DiskKeyspace
+    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.lanes import Ticket
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.root import Root
@@ -68,10 +68,10 @@ WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Away:
-    """Keys of a space that are on disk, or on their way from there; `positions`: where each stands in its prompt."""
+class KeysOnDisk:
+    """Keys of a keyspace that are on disk, or on their way from there; `positions`: where each stands in its prompt."""
 
-    space: Space
+    keyspace: Keyspace
     keys: U64Array
     positions: U32Array
 
@@ -85,17 +85,17 @@ class Fetch:
 
     urgent: int
     done: Callable[[], None]
-    slices: deque[Away]
+    slices: deque[KeysOnDisk]
     flow: Flow
-    readings: dict[Reading, list[Away]] = field(default_factory=dict)
+    readings: dict[ReadBatch, list[KeysOnDisk]] = field(default_factory=dict)
     rows: list[U32Array] = field(default_factory=list)
     idle: bool = False
     ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
-    """Parts of one space that are being read. `rows` are held until its end; `left` parts are not settled yet, among
+class ReadBatch:
+    """Parts of one keyspace that are being read. `rows` are held until its end; `left` parts are not settled yet, among
     them those of `pieces`. `cancelled`: some of its parts will not come, since nobody waited for it, or a root does
     not answer.
     """
@@ -103,16 +103,16 @@ class Reading:
     id: int
     urgent: int
     flow: Flow
-    space: Space
+    keyspace: Keyspace
     rows: U32Array
     left: int
     waiters: list[Fetch]
-    pieces: dict[Piece, Ticket] = field(default_factory=dict)
+    pieces: dict[PendingRead, Ticket] = field(default_factory=dict)
     cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class PendingRead:
     """What one ticket reads: `parts`, from `records` of the catalog in one `segment`, as `reads` says. `window`: of
     which its slots take `num_bytes`. `quarantined`: nobody waits for it any more, but the disk may still write.
     """
@@ -146,13 +146,13 @@ class PromotionCounters:
 class Promotion:
     """All that is on its way from disk to memory."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: DiskTier) -> None:
         self._disk = disk
         self._cache = disk.cache
         self.counters = PromotionCounters()
-        self._readings: dict[int, Reading] = {}
+        self._readings: dict[int, ReadBatch] = {}
         self._fetches: set[Fetch] = set()
-        self._quarantine: set[Piece] = set()
+        self._quarantine: set[PendingRead] = set()
         self._next_id = 1
         capacity_bytes = disk.cache.tier.capacity_bytes
         self._piece_bytes = min(PIECE_BYTES, capacity_bytes // PIECE_SHARE)
@@ -184,17 +184,17 @@ class Promotion:
         found: BoolArray = self._cache.entries.reading[rows] != 0
         return found
 
-    def fetch(self, away: list[Away], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
+    def fetch(self, on_disk: list[KeysOnDisk], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
         """Bring these keys into memory, as far as there is room. `done()` is called once, later: what came is held
         meanwhile, and looked up again tells what it was. Pair with `cancel` if nobody waits any more. `flow`: who asks.
         """
-        slices: deque[Away] = deque()
-        for one in away:
+        slices: deque[KeysOnDisk] = deque()
+        for one in on_disk:
             limit_bytes = min(window.limit_bytes for (_, of), window in self._windows.items() if of == urgent)
-            step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(one.space.part_bytes))))
+            step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(one.keyspace.part_bytes))))
             for at in range(0, len(one.keys), step):
                 span = slice(at, at + step)
-                slices.append(Away(one.space, one.keys[span], one.positions[span]))
+                slices.append(KeysOnDisk(one.keyspace, one.keys[span], one.positions[span]))
         fetch = Fetch(urgent, done, slices, flow)
         self._fetches.add(fetch)
         self._disk.loop.call_soon(self._advance, fetch)
@@ -237,8 +237,8 @@ class Promotion:
         elif woken is not None:
             full.wait_first(fetch)
         else:
-            away = fetch.slices[0]
-            full.wait(fetch, fetch.flow, len(away.keys) * sum(away.space.part_bytes))
+            on_disk = fetch.slices[0]
+            full.wait(fetch, fetch.flow, len(on_disk.keys) * sum(on_disk.keyspace.part_bytes))
         if woken is not None and full is not woken:  # there may be room for another one
             for window in self._windows.values() if full is None else (woken,):
                 self._wake(window)
@@ -250,20 +250,20 @@ class Promotion:
                 self._disk.loop.call_soon(self._advance, fetch, window)
                 return
 
-    def _start(self, fetch: Fetch, away: Away, woken: Window[Fetch] | None) -> Window[Fetch] | None:
+    def _start(self, fetch: Fetch, on_disk: KeysOnDisk, woken: Window[Fetch] | None) -> Window[Fetch] | None:
         """Bring what is on disk of a slice, and wait for what others bring. Returns a window that has no room for it:
         then nothing was done.
         """
-        cache, space = self._cache, away.space
-        if space.retired:
+        cache, keyspace = self._cache, on_disk.keyspace
+        if keyspace.retired:
             return None  # cleared meanwhile
-        found = cache.find(space, away.keys)
+        found = cache.find(keyspace, on_disk.keys)
         at, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if space.shelf is not None:
+        if keyspace.disk_keyspace is not None:
             missing = np.flatnonzero(found.states == 0)
-            rows = self._disk.catalog.find(space.shelf, away.keys[missing])
+            rows = self._disk.catalog.find(keyspace.disk_keyspace, on_disk.keys[missing])
             at, rows = missing[rows >= 0], rows[rows >= 0]
-            there, needed = self._needed(space, space.shelf, rows.astype(np.uint32))
+            there, needed = self._needed(keyspace, keyspace.disk_keyspace, rows.astype(np.uint32))
             at, rows = at[there], rows[there]
             for root, num_bytes in needed.items():
                 window = self._windows[root, fetch.urgent]
@@ -275,17 +275,19 @@ class Promotion:
         numbers = cache.entries.reading[found.rows[held]]
         for number in distinct(numbers[numbers != 0]).tolist():
             mine = held[numbers == number]
-            self._join(fetch, self._readings[number], Away(space, away.keys[mine], away.positions[mine]))
+            self._join(fetch, self._readings[number], KeysOnDisk(keyspace, on_disk.keys[mine], on_disk.positions[mine]))
         if len(at):
             self._disk.catalog.mark_used(rows)
-            self._read(fetch, Away(space, away.keys[at], away.positions[at]), rows)
+            self._read(fetch, KeysOnDisk(keyspace, on_disk.keys[at], on_disk.positions[at]), rows)
         return None
 
-    def _needed(self, space: Space, shelf: Shelf, rows: U32Array) -> tuple[BoolArray, Counter[Root]]:
+    def _needed(
+        self, keyspace: Keyspace, disk_keyspace: DiskKeyspace, rows: U32Array
+    ) -> tuple[BoolArray, Counter[Root]]:
         """Which keys of the catalog lie on roots that work, and how many bytes each root is to read for them."""
         catalog = self._disk.catalog
-        segments = catalog.segment[catalog.places(shelf, rows)]
-        sizes = np.asarray(space.part_bytes, np.int64)
+        segments = catalog.segment[catalog.places(disk_keyspace, rows)]
+        sizes = np.asarray(keyspace.part_bytes, np.int64)
         there = np.ones(len(rows), bool)
         needed: Counter[Root] = Counter()
         for number in distinct(segments.ravel()).tolist():
@@ -297,11 +299,11 @@ class Promotion:
                 needed[place[0]] += int((here * sizes).sum())
         return there, needed
 
-    def _read(self, fetch: Fetch, away: Away, catalog_rows: I64Array) -> None:
+    def _read(self, fetch: Fetch, on_disk: KeysOnDisk, catalog_rows: I64Array) -> None:
         """Reserve slots and read into them."""
-        cache, catalog, space = self._cache, self._disk.catalog, away.space
-        wanted = np.arange(space.schema.parts, dtype=np.uint16)
-        reservation = cache.reserve(space, away.keys, wanted, 0, positions=away.positions)
+        cache, catalog, keyspace = self._cache, self._disk.catalog, on_disk.keyspace
+        wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
+        reservation = cache.reserve(keyspace, on_disk.keys, wanted, 0, positions=on_disk.positions)
         mine = reservation.states == _RESERVED
         self.counters.without_space += int((reservation.states > _RESERVED).sum())
         parts = reservation.parts
@@ -309,7 +311,7 @@ class Promotion:
             return
         cache.begin(parts)
         rows = distinct(cache.entries.parts.row[parts])
-        reading = Reading(self._next_id, fetch.urgent, fetch.flow, space, rows, len(parts), [])
+        reading = ReadBatch(self._next_id, fetch.urgent, fetch.flow, keyspace, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading
         cache.entries.reading[rows] = reading.id
@@ -317,7 +319,7 @@ class Promotion:
         cache.hold(rows)
         self._join(fetch, reading, None)
         # Which key each part belongs to: rows are distinct, since the keys are.
-        of_key = cache.entries.find(space, away.keys[mine])
+        of_key = cache.entries.find(keyspace, on_disk.keys[mine])
         order = np.argsort(of_key)
         key_of_part = order[np.searchsorted(of_key[order], cache.entries.parts.row[parts])]
         numbers = parts - cache.entries.first[cache.entries.parts.row[parts]]
@@ -325,32 +327,32 @@ class Promotion:
         reads = np.zeros(len(parts), READ)
         reads["page"] = catalog.page[records]
         reads["part"] = numbers
-        reads["payload_bytes"] = np.asarray(space.part_bytes, np.int64)[numbers]
+        reads["payload_bytes"] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
         reads["address"] = cache.payload_addresses(parts)
-        reads["key"] = away.keys[mine][key_of_part]
+        reads["key"] = on_disk.keys[mine][key_of_part]
         for segment, at in pieces(catalog.segment[records], reads, self._piece_bytes):
             self._submit(reading, segment, parts[at], records[at], reads[at])
 
-    def _submit(self, reading: Reading, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray) -> None:
-        place, shelf = self._disk.segment(segment), reading.space.shelf
-        if place is None or shelf is None:  # it goes
+    def _submit(self, reading: ReadBatch, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray) -> None:
+        place, disk_keyspace = self._disk.segment(segment), reading.keyspace.disk_keyspace
+        if place is None or disk_keyspace is None:  # it goes
             self._disk.loop.call_soon(self._not_submitted, reading, parts)
             return
         root, found = place
         num_bytes = int(reads["payload_bytes"].sum())
         window = self._windows[root, reading.urgent]
         window.used_bytes += num_bytes
-        piece = Piece(root, segment, parts, records, reads, window, num_bytes)
+        piece = PendingRead(root, segment, parts, records, reads, window, num_bytes)
         settle = partial(self._settle, reading, piece)
-        ticket = root.reader.read(found, shelf.name, reads, reading.urgent, settle, reading.flow)
+        ticket = root.reader.read(found, disk_keyspace.name, reads, reading.urgent, settle, reading.flow)
         reading.pieces[piece] = ticket
 
-    def _not_submitted(self, reading: Reading, parts: I64Array) -> None:
+    def _not_submitted(self, reading: ReadBatch, parts: I64Array) -> None:
         self.counters.cancelled += len(parts)
         self._abort(reading, parts)
         self._count_down(reading, len(parts))
 
-    def _settle(self, reading: Reading, piece: Piece, status: U8Array, digests: U64Array) -> None:
+    def _settle(self, reading: ReadBatch, piece: PendingRead, status: U8Array, digests: U64Array) -> None:
         """A read has ended: nothing touches its slots any more."""
         if piece.quarantined:
             self._quarantine.remove(piece)
@@ -368,13 +370,13 @@ class Promotion:
             self._note_failures(reading, piece, status)
         self._leave(reading, piece)
 
-    def _abort(self, reading: Reading, parts: I64Array) -> None:
+    def _abort(self, reading: ReadBatch, parts: I64Array) -> None:
         """These parts did not come."""
         rows = distinct(self._cache.entries.parts.row[parts])
         self._cache.abort(parts)
         self._let_retired_go(reading, rows)
 
-    def _let_retired_go(self, reading: Reading, rows: U32Array) -> None:
+    def _let_retired_go(self, reading: ReadBatch, rows: U32Array) -> None:
         """Do not hold those of these keys that are gone until the reading ends: once they are without slots, their rows
         would be more than there may be.
         """
@@ -384,7 +386,7 @@ class Promotion:
         entries.reading[gone] = 0
         self._cache.unhold(gone)
 
-    def _note_failures(self, reading: Reading, piece: Piece, status: U8Array) -> None:
+    def _note_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
         """Count what did not come. Records that are bad are dropped; the others can be tried again."""
         catalog, counters = self._disk.catalog, self.counters
         damaged, unreadable, cancelled, starved = (
@@ -401,12 +403,12 @@ class Promotion:
         if damaged or unreadable:
             log.warning(
                 "disk: %d of %d records of group %d did not verify; they are misses now",
-                damaged + unreadable, len(status), reading.space.schema.group,
+                damaged + unreadable, len(status), reading.keyspace.schema.group,
             )  # fmt: skip
         if starved:
             log.warning("disk: %d records were not read: the system has no descriptors or memory to spare", starved)
 
-    def _put_in_quarantine(self, reading: Reading, piece: Piece) -> None:
+    def _put_in_quarantine(self, reading: ReadBatch, piece: PendingRead) -> None:
         """Its keys are misses, and can be stored again in other slots; those it has stay taken until the read ends."""
         piece.quarantined = True
         self._quarantine.add(piece)
@@ -417,18 +419,18 @@ class Promotion:
         self._let_retired_go(reading, rows)
         self._leave(reading, piece)
 
-    def _leave(self, reading: Reading, piece: Piece) -> None:
+    def _leave(self, reading: ReadBatch, piece: PendingRead) -> None:
         del reading.pieces[piece]
         piece.window.used_bytes -= piece.num_bytes
         self._wake(piece.window)
         self._count_down(reading, len(piece.parts))
 
-    def _count_down(self, reading: Reading, parts: int) -> None:
+    def _count_down(self, reading: ReadBatch, parts: int) -> None:
         reading.left -= parts
         if not reading.left:
             self._end_reading(reading)
 
-    def _end_reading(self, reading: Reading) -> None:
+    def _end_reading(self, reading: ReadBatch) -> None:
         entries = self._cache.entries
         entries.reading[reading.rows] = 0
         whole = entries.live(reading.rows)
@@ -444,26 +446,26 @@ class Promotion:
 
     # --- who waits ---
 
-    def _join(self, fetch: Fetch, reading: Reading, away: Away | None) -> None:
-        """`away`: which keys of it, where another fetch has begun it."""
+    def _join(self, fetch: Fetch, reading: ReadBatch, on_disk: KeysOnDisk | None) -> None:
+        """`on_disk`: which keys of it, where another fetch has begun it."""
         joined = reading in fetch.readings
         again = fetch.readings.setdefault(reading, [])
-        if away is not None and reading.cancelled:
-            again.append(away)
+        if on_disk is not None and reading.cancelled:
+            again.append(on_disk)
         if joined:
             return
         reading.waiters.append(fetch)
         if fetch.urgent < reading.urgent or fetch.flow != reading.flow:
             reading.urgent = min(fetch.urgent, reading.urgent)
             for piece, ticket in reading.pieces.items():
-                piece.root.reader.lane.hasten(ticket, fetch.flow, fetch.urgent)
+                piece.root.reader.lane.raise_priority(ticket, fetch.flow, fetch.urgent)
 
-    def _look_again(self, fetch: Fetch, away: list[Away]) -> None:
+    def _look_again(self, fetch: Fetch, on_disk: list[KeysOnDisk]) -> None:
         """What had been given up before the fetch came is begun anew. Only that: what could not be read has been tried
         for everybody. Each time somebody has to come and give up again, so that it ends.
         """
-        fetch.slices.extend(away)
-        if away and fetch.idle:
+        fetch.slices.extend(on_disk)
+        if on_disk and fetch.idle:
             fetch.idle = False
             self._disk.loop.call_soon(self._advance, fetch)
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.catalog import STEP_RECORDS, Shelf
+from kvoffloadd.cache.catalog import STEP_RECORDS, DiskKeyspace
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.format import ENTRY, record_pages
 from kvoffloadd.tiers.disk.records import OK, READ
-from kvoffloadd.tiers.disk.segment import Batch, Segment
+from kvoffloadd.tiers.disk.segment import Segment, WriteBatch
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.disk import Disk
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import I64Array, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Records
@@ -44,7 +44,7 @@ class Staging:
 class Reclaim:
     """Keeps a segment ready for whatever is written next."""
 
-    def __init__(self, disk: Disk, *, rewrite_hot: bool) -> None:
+    def __init__(self, disk: DiskTier, *, rewrite_hot: bool) -> None:
         self._disk = disk
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
@@ -112,44 +112,48 @@ class Reclaim:
         left = segment.size_bytes // REWRITE_SHARE
         from_memory = []
         records = catalog.in_segment(segment.ordinal)
-        for number in np.unique(catalog.index.space[catalog.row[records]]).tolist():
-            shelf = catalog.shelves.get(number)
-            if shelf is None or not shelf.open:
+        for number in np.unique(catalog.index.keyspace[catalog.row[records]]).tolist():
+            disk_keyspace = catalog.disk_keyspaces.get(number)
+            if disk_keyspace is None or not disk_keyspace.open:
                 continue  # cleared, before this or while others were moved
             # From disk even where memory has them: it may evict them before they are written from there.
-            mine = self._complete(segment, shelf)
-            moved = await self._move_used(root, segment, shelf, mine[catalog.used[catalog.row[mine]] != 0], left)
+            mine = self._complete(segment, disk_keyspace)
+            moved = await self._move_used(
+                root, segment, disk_keyspace, mine[catalog.used[catalog.row[mine]] != 0], left
+            )
             if moved is None:
                 break
             left -= moved
             # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
-            space = self._disk.space_of(shelf)
-            if space is not None:
-                size = sum(space.part_bytes)
-                again = self._resident(space, self._complete(segment, shelf))[: left // size]
+            keyspace = self._disk.keyspace_of(disk_keyspace)
+            if keyspace is not None:
+                size = sum(keyspace.part_bytes)
+                again = self._resident(keyspace, self._complete(segment, disk_keyspace))[: left // size]
                 left -= len(again) * size
                 from_memory.append(again)
         return from_memory
 
-    def _complete(self, segment: Segment, shelf: Shelf) -> I64Array:
-        """Records of a shelf that lie in this segment now, of keys that are complete."""
+    def _complete(self, segment: Segment, disk_keyspace: DiskKeyspace) -> I64Array:
+        """Records of a disk keyspace that lie in this segment now, of keys that are complete."""
         catalog = self._disk.catalog
         records = catalog.in_segment(segment.ordinal)
         rows = catalog.row[records]
-        found: I64Array = records[(catalog.index.space[rows] == shelf.id) & (catalog.missing[rows] == 0)]
+        found: I64Array = records[(catalog.index.keyspace[rows] == disk_keyspace.id) & (catalog.missing[rows] == 0)]
         return found
 
-    def _resident(self, space: Space, records: I64Array) -> U32Array:
+    def _resident(self, keyspace: Keyspace, records: I64Array) -> U32Array:
         """Memory rows of the keys of these records that are there, too."""
         entries = self._disk.cache.entries
-        rows = entries.find(space, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
+        rows = entries.find(keyspace, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
         rows = rows[rows >= 0]
         found: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
         return found
 
-    async def _move_used(self, root: Root, segment: Segment, shelf: Shelf, records: I64Array, left: int) -> int | None:
+    async def _move_used(
+        self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, left: int
+    ) -> int | None:
         """Write as many of these records again as `left` bytes take. Returns their bytes; None: there is no room."""
-        sizes = self._disk.payload_bytes(shelf, records)
+        sizes = self._disk.payload_bytes(disk_keyspace, records)
         if sizes is None:
             return 0  # nobody has registered this group since the start: nobody has used it either
         costs = record_pages(sizes) * PAGE_BYTES
@@ -158,11 +162,13 @@ class Reclaim:
         step = max(1, REWRITE_BYTES // max(int(sizes.max(initial=1)), 1))
         for at in range(0, len(records), step):
             some = slice(at, at + step)
-            if not await self._move(root, segment, shelf, records[some], sizes[some]):
+            if not await self._move(root, segment, disk_keyspace, records[some], sizes[some]):
                 return None
         return int(costs[fits].sum())
 
-    async def _move(self, root: Root, segment: Segment, shelf: Shelf, records: I64Array, sizes: I64Array) -> bool:
+    async def _move(
+        self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, sizes: I64Array
+    ) -> bool:
         """Read records and write them behind the newest. False: there is no room for more, or the root is off."""
         if not root.holds(segment):
             return False
@@ -183,7 +189,7 @@ class Reclaim:
                 read.set_result((status, digests))
 
         self._staging.add(staging)
-        root.reader.read(segment, shelf.name, reads, Urgency.REWRITE, on_read)
+        root.reader.read(segment, disk_keyspace.name, reads, Urgency.REWRITE, on_read)
         status, digests = await read
         good = status == OK
         entries = np.zeros(int(good.sum()), ENTRY)
@@ -192,8 +198,8 @@ class Reclaim:
         entries["key"], entries["part"], entries["payload_bytes"] = reads["key"][good], parts[good], sizes[good]
         entries["sequence"] = self._disk.numbers.sequences(len(entries))
         written: asyncio.Future[None] = self._disk.loop.create_future()
-        batch = Batch(shelf.name, entries, digests[good], reads["address"][good])
-        took = root.append(batch, partial(self._moved, shelf, root, staging, written), moves=True)
+        batch = WriteBatch(disk_keyspace.name, entries, digests[good], reads["address"][good])
+        took = root.append(batch, partial(self._moved, disk_keyspace, root, staging, written), moves=True)
         if took:
             self._staging.add(staging)
             await written
@@ -201,7 +207,7 @@ class Reclaim:
 
     def _moved(
         self,
-        shelf: Shelf,
+        disk_keyspace: DiskKeyspace,
         root: Root,
         staging: Staging,
         written: asyncio.Future[None],
@@ -212,8 +218,10 @@ class Reclaim:
         self._staging.discard(staging)
         catalog = self._disk.catalog
         if error is None and root.holds(segment):
-            catalog.put(shelf, entries["key"], entries["part"].astype(np.uint16), segment.ordinal, entries["page"])
-            rows = catalog.find(shelf, entries["key"])
+            catalog.put(
+                disk_keyspace, entries["key"], entries["part"].astype(np.uint16), segment.ordinal, entries["page"]
+            )
+            rows = catalog.find(disk_keyspace, entries["key"])
             catalog.used[rows[rows >= 0]] = 0
             self.records_rewritten += len(entries)
         if not written.done():

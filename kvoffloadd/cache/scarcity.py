@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.entries import RowState
 from kvoffloadd.cache.index import distinct, first_of_each
-from kvoffloadd.cache.runs import BLOCK, pieces, stretches
+from kvoffloadd.cache.keytable import RowState
+from kvoffloadd.cache.runallocator import BLOCK, pieces, stretches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvoffloadd.cache.entries import Entries
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.keytable import KeyTable
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 NO_ROWS = np.zeros(0, np.uint32)
@@ -32,7 +32,7 @@ WINDOWS_MAX = 32
 class Scarcity:
     """`evict` drops rows that are evictable."""
 
-    def __init__(self, entries: Entries, evict: Callable[[U32Array], None]) -> None:
+    def __init__(self, entries: KeyTable, evict: Callable[[U32Array], None]) -> None:
         self._entries = entries
         self._evict = evict
         self._hand = 0  # where the next search begins, so that all take their turns
@@ -42,11 +42,11 @@ class Scarcity:
         """Records that one user may have."""
         return self._entries.parts.runs.max_records * 3 // 4
 
-    def make_room(self, space: Space, wanted: int) -> int:
-        """Evict until there are records for so many new keys of the space; fewer if no more can go. Returns how many
+    def make_room(self, keyspace: Keyspace, wanted: int) -> int:
+        """Evict until there are records for so many new keys of the keyspace; fewer if no more can go. Returns how many
         there are. For a key that finds none nothing is evicted.
         """
-        entries, width, uid = self._entries, space.schema.parts, space.namespace.uid
+        entries, width, uid = self._entries, keyspace.schema.parts, keyspace.namespace.uid
         if not wanted:
             return 0
         if wanted * width > self._left(uid):
@@ -109,14 +109,14 @@ class Scarcity:
             self._hand = stop
 
     def _mine(self, uid: int) -> BoolArray:
-        """By number: the spaces of this user."""
-        spaces = self._entries.spaces
-        mine = np.zeros(1 + max(spaces, default=0), bool)
-        mine[[space.id for space in spaces.values() if space.namespace.uid == uid]] = True
+        """By number: the keyspaces of this user."""
+        keyspaces = self._entries.keyspaces
+        mine = np.zeros(1 + max(keyspaces, default=0), bool)
+        mine[[keyspace.id for keyspace in keyspaces.values() if keyspace.namespace.uid == uid]] = True
         return mine
 
     def _idle(self, owners: I64Array, mine: BoolArray | None, *, spares: bool) -> U32Array:
-        """Those of the rows that may go, in the order of their records: of these spaces (None: of all), and `spares`
+        """Those of the rows that may go, in the order of their records: of these keyspaces (None: of all), and `spares`
         those that can be loaded.
         """
         entries = self._entries
@@ -126,6 +126,6 @@ class Scarcity:
         if spares:
             rows = rows[~entries.complete(rows)]
         if mine is not None:
-            rows = rows[mine[entries.index.space[rows]]]
+            rows = rows[mine[entries.index.keyspace[rows]]]
         found: U32Array = rows[~entries.in_flight(rows)].astype(np.uint32)
         return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.lanes import TURN_BYTES, CancelledWork
 from kvoffloadd.tiers.hashing import hash_payloads
@@ -32,7 +32,7 @@ SIFT_PARTS = 4096
 """Parts that wait are looked through each time that so many, and as many as are there, have come."""
 
 
-class Batch(NamedTuple):
+class SealBatch(NamedTuple):
     """Parts of one store that wait, and their generations at the time. `number`: of the store, rising."""
 
     number: int
@@ -51,7 +51,7 @@ class Sealing:
     stores: Progress = field(default_factory=Progress)
     unsealed: int = 0
     by_uid: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[Flow, deque[Batch]] = field(default_factory=dict)
+    _waiting: dict[Flow, deque[SealBatch]] = field(default_factory=dict)
     _tickets: dict[Flow, int] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)  # by a store's number: parts that are not sealed yet
     _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
@@ -65,7 +65,7 @@ class Sealing:
         self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
-        batch = Batch(number, parts, self.cache.entries.parts.generation[parts])
+        batch = SealBatch(number, parts, self.cache.entries.parts.generation[parts])
         self._waiting.setdefault(flow, deque()).append(batch)
         if self.unsealed >= self._sift_at:
             self._sift()
@@ -85,9 +85,9 @@ class Sealing:
                 work, partial(self._sealed, flow, batches), flow=flow, urgent=SEAL_URGENT, cost_bytes=int(sizes.sum())
             )
 
-    def _next_turn(self, flow: Flow) -> list[Batch]:
+    def _next_turn(self, flow: Flow) -> list[SealBatch]:
         """What is hashed next of the flow: about a turn of the lane."""
-        taken, room, waiting = list[Batch](), TURN_BYTES, self._waiting.get(flow)
+        taken, room, waiting = list[SealBatch](), TURN_BYTES, self._waiting.get(flow)
         while waiting and room > 0:
             batch = self._only(waiting[0])
             before = np.cumsum(sizes := self.cache.payload_bytes(batch.parts)) - sizes
@@ -104,7 +104,7 @@ class Sealing:
             del self._waiting[flow]
         return taken
 
-    def _only(self, batch: Batch) -> Batch:
+    def _only(self, batch: SealBatch) -> SealBatch:
         """Those of the parts that still are what they were; the others are not waited for any more."""
         columns = self.cache.entries.parts
         same: BoolArray = (columns.generation[batch.parts] == batch.generations) & (
@@ -113,7 +113,7 @@ class Sealing:
         if same.all():
             return batch
         self._settle(batch.number, int((~same).sum()))
-        return Batch(batch.number, batch.parts[same], batch.generations[same])
+        return SealBatch(batch.number, batch.parts[same], batch.generations[same])
 
     def _sift(self) -> None:
         for flow, waiting in list(self._waiting.items()):
@@ -124,7 +124,7 @@ class Sealing:
                 del self._waiting[flow]
         self._sift_at = 2 * self.unsealed + SIFT_PARTS
 
-    def _sealed(self, flow: Flow, batches: list[Batch], digests: U64Array | BaseException) -> None:
+    def _sealed(self, flow: Flow, batches: list[SealBatch], digests: U64Array | BaseException) -> None:
         self._tickets[flow] -= 1
         if not self._tickets[flow]:
             del self._tickets[flow]
@@ -148,6 +148,6 @@ class Sealing:
             self.stores.end(number)
 
 
-def _cut(batch: Batch, count: int) -> tuple[Batch, Batch]:
+def _cut(batch: SealBatch, count: int) -> tuple[SealBatch, SealBatch]:
     number, parts, generations = batch
-    return Batch(number, parts[:count], generations[:count]), Batch(number, parts[count:], generations[count:])
+    return SealBatch(number, parts[:count], generations[:count]), SealBatch(number, parts[count:], generations[count:])

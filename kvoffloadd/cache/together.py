@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import I64Array, U16Array, U64Array
 
 
@@ -22,24 +22,26 @@ def spans(counts: Iterable[int]) -> list[slice]:
     return found
 
 
-def numbers_of(spaces: Sequence[tuple[Space, int]]) -> int | U16Array:
-    """The number of the space, if it is one; else of each key's: of each space in turn so many keys."""
-    if len(spaces) == 1:
-        return spaces[0][0].id
-    return np.repeat(np.array([space.id for space, _ in spaces], np.uint16), [count for _, count in spaces])
+def numbers_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U16Array:
+    """The number of the keyspace, if it is one; else of each key's: of each keyspace in turn so many keys."""
+    if len(keyspaces) == 1:
+        return keyspaces[0][0].id
+    return np.repeat(np.array([keyspace.id for keyspace, _ in keyspaces], np.uint16), [count for _, count in keyspaces])
 
 
-def groups_of(spaces: Sequence[tuple[Space, int]]) -> int | U64Array:
+def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
     """The same with the numbers that groups have in their namespace."""
-    if len(spaces) == 1:
-        return spaces[0][0].schema.group
-    return np.repeat(np.array([space.schema.group for space, _ in spaces], np.uint64), [count for _, count in spaces])
+    if len(keyspaces) == 1:
+        return keyspaces[0][0].schema.group
+    return np.repeat(
+        np.array([keyspace.schema.group for keyspace, _ in keyspaces], np.uint64), [count for _, count in keyspaces]
+    )
 
 
-def begins_of(spaces: Sequence[tuple[Space, int]]) -> I64Array | None:
-    """Where the keys of each space begin that has some; None: there is one space."""
-    if len(spaces) == 1:
+def begins_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> I64Array | None:
+    """Where the keys of each keyspace begin that has some; None: there is one keyspace."""
+    if len(keyspaces) == 1:
         return None
-    counts = np.array([count for _, count in spaces if count], np.int64)
+    counts = np.array([count for _, count in keyspaces if count], np.int64)
     begins: I64Array = np.cumsum(counts) - counts
     return begins

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.cache.sealing import Sealing
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.promotion import Away
+    from kvoffloadd.cache.promotion import KeysOnDisk
     from kvoffloadd.device.base import Copy, Device, Work
-    from kvoffloadd.device.signals import Ready, Signals
+    from kvoffloadd.device.signals import ReadySignal, Signals
     from kvoffloadd.lanes import Lane, Ticket
     from kvoffloadd.model import I64Array, U32Array, U64Array
 
@@ -65,7 +65,7 @@ class Terms:
     device: Device
     deadline_s: float
     urgent: bool = False
-    ready: Ready | None = None
+    ready: ReadySignal | None = None
     flow: Flow = DAEMON
 
 
@@ -210,12 +210,16 @@ class Transfers:
     # --- load ---
 
     def load(
-        self, plan: Callable[[], LoadPlan], away: list[Away], terms: Terms, done: Callable[[TransferResult], None]
+        self,
+        plan: Callable[[], LoadPlan],
+        on_disk: list[KeysOnDisk],
+        terms: Terms,
+        done: Callable[[TransferResult], None],
     ) -> Transfer:
         """Copy the plan's parts out, of keys that are complete; they are held until the end.
 
-        Keys that are `away` are brought into memory first; then `plan` is asked again. A key whose payload was adopted
-        (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
+        Keys that are `on_disk` are brought into memory first; then `plan` is asked again. A key whose payload was
+        adopted (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
         """
         transfer = Transfer(
             Direction.LOAD, np.zeros(0, np.int64), np.zeros(0, np.uint32), done, np.zeros(0, bool), terms.flow
@@ -224,7 +228,7 @@ class Transfers:
         first = plan()
         self._take(transfer, first)
         run = partial(self._load, transfer, terms)
-        if self.cache.disk is None or not away:
+        if self.cache.disk is None or not on_disk:
             run(first)
         else:
             promotion = self.cache.disk.promotion
@@ -236,7 +240,7 @@ class Transfers:
                 self._take(transfer, again)
                 run(again)
 
-            fetch = promotion.fetch(away, Urgency.LOAD, fetched, terms.flow)
+            fetch = promotion.fetch(on_disk, Urgency.LOAD, fetched, terms.flow)
             transfer.give_up = partial(self._give_up, transfer, partial(promotion.cancel, fetch))
             timer = self.cache.disk.loop.call_at(terms.deadline_s, transfer.give_up, Outcome.EXPIRED)
             transfer.timer = timer
@@ -363,7 +367,7 @@ class Transfers:
         self,
         transfer: Transfer,
         terms: Terms,
-        ready: Ready,
+        ready: ReadySignal,
         submit: Callable[[], None],
         finish: Callable[[CopyResult], None],
         failed: Callable[[Exception], None],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvoffloadd.cache.index import Index
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 
 
@@ -42,33 +42,33 @@ class Reservation(Payloads):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """Parts of some keys of a space, for which slots are asked. `keys` are distinct; `positions`: u32 of each, where it
-    stands in its prompt.
+    """Parts of some keys of a keyspace, for which slots are asked. `keys` are distinct; `positions`: u32 of each, where
+    it stands in its prompt.
     """
 
-    space: Space
+    keyspace: Keyspace
     keys: U64Array
     parts: U16Array
     positions: U32Array
 
     @classmethod
-    def from_first(cls, space: Space, keys: U64Array, parts: U16Array, first: int) -> Wanted:
+    def from_first(cls, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int) -> Wanted:
         """Keys that follow one another in their prompt, from this position on."""
-        return cls(space, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
+        return cls(keyspace, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
 
     def is_like(self, other: Wanted) -> bool:
         """Whether their keys take the same slots."""
-        mine, its = self.space, other.space
+        mine, its = self.keyspace, other.keyspace
         return mine.queue is its.queue and mine.part_bytes == its.part_bytes and np.array_equal(self.parts, other.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Groups of one request that are alike, one behind the other: `spaces`, and how many of the keys are in each.
+    """Groups of one request that are alike, one behind the other: `keyspaces`, and how many of the keys are in each.
     `hashes`: the index's, of each key, for whoever finds, inserts and orders them.
     """
 
-    spaces: list[tuple[Space, int]]
+    keyspaces: list[tuple[Keyspace, int]]
     keys: U64Array
     hashes: U64Array
     parts: U16Array
@@ -77,26 +77,26 @@ class Joined:
     @classmethod
     def of(cls, some: Sequence[Wanted], index: Index) -> Joined:
         """At least one."""
-        spaces, first = [(wanted.space, len(wanted.keys)) for wanted in some], some[0]
+        keyspaces, first = [(wanted.keyspace, len(wanted.keys)) for wanted in some], some[0]
         keys, positions = first.keys, first.positions
         if len(some) > 1:
             keys = join_keys(wanted.keys for wanted in some)
             positions = np.concatenate([wanted.positions for wanted in some])
-        return cls(spaces, keys, index.hash(numbers_of(spaces), keys), first.parts, positions)
+        return cls(keyspaces, keys, index.hash(numbers_of(keyspaces), keys), first.parts, positions)
 
-    def counts(self, at: I64Array) -> list[tuple[Space, int]]:
-        """How many of the keys at these places, ascending, are in each space."""
-        if len(self.spaces) == 1:
-            return [(self.spaces[0][0], len(at))]
-        ends = np.cumsum([count for _, count in self.spaces])
+    def counts(self, at: I64Array) -> list[tuple[Keyspace, int]]:
+        """How many of the keys at these places, ascending, are in each keyspace."""
+        if len(self.keyspaces) == 1:
+            return [(self.keyspaces[0][0], len(at))]
+        ends = np.cumsum([count for _, count in self.keyspaces])
         numbers = np.diff(np.searchsorted(at, ends), prepend=0).tolist()
-        return [(space, number) for (space, _), number in zip(self.spaces, numbers, strict=True)]
+        return [(keyspace, number) for (keyspace, _), number in zip(self.keyspaces, numbers, strict=True)]
 
     def split(self, made: Reservation) -> list[Reservation]:
         """What was reserved of each group."""
-        if len(self.spaces) == 1:
+        if len(self.keyspaces) == 1:
             return [made]
-        keys = spans(count for _, count in self.spaces)
+        keys = spans(count for _, count in self.keyspaces)
         ends = np.searchsorted(made.keys, [at.stop for at in keys]).tolist()
         found = []
         for at, begin, end in zip(keys, [0, *ends], ends, strict=False):

@@ -10,9 +10,9 @@ import os
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from kvoffloadd.client import ops
-from kvoffloadd.client.dialer import Settings
-from kvoffloadd.client.exchange import Exchange
+from kvoffloadd.client import calls
+from kvoffloadd.client.connector import Settings
+from kvoffloadd.client.core import ClientCore
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Direction, U8Array
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from kvoffloadd.client.calls import Call, First, Groups, Transfers
     from kvoffloadd.client.job import Job, JobResult
     from kvoffloadd.client.kvcache import KvCache
-    from kvoffloadd.client.ops import First, Groups, Op, Transfers
     from kvoffloadd.client.registration import Registration
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
     from kvoffloadd.client.timeline import Ready
-    from kvoffloadd.client.waitable import Steps, Wait
+    from kvoffloadd.client.waiting import Gen, Wait
     from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
@@ -122,7 +122,7 @@ class AsyncClient:
         )
         self._poll = _LoopPoll()
         self._deadline_s = deadline_s
-        self._exchange = Exchange(settings, self._poll)
+        self._exchange = ClientCore(settings, self._poll)
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -153,7 +153,7 @@ class AsyncClient:
 
     async def ping(self) -> None:
         """As `Client.ping`."""
-        await self._call(ops.ping())
+        await self._call(calls.ping())
 
     async def register(self, caches: KvCache) -> Registration:
         """As `Client.register`."""
@@ -165,15 +165,15 @@ class AsyncClient:
 
     async def lookup(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.lookup`."""
-        return await self._call(ops.lookup(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.lookup(groups, first, self._exchange.key_bytes))
 
     async def pin(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.pin`."""
-        return await self._call(ops.pin(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.pin(groups, first, self._exchange.key_bytes))
 
     async def prefetch(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.prefetch`."""
-        return await self._call(ops.prefetch(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.prefetch(groups, first, self._exchange.key_bytes))
 
     async def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """As `Client.wait_ready`."""
@@ -181,7 +181,7 @@ class AsyncClient:
 
     async def touch(self, groups: Groups, first: First = 0) -> None:
         """As `Client.touch`."""
-        await self._call(ops.touch(groups, first, self._exchange.key_bytes))
+        await self._call(calls.touch(groups, first, self._exchange.key_bytes))
 
     async def release(self, lease: int) -> None:
         """As `Client.release`."""
@@ -190,11 +190,11 @@ class AsyncClient:
     async def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """As `Client.reserve`."""
         named = None if parts is None else list(parts)
-        return await self._call(ops.reserve(groups, first, named, self._exchange.key_bytes))
+        return await self._call(calls.reserve(groups, first, named, self._exchange.key_bytes))
 
     async def clear(self, *, everything: bool = False) -> Cleared:
         """As `Client.clear`."""
-        return await self._call(ops.clear(everything))
+        return await self._call(calls.clear(everything))
 
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""
@@ -202,7 +202,7 @@ class AsyncClient:
 
     async def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
         """As `Client.snapshot_page`."""
-        return await self._call(ops.snapshot(group, cursor, self._exchange.key_bytes))
+        return await self._call(calls.snapshot(group, cursor, self._exchange.key_bytes))
 
     async def store(
         self,
@@ -215,8 +215,8 @@ class AsyncClient:
         ready: Ready | None = None,
     ) -> Job:
         """As `Client.store`."""
-        terms = ops.Terms(first, lease, deadline_s, ready)
-        what = ops.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms)
+        terms = calls.JobOptions(first, lease, deadline_s, ready)
+        what = calls.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms)
         return await self._run(self._exchange.submit(what, self._until()))
 
     async def load(
@@ -231,8 +231,8 @@ class AsyncClient:
         expedited: bool = False,
     ) -> Job:
         """As `Client.load`."""
-        terms = ops.Terms(first, lease, deadline_s, ready, expedited)
-        what = ops.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms)
+        terms = calls.JobOptions(first, lease, deadline_s, ready, expedited)
+        what = calls.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms)
         return await self._run(self._exchange.submit(what, self._until()))
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:
@@ -254,17 +254,17 @@ class AsyncClient:
     async def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """As `Client.drain`."""
         until = self._until(deadline_s + self._deadline_s)
-        return await self._run(self._exchange.call(ops.drain(everything, deadline_s), until))
+        return await self._run(self._exchange.call(calls.drain(everything, deadline_s), until))
 
     async def status(self) -> dict[str, Any]:
         """As `Client.status`."""
-        return await self._call(ops.status())
+        return await self._call(calls.status())
 
     async def verify(
         self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
     ) -> Audit:
         """As `Client.verify`."""
-        op = ops.verify(payloads, disk, repair)
+        op = calls.verify(payloads, disk, repair)
         return await self._run(self._exchange.call(op, self._until(deadline_s)))
 
     async def subscribe(self) -> None:
@@ -280,10 +280,10 @@ class AsyncClient:
     def _until(self, deadline_s: float | None = None) -> float:
         return monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
 
-    async def _call(self, op: Op[R]) -> R:
+    async def _call(self, op: Call[R]) -> R:
         return await self._run(self._exchange.call(op, self._until()))
 
-    async def _run(self, steps: Steps[R]) -> R:
+    async def _run(self, steps: Gen[R]) -> R:
         try:
             while True:
                 await self._poll.carry_out(next(steps))

@@ -12,9 +12,9 @@ import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from kvoffloadd.client import ops
-from kvoffloadd.client.dialer import Settings
-from kvoffloadd.client.exchange import Exchange
+from kvoffloadd.client import calls
+from kvoffloadd.client.connector import Settings
+from kvoffloadd.client.core import ClientCore
 from kvoffloadd.errors import DeadlineError
 from kvoffloadd.model import Direction, U8Array
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from kvoffloadd.client.calls import Call, First, Groups, Transfers
     from kvoffloadd.client.job import Job, JobResult
     from kvoffloadd.client.kvcache import KvCache
-    from kvoffloadd.client.ops import First, Groups, Op, Transfers
     from kvoffloadd.client.registration import Registration
     from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
     from kvoffloadd.client.timeline import Ready
-    from kvoffloadd.client.waitable import Steps, Wait
+    from kvoffloadd.client.waiting import Gen, Wait
     from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
@@ -130,7 +130,7 @@ class Client:
         self._lock = threading.Lock()
         self._poll = _Poll()
         self._deadline_s = deadline_s
-        self._exchange = Exchange(settings, self._poll)
+        self._exchange = ClientCore(settings, self._poll)
 
     def __enter__(self) -> Self:
         self.connect()
@@ -168,7 +168,7 @@ class Client:
 
     def ping(self) -> None:
         """Round trip."""
-        self._call(ops.ping())
+        self._call(calls.ping())
 
     # --- registration ----------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Client:
         `groups`: group -> consecutive keys of one prompt, packed bytes or u8 (keys, key_bytes). `first`: index in the
         prompt of the first of them, for all groups or by group.
         """
-        return self._call(ops.lookup(groups, first, self._exchange.key_bytes))
+        return self._call(calls.lookup(groups, first, self._exchange.key_bytes))
 
     def pin(self, groups: Groups, first: First = 0) -> Found:
         """Lookup, and a read lease on every key that hits; end it with `release`.
@@ -202,11 +202,11 @@ class Client:
         Keys on disk are brought into memory, and join the lease: `promoting` of the answer says how many are on their
         way, `wait_ready` when they are there. Until then a load should not name the lease.
         """
-        return self._call(ops.pin(groups, first, self._exchange.key_bytes))
+        return self._call(calls.pin(groups, first, self._exchange.key_bytes))
 
     def prefetch(self, groups: Groups, first: First = 0) -> Found:
         """Lookup that also has the daemon bring keys on disk into memory, after what others pin or load. No lease."""
-        return self._call(ops.prefetch(groups, first, self._exchange.key_bytes))
+        return self._call(calls.prefetch(groups, first, self._exchange.key_bytes))
 
     def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """The answer to a `pin` or `prefetch` anew, once the keys it was promoting have come from disk, or could not.
@@ -219,7 +219,7 @@ class Client:
 
     def touch(self, groups: Groups, first: First = 0) -> None:
         """Say that keys were used without being loaded."""
-        self._call(ops.touch(groups, first, self._exchange.key_bytes))
+        self._call(calls.touch(groups, first, self._exchange.key_bytes))
 
     def release(self, lease: int) -> None:
         """End a lease. Nothing where it has ended: with its daemon, with its instance, or by an earlier release."""
@@ -228,11 +228,11 @@ class Client:
     def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """Slots for keys that are to be stored: for all parts of each key, or for those named."""
         named = None if parts is None else list(parts)
-        return self._call(ops.reserve(groups, first, named, self._exchange.key_bytes))
+        return self._call(calls.reserve(groups, first, named, self._exchange.key_bytes))
 
     def clear(self, *, everything: bool = False) -> Cleared:
         """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only)."""
-        return self._call(ops.clear(everything))
+        return self._call(calls.clear(everything))
 
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
@@ -243,7 +243,7 @@ class Client:
 
         A key that is in memory and on disk is in it twice. Of another run of the daemon a cursor says nothing.
         """
-        return self._call(ops.snapshot(group, cursor, self._exchange.key_bytes))
+        return self._call(calls.snapshot(group, cursor, self._exchange.key_bytes))
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -271,8 +271,8 @@ class Client:
         Raises JobDeadlineError or JobConnectionLostError where the daemon may have taken the job: its `job` owns the
         blocks until it is done. After any other error the blocks are free.
         """
-        terms = ops.Terms(first, lease, deadline_s, ready)
-        return self._submit(ops.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms))
+        terms = calls.JobOptions(first, lease, deadline_s, ready)
+        return self._submit(calls.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms))
 
     def load(
         self,
@@ -290,8 +290,8 @@ class Client:
         As `store`; `lease`: a pin that covers the keys; 0: held for the job's time. `expedited`: before other loads.
         Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`.
         """
-        terms = ops.Terms(first, lease, deadline_s, ready, expedited)
-        return self._submit(ops.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms))
+        terms = calls.JobOptions(first, lease, deadline_s, ready, expedited)
+        return self._submit(calls.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms))
 
     def wait(self, job: Job, deadline_s: float) -> JobResult:
         """How the job ended. Outcome LOST: nobody can tell, but its blocks are free.
@@ -318,12 +318,12 @@ class Client:
     def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """Wait for the namespace's jobs (or all) and the seals of what they stored, `deadline_s` at most."""
         return self._run(
-            deadline_s + self._deadline_s, lambda until: self._exchange.call(ops.drain(everything, deadline_s), until)
+            deadline_s + self._deadline_s, lambda until: self._exchange.call(calls.drain(everything, deadline_s), until)
         )
 
     def status(self) -> dict[str, Any]:
         """Counters and gauges by their stable names."""
-        return self._call(ops.status())
+        return self._call(calls.status())
 
     def verify(
         self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
@@ -332,7 +332,7 @@ class Client:
 
         `disk`: it reads and checks every record on disk, which takes longer still. `repair`: drops those found bad.
         """
-        op = ops.verify(payloads, disk, repair)
+        op = calls.verify(payloads, disk, repair)
         return self._run(self._or_default(deadline_s), lambda until: self._exchange.call(op, until))
 
     def subscribe(self) -> None:
@@ -351,13 +351,13 @@ class Client:
     def _or_default(self, deadline_s: float | None) -> float:
         return self._deadline_s if deadline_s is None else deadline_s
 
-    def _call(self, op: Op[R]) -> R:
+    def _call(self, op: Call[R]) -> R:
         return self._run(self._deadline_s, lambda until: self._exchange.call(op, until))
 
-    def _submit(self, what: ops.Transfer) -> Job:
+    def _submit(self, what: calls.JobSpec) -> Job:
         return self._run(self._deadline_s, lambda until: self._exchange.submit(what, until))
 
-    def _run(self, deadline_s: float, begin: Callable[[float], Steps[R]]) -> R:
+    def _run(self, deadline_s: float, begin: Callable[[float], Gen[R]]) -> R:
         until = monotonic() + deadline_s
         if not self._lock.acquire(timeout=min(max(deadline_s, 0.0), threading.TIMEOUT_MAX)):
             raise DeadlineError("another thread's call held the client until the deadline")

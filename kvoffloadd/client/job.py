@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.client.keys import unpack_u32
-from kvoffloadd.client.waitable import Waitable
+from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, MessageError
 from kvoffloadd.model import BoolArray, Direction, KeyState, Outcome, U8Array, U32Array
 

@@ -13,9 +13,9 @@ from kvoffloadd.sockets import close_fds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvoffloadd.client.calls import Call
+    from kvoffloadd.client.connection import ConnectionState, Pending
     from kvoffloadd.client.job import Job
-    from kvoffloadd.client.link import Link, Pending
-    from kvoffloadd.client.ops import Op
     from kvoffloadd.client.session import Session
 
 
@@ -42,10 +42,10 @@ class Lines:
         self._path = path
         self._session = session
         self._poller = poller
-        self._wires: dict[Link, Wire] = {}
-        self._stalled: set[Link] = set()
+        self._wires: dict[ConnectionState, Wire] = {}
+        self._stalled: set[ConnectionState] = set()
 
-    def open(self) -> Link:
+    def open(self) -> ConnectionState:
         """A new connection, not greeted yet. Raises OSError."""
         wire = Wire(self._path)
         link = self._session.begin()
@@ -53,11 +53,11 @@ class Lines:
         self._poller.watch(wire.fileno(), partial(self._readable, link))
         return link
 
-    def watch_daemon(self, link: Link) -> None:
+    def watch_daemon(self, link: ConnectionState) -> None:
         """From now on learn of the daemon's death."""
         self._poller.watch(link.pidfd, partial(self._daemon_ended, link))
 
-    def ask(self, link: Link, op: Op[Any], job: Job | None = None) -> Pending:
+    def ask(self, link: ConnectionState, op: Call[Any], job: Job | None = None) -> Pending:
         """Send a request, or queue what the kernel does not take now. Raises UsageError if it can't be asked at all."""
         try:
             pending = link.ask(op, job)
@@ -69,14 +69,14 @@ class Lines:
             self._flush(link)
         return pending
 
-    def break_off(self, link: Link, reason: str) -> None:
+    def break_off(self, link: ConnectionState, reason: str) -> None:
         """Say and hear nothing more. While jobs hang on it, the socket is kept to learn when the daemon closes it."""
         self._session.end(link, reason)
         if link.jobs and link in self._wires:
             self._wires[link].stop_sending()
         self.reap()
 
-    def awaits_close(self, link: Link) -> bool:
+    def awaits_close(self, link: ConnectionState) -> bool:
         """Whether it was broken off and the daemon has not closed it yet."""
         return link.ended.done and link in self._wires
 
@@ -95,12 +95,12 @@ class Lines:
 
     # --- what the poller calls -----------------------------------------------------------------------
 
-    def _readable(self, link: Link) -> None:
+    def _readable(self, link: ConnectionState) -> None:
         self._read(link)
         if self._session.old:
             self.reap()
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: ConnectionState) -> None:
         wire = self._wires[link]
         try:
             all_sent = wire.send(link.outbox)
@@ -121,7 +121,7 @@ class Lines:
             self._stalled.discard(link)
             self._poller.unwatch_writable(wire.fileno())
 
-    def _daemon_ended(self, link: Link) -> None:
+    def _daemon_ended(self, link: ConnectionState) -> None:
         self._poller.unwatch(link.pidfd)  # stays readable for ever
         self._read_rest(link)
         self._session.died(link)
@@ -129,7 +129,7 @@ class Lines:
 
     # --- helpers -------------------------------------------------------------------------------------
 
-    def _read(self, link: Link) -> bool:
+    def _read(self, link: ConnectionState) -> bool:
         """Take what has come; True if there may be more."""
         try:
             got = self._wires[link].read()
@@ -155,20 +155,20 @@ class Lines:
             raise
         return True
 
-    def _read_rest(self, link: Link) -> None:
+    def _read_rest(self, link: ConnectionState) -> None:
         while link in self._wires and self._read(link):
             pass
 
-    def _take_back_unclaimed(self, link: Link) -> None:
+    def _take_back_unclaimed(self, link: ConnectionState) -> None:
         while link.unclaimed and not link.ended.done and link.bye is None:  # else they end with the session
             self.ask(link, link.unclaimed.pop())
 
-    def _closed_by_daemon(self, link: Link) -> None:
+    def _closed_by_daemon(self, link: ConnectionState) -> None:
         self._close_wire(link)
         self._session.end(link, "the daemon closed the connection")
         link.closed.settle()
 
-    def _close_wire(self, link: Link) -> None:
+    def _close_wire(self, link: ConnectionState) -> None:
         wire = self._wires.pop(link, None)
         if wire is not None:
             self._stalled.discard(link)
@@ -176,7 +176,7 @@ class Lines:
             wire.close()
         close_fds(link.connection.take_fds())
 
-    def _dispose(self, link: Link) -> None:
+    def _dispose(self, link: ConnectionState) -> None:
         self._close_wire(link)
         if link.pidfd >= 0:
             self._poller.unwatch(link.pidfd)

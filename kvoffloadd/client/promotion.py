@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.client.keys import unpack_states, unpack_u32
 from kvoffloadd.client.results import Found, Lease
-from kvoffloadd.client.waitable import Waitable
+from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, MessageError
 
 if TYPE_CHECKING:

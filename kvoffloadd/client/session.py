@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.job import Job
 from kvoffloadd.client.keys import unpack_keys
-from kvoffloadd.client.link import Link
 from kvoffloadd.client.results import Event, EventGap, KeyEvents, Lease
-from kvoffloadd.client.waitable import Waitable
+from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import MessageError
 from kvoffloadd.protocol import messages
 
 if TYPE_CHECKING:
-    from kvoffloadd.client.ops import Transfer
+    from kvoffloadd.client.calls import JobSpec
     from kvoffloadd.client.registration import Registration
     from kvoffloadd.protocol.messages import Push
 
@@ -33,8 +33,8 @@ class Session:
 
     def __init__(self, key_bytes: int | None) -> None:
         self.key_bytes = key_bytes
-        self.link: Link | None = None
-        self.old: list[Link] = []
+        self.link: ConnectionState | None = None
+        self.old: list[ConnectionState] = []
         self.boot_id = b""
         self.limits: messages.Limits | None = None
         self.registrations: list[Registration] = []
@@ -45,12 +45,12 @@ class Session:
 
     # --- connections -----------------------------------------------------------------------------
 
-    def begin(self) -> Link:
+    def begin(self) -> ConnectionState:
         """A new connection's state; the one before has ended."""
-        self.link = Link()
+        self.link = ConnectionState()
         return self.link
 
-    def greeted(self, link: Link, welcome: messages.Welcome) -> None:
+    def greeted(self, link: ConnectionState, welcome: messages.Welcome) -> None:
         """The daemon's answer to `hello`."""
         link.boot_id = self.boot_id = welcome.boot_id
         link.limits = self.limits = welcome.limits
@@ -58,13 +58,13 @@ class Session:
             if old.closed.done and old.boot_id == welcome.boot_id:
                 old.lose_jobs("its connection ended before the daemon told how it ended")
 
-    def receive(self, link: Link, data: bytes | memoryview, fds: list[int]) -> None:
+    def receive(self, link: ConnectionState, data: bytes | memoryview, fds: list[int]) -> None:
         """Take what the socket gave. Raises PeerError: break the link off."""
         link.receive(data, fds)
         while (push := link.next_push()) is not None:
             self._take(link, push)
 
-    def end(self, link: Link, reason: str) -> None:
+    def end(self, link: ConnectionState, reason: str) -> None:
         """Nothing more will come on this connection. Without jobs nobody needs to remember it."""
         if link.ended.done:
             return
@@ -77,13 +77,13 @@ class Session:
         if self.link is link:
             self.link = None
 
-    def died(self, link: Link) -> None:
+    def died(self, link: ConnectionState) -> None:
         """The pidfd of this connection's daemon says that it is dead: so are its copies."""
         self.end(link, "the daemon died")
         link.dead.settle()
         link.lose_jobs("the daemon died")
 
-    def finished(self) -> list[Link]:
+    def finished(self) -> list[ConnectionState]:
         """Takes out the ended connections on which nothing hangs any more; their descriptors can be closed."""
         done = [link for link in self.old if not link.jobs]
         self.old = [link for link in self.old if link.jobs]
@@ -91,7 +91,7 @@ class Session:
 
     # --- jobs and leases ---------------------------------------------------------------------------
 
-    def new_job(self, what: Transfer) -> Job:
+    def new_job(self, what: JobSpec) -> Job:
         """A job that nobody was asked for yet. Its id never comes again in this client's life."""
         job = Job(self._next_job, what.direction, what.registration, what.counts)
         self._next_job += 1
@@ -122,7 +122,7 @@ class Session:
         self.news = Waitable()
         return events
 
-    def _take(self, link: Link, push: Push) -> None:
+    def _take(self, link: ConnectionState, push: Push) -> None:
         if isinstance(push, messages.Completed):
             job = link.jobs.get(push.job)
             if job is None:

@@ -14,7 +14,7 @@ from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
 if TYPE_CHECKING:
     from collections import deque
 
-    from kvoffloadd.client.link import Pending
+    from kvoffloadd.client.connection import Pending
 
 _READ_BYTES = 256 << 10
 _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds

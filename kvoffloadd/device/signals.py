@@ -43,7 +43,7 @@ _LOOK_SHARE = 4
 """A look is followed by a pause of at least so many times what it took."""
 
 
-class Ready(NamedTuple):
+class ReadySignal(NamedTuple):
     """When a job may begin: once the u64 at `address`, which is aligned, is at least `value`."""
 
     address: int
@@ -51,16 +51,16 @@ class Ready(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class SignalWait:
     """One wait. `done`: None once it is over, so that nothing of a job is kept for its sake."""
 
-    ready: Ready
+    ready: ReadySignal
     deadline_s: float
     done: Callable[[Outcome], None] | None
     began_s: float = field(default_factory=time.monotonic)
 
 
-_Heap = list[tuple[float, int, Wait]]
+_Heap = list[tuple[float, int, SignalWait]]
 
 
 class _Words:
@@ -74,7 +74,7 @@ class _Words:
         self._by_address: dict[int, _Word] = {}
         self._numbers = itertools.count()
 
-    def add(self, wait: Wait) -> None:
+    def add(self, wait: SignalWait) -> None:
         """From now on it is looked at."""
         word = self._by_address.get(wait.ready.address)
         if word is None:
@@ -88,7 +88,7 @@ class _Words:
         _push(word.heap, (wait.ready.value, next(self._numbers), wait), word.waits)
         self._least[word.at] = word.heap[0][0]
 
-    def discard(self, wait: Wait) -> None:
+    def discard(self, wait: SignalWait) -> None:
         """A wait is over. Its word is read no more if it was the last one's."""
         word = self._by_address[wait.ready.address]
         word.waits -= 1
@@ -107,7 +107,7 @@ class _Words:
         """What is to be looked at now."""
         return _Snapshot(list(self._words), self._addresses[: self._count].copy(), self._least[: self._count].copy())
 
-    def ended(self, word: _Word, value: int, lost: bool) -> Iterator[tuple[Wait, Outcome]]:
+    def ended(self, word: _Word, value: int, lost: bool) -> Iterator[tuple[SignalWait, Outcome]]:
         """Those of its waits that are over now, in the order of their values: DONE, or FAILED if the word is gone. The
         caller discards them.
         """
@@ -143,7 +143,7 @@ class _Word:
     waits: int = 0
 
 
-def _push(heap: _Heap, entry: tuple[float, int, Wait], alive: int) -> None:
+def _push(heap: _Heap, entry: tuple[float, int, SignalWait], alive: int) -> None:
     """Waits that are over are left in a heap until they come to its top, or are as many as those that are not."""
     if len(heap) > 2 * alive + 16:
         heap[:] = [other for other in heap if other[2].done is not None]
@@ -158,7 +158,7 @@ class Signals:
         self._loop = loop
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._waits: dict[Wait, None] = {}
+        self._waits: dict[SignalWait, None] = {}
         self._words = _Words()
         self._deadlines: _Heap = []
         self._numbers = itertools.count()
@@ -174,7 +174,7 @@ class Signals:
         """Waits under way."""
         return len(self._waits)
 
-    def wait(self, ready: Ready, deadline_s: float, done: Callable[[Outcome], None]) -> Wait:
+    def wait(self, ready: ReadySignal, deadline_s: float, done: Callable[[Outcome], None]) -> SignalWait:
         """Calls `done` on the loop, never within this call, once: with DONE when the worker is ready, with EXPIRED at
         `deadline_s` of `loop.time()`, with FAILED when the word's page is gone, with CANCELLED at `close`.
 
@@ -185,7 +185,7 @@ class Signals:
         """
         if self._closing:
             raise UsageError("signals: closed")
-        wait = Wait(ready, deadline_s, done)
+        wait = SignalWait(ready, deadline_s, done)
         with self._lock:
             self._waits[wait] = None
             self._words.add(wait)
@@ -195,7 +195,7 @@ class Signals:
             self._changed.notify()
         return wait
 
-    def cancel(self, wait: Wait) -> bool:
+    def cancel(self, wait: SignalWait) -> bool:
         """Ends a wait. True: its signal is not read any more, and `done` is not called. False: `done` was or will be
         called, with CANCELLED if nothing else came before; the signal may be read until then.
         """
@@ -208,7 +208,7 @@ class Signals:
                 return False
             return True
 
-    def _end(self, wait: Wait) -> Callable[[Outcome], None] | None:
+    def _end(self, wait: SignalWait) -> Callable[[Outcome], None] | None:
         """What is to be told of its end; None: it was over."""
         done, wait.done = wait.done, None
         if done is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvoffloadd.client import Group
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import HEAD, Backend
-from kvoffloadd.layout.geometry import Rows, Run, Segment, View, merged, refs_of, segments
+from kvoffloadd.layout.geometry import Rows, RowSegment, Run, View, merged, refs_of, segments
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, check_groups, item_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def canonical_geometry(
     check_groups(specs, groups)
     if views.keys() != specs.keys():
         raise UsageError(f"views and specs are not of the same layers: {sorted(views.keys() ^ specs.keys())}")
-    found: list[Segment] = []
+    found: list[RowSegment] = []
     for layer, spec in specs.items():
         found += _layer_segments(layer, spec, views[layer])
     clusters = _clusters(found)
@@ -58,7 +58,7 @@ def canonical_geometry(
     return Canonical(tuple(rows), tuple(known), refs)
 
 
-def _layer_segments(layer: str, spec: LayerSpec, views: Sequence[View]) -> list[Segment]:
+def _layer_segments(layer: str, spec: LayerSpec, views: Sequence[View]) -> list[RowSegment]:
     if isinstance(spec, Mamba):
         expected = [(state.shape, item_bytes(state.dtype)) for state in spec.states]
         there = [(view.shape[1:], item_bytes(view.dtype)) for view in views]
@@ -80,7 +80,7 @@ def _held_runs(
     """Runs of the heads that are the part at this place among those that the rank holds; none: it holds one part."""
     if group.held == 1:
         return {}
-    found: list[Segment] = []
+    found: list[RowSegment] = []
     for layer in group.layers:
         spec = specs[layer]
         if isinstance(spec, Mamba) or not isinstance(spec.backend, Backend) or HEAD not in spec.backend.shape:
@@ -117,10 +117,10 @@ def _bytes_behind(view: View, block_dim: int) -> int:
     return item_bytes(view.dtype) * math.prod(sizes)
 
 
-def _clusters(found: Sequence[Segment]) -> list[list[Segment]]:
+def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
     """Segments of one tensor together, in the order in which layers first use them."""
     first = {id(segment): at for at, segment in enumerate(found)}
-    clusters: list[list[Segment]] = []
+    clusters: list[list[RowSegment]] = []
     by_memory = sorted(
         found, key=lambda one: (one.rows.memory, one.rows.num_blocks, one.rows.stride_bytes, one.rows.offset)
     )
@@ -134,14 +134,14 @@ def _clusters(found: Sequence[Segment]) -> list[list[Segment]]:
     return sorted(clusters, key=lambda cluster: min(first[id(segment)] for segment in cluster))
 
 
-def _fits(cluster: Sequence[Segment], segment: Segment) -> bool:
+def _fits(cluster: Sequence[RowSegment], segment: RowSegment) -> bool:
     """Whether the segment lies in the rows that the cluster has begun."""
     head, rows = cluster[0].rows, segment.rows
     same = (head.memory, head.num_blocks, head.stride_bytes) == (rows.memory, rows.num_blocks, rows.stride_bytes)
     return same and rows.offset + rows.page_bytes <= head.offset + head.stride_bytes
 
 
-def _check_kernel_blocks(cluster: Sequence[Segment]) -> None:
+def _check_kernel_blocks(cluster: Sequence[RowSegment]) -> None:
     """Kernel blocks of layers that share rows interleave; with different ratios they would interleave differently."""
     starts: dict[str, int] = {}
     for segment in cluster:
@@ -155,7 +155,7 @@ def _check_kernel_blocks(cluster: Sequence[Segment]) -> None:
         )
 
 
-def _whole_rows(clusters: Sequence[Sequence[Segment]], memory_bytes: Mapping[int, int]) -> list[Rows]:
+def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[int, int]) -> list[Rows]:
     """One tensor for each cluster, its rows as long as memory allows, so that padding is part of them."""
     tight = []
     for cluster in clusters:
@@ -182,7 +182,7 @@ def _whole_rows(clusters: Sequence[Sequence[Segment]], memory_bytes: Mapping[int
     return whole
 
 
-def _runs_by_layer(found: Sequence[Segment], rows: Sequence[Rows]) -> dict[str, dict[int, list[Run]]]:
+def _runs_by_layer(found: Sequence[RowSegment], rows: Sequence[Rows]) -> dict[str, dict[int, list[Run]]]:
     """For each layer: its runs in each tensor."""
     runs: dict[str, dict[int, list[Run]]] = {}
     for segment in found:
@@ -197,7 +197,7 @@ def _runs_by_layer(found: Sequence[Segment], rows: Sequence[Rows]) -> dict[str, 
     return runs
 
 
-def _tensor_of(segment: Segment, rows: Sequence[Rows]) -> int:
+def _tensor_of(segment: RowSegment, rows: Sequence[Rows]) -> int:
     """The tensor in whose rows the segment lies: in its first row, since first rows do not overlap."""
     begin, end = segment.rows.offset, segment.rows.offset + segment.rows.page_bytes
     return next(

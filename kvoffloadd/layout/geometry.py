@@ -57,7 +57,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RowSegment:
     """What one row of memory holds of a layer's tensor: `runs`, in ascending order, from the row's `rows.offset` on.
 
     `rows.page_bytes` reaches from the first run to the end of the last.
@@ -69,7 +69,7 @@ class Segment:
     runs: tuple[Run, ...]
 
 
-def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list[Segment]:
+def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list[RowSegment]:
     """Rows of a layer's tensor. One list entry for each combination of the dimensions that lie outside the blocks.
 
     Which do, only strides can tell: K and V are apart if their stride exceeds the blocks', whatever the shape.
@@ -96,7 +96,9 @@ def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list
     runs = tuple(_runs(item, [*inner, (pitch, kernel_blocks)] if kernel_blocks > 1 else inner))
     page = runs[-1][0] + runs[-1][1]
     return [
-        Segment(layer, kernel_blocks, Rows(view.memory, view.offset + at, count // kernel_blocks, page, stride), runs)
+        RowSegment(
+            layer, kernel_blocks, Rows(view.memory, view.offset + at, count // kernel_blocks, page, stride), runs
+        )
         for at in _offsets(outer)
     ]
 

@@ -8,7 +8,7 @@ from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of
 from kvoffloadd.planner.grouping import form_groups
 from kvoffloadd.planner.layouts import KV_APART, Layout
 from kvoffloadd.planner.modelconfig import ModelConfig, read_model
-from kvoffloadd.planner.planning import CapacityPlan, Terms, make_plan
+from kvoffloadd.planner.planning import CapacityPlan, PlanInputs, make_plan
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
 from kvoffloadd.planner.report import plan_json, print_plan
 from kvoffloadd.planner.trace import Trace, read_trace
@@ -21,8 +21,8 @@ __all__ = [
     "Layout",
     "MemorySpace",
     "ModelConfig",
+    "PlanInputs",
     "Rank",
-    "Terms",
     "Trace",
     "demand_of",
     "form_groups",

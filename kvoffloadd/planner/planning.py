@@ -27,7 +27,7 @@ PROMPT_TOKENS = 8000
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PlanInputs:
     """What the model is to run under. `pack_size`: 0 where it is not said. `disk_bytes`: 0 for no disk.
 
     `hybrid`, `kv_dtype`, `block_size`, `tp`: as of `Rank`. `share_tp`: other tensor-parallel sizes are to read it, too.
@@ -60,7 +60,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPrompts:
     """What a tier holds. `blocks`: times a block of each group, all stored. `prompts`: for each prompt how many whole
     ones, all stored; `needed`: how many if only what their restore needs were held. None: they have no whole block.
     """
@@ -83,7 +83,7 @@ class CapacityPlan:
     """
 
     rank: Rank
-    terms: Terms
+    terms: PlanInputs
     trace: Trace | None
     layout: Layout
     parts: tuple[int, ...]
@@ -92,12 +92,12 @@ class CapacityPlan:
     recommended: Layout
     why: str
     prompts: tuple[Prompt, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldPrompts, ...]
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
 
 
-def make_plan(model: ModelConfig, terms: Terms, trace: Trace | None = None) -> CapacityPlan:
+def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None) -> CapacityPlan:
     """`trace`: its median prompt goes before `terms.prompt_tokens`. Raises ConfigError for terms that contradict."""
     rank = Rank(model, terms.tp, terms.block_size, terms.kv_dtype, terms.hybrid)
     if terms.pack_size and not can_pack(model):
@@ -130,7 +130,7 @@ def make_plan(model: ModelConfig, terms: Terms, trace: Trace | None = None) -> C
     )  # fmt: skip
 
 
-def _unshared(rank: Rank, terms: Terms) -> list[str]:
+def _unshared(rank: Rank, terms: PlanInputs) -> list[str]:
     """Where sharing was asked for and can't be had."""
     if terms.share_tp and rank.model.is_hybrid:
         return [
@@ -149,13 +149,13 @@ def _prompt(name: str, tokens: int, layout: Layout, parts: Sequence[int]) -> Pro
 
 def _held(
     name: str, space: MemorySpace | DiskSpace, layout: Layout, parts: Sequence[int], lengths: Sequence[int]
-) -> Held:
+) -> HeldPrompts:
     def times(blocks: Sequence[int]) -> int | None:
         demand = demand_of(zip(blocks, parts, layout.payloads, strict=True))
         return space.holds(demand) if demand else None
 
     blocks = times((1,) * layout.num_groups) or 0
-    return Held(
+    return HeldPrompts(
         tier=name,
         capacity_bytes=space.capacity_bytes,
         blocks=blocks,
@@ -167,7 +167,7 @@ def _held(
     )
 
 
-def _assumed(rank: Rank, layout: Layout, terms: Terms, trace: Trace | None) -> list[str]:
+def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None) -> list[str]:
     """What the figures rest on."""
     model = rank.model
     said = [*model.assumed]

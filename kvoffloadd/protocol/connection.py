@@ -20,7 +20,7 @@ from kvoffloadd.protocol.messages import (
     SEQ_END,
     Message,
 )
-from kvoffloadd.protocol.state import State, move
+from kvoffloadd.protocol.state import ProtocolState, move
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Connection:
     """Framing, typing and the state table of one session, seen from one side (`daemon=True`: the daemon's)."""
 
     def __init__(self, *, daemon: bool) -> None:
-        self.state = State.HELLO
+        self.state = ProtocolState.HELLO
         self._daemon = daemon
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
         self._buffer = bytearray()

@@ -16,7 +16,7 @@ from kvoffloadd.errors import ForbiddenError, StateError
 from kvoffloadd.protocol.messages import PUSHES, REPLIES, REQUESTS
 
 
-class State(enum.Enum):
+class ProtocolState(enum.Enum):
     """Where a session stands."""
 
     HELLO = "hello"
@@ -25,21 +25,21 @@ class State(enum.Enum):
     LEAVING = "leaving"
 
 
-_ASKS = {tag: State.READY for tag in REQUESTS if tag not in ("hello", "bye")}
-_ANSWERS = {tag: State.READY for tag in (*REPLIES, *PUSHES) if tag != "welcome"}
+_ASKS = {tag: ProtocolState.READY for tag in REQUESTS if tag not in ("hello", "bye")}
+_ANSWERS = {tag: ProtocolState.READY for tag in (*REPLIES, *PUSHES) if tag != "welcome"}
 
-CLIENT_MOVES: dict[State, dict[str, State]] = {
-    State.HELLO: {"hello": State.GREETING},
-    State.GREETING: {},
-    State.READY: {**_ASKS, "bye": State.LEAVING},
-    State.LEAVING: {},
+CLIENT_MOVES: dict[ProtocolState, dict[str, ProtocolState]] = {
+    ProtocolState.HELLO: {"hello": ProtocolState.GREETING},
+    ProtocolState.GREETING: {},
+    ProtocolState.READY: {**_ASKS, "bye": ProtocolState.LEAVING},
+    ProtocolState.LEAVING: {},
 }
 
-DAEMON_MOVES: dict[State, dict[str, State]] = {
-    State.HELLO: {"error": State.HELLO},
-    State.GREETING: {"welcome": State.READY, "error": State.HELLO},
-    State.READY: _ANSWERS,
-    State.LEAVING: dict.fromkeys(_ANSWERS, State.LEAVING),
+DAEMON_MOVES: dict[ProtocolState, dict[str, ProtocolState]] = {
+    ProtocolState.HELLO: {"error": ProtocolState.HELLO},
+    ProtocolState.GREETING: {"welcome": ProtocolState.READY, "error": ProtocolState.HELLO},
+    ProtocolState.READY: _ANSWERS,
+    ProtocolState.LEAVING: dict.fromkeys(_ANSWERS, ProtocolState.LEAVING),
 }
 
 _OBSERVER = frozenset({"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"})
@@ -52,7 +52,7 @@ ROLE_MAY: dict[str, frozenset[str]] = {
 }
 
 
-def move(state: State, tag: str, *, by_client: bool) -> State:
+def move(state: ProtocolState, tag: str, *, by_client: bool) -> ProtocolState:
     """The state after a message. Raises StateError."""
     moves = CLIENT_MOVES if by_client else DAEMON_MOVES
     after = moves[state].get(tag)

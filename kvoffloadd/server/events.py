@@ -11,7 +11,7 @@ from kvoffloadd.protocol.messages import Events
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvoffloadd.cache.entries import Event
+    from kvoffloadd.cache.keytable import Event
     from kvoffloadd.server.context import Context
 
 INTERVAL_S = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from kvoffloadd.cache.lease import Held, Leases
+from kvoffloadd.cache.lease import Holdings, Leases
 from kvoffloadd.errors import ForbiddenError
 from kvoffloadd.lanes import Flow
 
@@ -71,10 +71,10 @@ class Instances:
         """It is gone, and has no leases any more."""
         self._gone.remove(instance)
 
-    def held(self, uid: int | None = None) -> Held:
+    def held(self, uid: int | None = None) -> Holdings:
         """What leases hold, also of instances that are gone; `uid`: of that user's."""
         mine = [i.leases.held for i in (*self._by_token.values(), *self._gone) if uid in (None, i.uid)]
-        return Held(
+        return Holdings(
             read=sum(held.read for held in mine),
             keys=sum(held.keys for held in mine),
             write=sum(held.write for held in mine),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvoffloadd.cache.cache import NO_ROWS
-from kvoffloadd.cache.disk import away_all, away_keys
+from kvoffloadd.cache.disktier import find_on_disk, keys_on_disk
 from kvoffloadd.cache.keys import has_duplicates, keys_array
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.together import spans
 from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
 from kvoffloadd.cache.wanted import Payloads, Reservation, Wanted
@@ -27,9 +27,9 @@ from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvoffloadd.cache.cache import Found
+    from kvoffloadd.cache.cache import LookupResult
     from kvoffloadd.cache.lease import WriteLease
-    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.cache.progress import Progress
     from kvoffloadd.config import LimitsConfig
     from kvoffloadd.server.account import Account
@@ -51,7 +51,7 @@ for each descriptor if it has so few that they are made at once.
 class GroupJob:
     """One group's share of a job, checked. `keys`: (n, WORDS) u64; `blocks`: (n, blocks_per_key) u32."""
 
-    space: Space
+    keyspace: Keyspace
     group: RegisteredGroup
     keys: U64Array
     blocks: U32Array
@@ -130,15 +130,15 @@ class Jobs:
         shares = self._check(message.groups, registration)
         terms = self._terms(message, registration, urgent=message.expedited)
         self._admit(message)
-        founds, away = self._find(shares)
+        founds, on_disk = self._find(shares)
         if message.lease:
             self._check_lease(message.lease, founds)
         nothing = [np.zeros(0, np.int64)] * len(shares)
         job = Job(message.job, registration, Charge(0, 0), nothing, nothing)
-        wanted = [found.hits | gone for found, gone in zip(founds, away, strict=True)]
+        wanted = [found.hits | gone for found, gone in zip(founds, on_disk, strict=True)]
         fetched = [
-            away_keys(share.space, share.keys, share.first, gone)
-            for share, gone in zip(shares, away, strict=True)
+            keys_on_disk(share.keyspace, share.keys, share.first, gone)
+            for share, gone in zip(shares, on_disk, strict=True)
             if gone.any()
         ]
         plan = partial(self._plan_load, job, shares, wanted, None if fetched else founds)
@@ -154,7 +154,7 @@ class Jobs:
         job.charge = self._charge(shares)
         if not message.lease:
             used = zip(shares, founds, strict=True)
-            self.context.cache.use_all([(share.space, found, share.first) for share, found in used])
+            self.context.cache.use_all([(share.keyspace, found, share.first) for share, found in used])
 
         def start(done: Callable[[TransferResult], None]) -> Transfer:
             return self.context.transfers.load(plan, fetched, terms, done)
@@ -163,24 +163,24 @@ class Jobs:
         states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
 
-    def _find(self, shares: list[GroupJob]) -> tuple[list[Found], list[BoolArray]]:
+    def _find(self, shares: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
         """What is in memory, and which keys are on disk."""
         cache = self.context.cache
-        asked = [(share.space, share.keys) for share in shares]
+        asked = [(share.keyspace, share.keys) for share in shares]
         founds = cache.find_all(asked)
         if cache.disk is None:
             return founds, [np.zeros(len(share.keys), bool) for share in shares]
-        return founds, away_all(cache.disk, asked, founds)
+        return founds, find_on_disk(cache.disk, asked, founds)
 
     def _plan_load(
-        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[Found] | None
+        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[LookupResult] | None
     ) -> LoadPlan:
         """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not.
 
         Only keys that are `wanted`: what came meanwhile was not promised, and its blocks are not the job's to write.
         """
         if founds is None:
-            founds = self.context.cache.find_all([(share.space, share.keys) for share in shares])
+            founds = self.context.cache.find_all([(share.keyspace, share.keys) for share in shares])
         masks = [found.hits & mask for found, mask in zip(founds, wanted, strict=True)]
         job.lost = [np.flatnonzero(~mask) for mask in masks]
         taken = [
@@ -262,7 +262,7 @@ class Jobs:
                         f"group {item.group}: block id {int(blocks[outside].max())}; "
                         f"the tensors have {group.num_blocks} blocks"
                     )
-            shares.append(GroupJob(self.namespace.spaces[item.group], group, keys, blocks, item.first))
+            shares.append(GroupJob(self.namespace.keyspaces[item.group], group, keys, blocks, item.first))
         # What a key costs here, it costs for each part.
         total = sum(len(share.keys) * share.group.schema.price(len(share.group.held)) for share in shares)
         cap = self.limits.keys_per_request
@@ -297,7 +297,7 @@ class Jobs:
             raise
         return Charge(outbox_bytes, job_bytes)
 
-    def _check_lease(self, lease_id: int, founds: list[Found]) -> None:
+    def _check_lease(self, lease_id: int, founds: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)
         # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
         rows = np.concatenate([NO_ROWS, *(found.hit_rows for found in founds)])
@@ -306,7 +306,7 @@ class Jobs:
 
     def _leased(self, shares: list[GroupJob], lease: WriteLease) -> list[Reservation]:
         entries = self.context.cache.entries
-        founds = self.context.cache.find_all([(share.space, share.keys) for share in shares])
+        founds = self.context.cache.find_all([(share.keyspace, share.keys) for share in shares])
         if any((found.rows < 0).any() for found in founds):
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
         parts = [entries.records(found.rows, share.group.parts) for share, found in zip(shares, founds, strict=True)]
@@ -327,7 +327,7 @@ class Jobs:
     # --- plans ---
 
     def _reserve(self, shares: list[GroupJob]) -> list[Reservation]:
-        wanted = [Wanted.from_first(share.space, share.keys, share.group.parts, share.first) for share in shares]
+        wanted = [Wanted.from_first(share.keyspace, share.keys, share.group.parts, share.first) for share in shares]
         return self.context.cache.reserve_all(wanted)
 
     def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:

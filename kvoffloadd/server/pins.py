@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.disk import away_all, away_keys
+from kvoffloadd.cache.disktier import find_on_disk, keys_on_disk
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.cache.promotion import Fetch, Urgency
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from kvoffloadd.cache.cache import Cache, Found
+    from kvoffloadd.cache.cache import Cache, LookupResult
     from kvoffloadd.cache.lease import ReadLease
-    from kvoffloadd.cache.namespace import Space
+    from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.cache.promotion import Promotion
     from kvoffloadd.model import BoolArray, U32Array, U64Array
     from kvoffloadd.server.account import Account
@@ -34,21 +34,21 @@ READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """One group's keys of a request, and where each stands. `away`: those on disk, or on their way from there."""
+class GroupLookup:
+    """One group's keys of a request, and where each stands. `on_disk`: those on disk, or on their way from there."""
 
-    space: Space
+    keyspace: Keyspace
     first: int
     keys: U64Array
-    found: Found
-    away: BoolArray
+    found: LookupResult
+    on_disk: BoolArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answered:
+class Lookups:
     """The answer to a lookup, before it is a message."""
 
-    shares: list[Share]
+    shares: list[GroupLookup]
 
     @property
     def states(self) -> list[bytes]:
@@ -58,7 +58,7 @@ class Answered:
     @property
     def boundaries(self) -> bytes:
         """Packed."""
-        hits = [GroupHits(share.space.schema, share.first, share.found.hits) for share in self.shares]
+        hits = [GroupHits(share.keyspace.schema, share.first, share.found.hits) for share in self.shares]
         return restorable_boundaries(hits).astype("<u4").tobytes()
 
     @property
@@ -72,25 +72,27 @@ class Answered:
         return sum(len(share.keys) for share in self.shares)
 
     @property
-    def num_away(self) -> int:
+    def num_on_disk(self) -> int:
         """Keys that a promotion could bring."""
-        return sum(int(share.away.sum()) for share in self.shares)
+        return sum(int(share.on_disk.sum()) for share in self.shares)
 
 
-def find_all(cache: Cache, asked: list[tuple[Space, int, U64Array]]) -> Answered:
+def find_all(cache: Cache, asked: list[tuple[Keyspace, int, U64Array]]) -> Lookups:
     """Look keys up in memory and on disk. Changes nothing."""
-    named = [(space, keys) for space, _, keys in asked]
+    named = [(keyspace, keys) for keyspace, _, keys in asked]
     founds = cache.find_all(named)
-    aways = away_all(cache.disk, named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
-    return Answered([Share(*one, found, away) for one, found, away in zip(asked, founds, aways, strict=True)])
+    aways = find_on_disk(cache.disk, named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
+    return Lookups(
+        [GroupLookup(*one, found, on_disk) for one, found, on_disk in zip(asked, founds, aways, strict=True)]
+    )
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class PendingPin:
     """A pin or prefetch whose `ready` is due. `charged`: paid in advance, for keys that may join the lease."""
 
     seq: int
-    answered: Answered
+    answered: Lookups
     lease: ReadLease | None
     charged: int
     outbox_bytes: int
@@ -99,7 +101,7 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class Pins:
+class PendingPins:
     """All pins and prefetches of one session that wait for the disk. `push` queues a message for the peer."""
 
     context: Context
@@ -107,16 +109,16 @@ class Pins:
     account: Account
     outbox: Outbox
     push: Callable[[m.Push], None]
-    waiting: set[Waiting] = field(default_factory=set)
+    waiting: set[PendingPin] = field(default_factory=set)
 
-    def pin(self, seq: int, answered: Answered) -> m.Found:
+    def pin(self, seq: int, answered: Lookups) -> m.Found:
         """Lease what hits, and bring the rest from disk into the lease."""
-        rows, away = answered.rows, answered.num_away
+        rows, on_disk = answered.rows, answered.num_on_disk
         reserved = self._reserve(answered)
         # Whatever hits when the disk has been read joins the lease, also what others store meanwhile.
-        later = answered.num_keys - len(rows) if away else 0
+        later = answered.num_keys - len(rows) if on_disk else 0
         lease = None
-        if len(rows) or away:
+        if len(rows) or on_disk:
             try:
                 self.account.charge("leases", LEASE_KEYS + len(rows) + later)
             except LimitError:
@@ -125,21 +127,21 @@ class Pins:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
-        cache.use_all([(share.space, share.found, share.first) for share in answered.shares])
+        cache.use_all([(share.keyspace, share.found, share.first) for share in answered.shares])
         for share in answered.shares:
-            cache.lookups.note(share.space, share.keys, share.found, share.away)
+            cache.lookups.note(share.keyspace, share.keys, share.found, share.on_disk)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.look)  # behind the reply
-        if away and lease is not None:
+        if on_disk and lease is not None:
             lease.growing = True
-            self._fetch(Waiting(seq, answered, lease, later, reserved), Urgency.PIN)
+            self._fetch(PendingPin(seq, answered, lease, later, reserved), Urgency.PIN)
         return self._found(seq, answered, lease)
 
-    def prefetch(self, seq: int, answered: Answered) -> m.Found:
+    def prefetch(self, seq: int, answered: Lookups) -> m.Found:
         """Bring from disk what is there."""
         reserved = self._reserve(answered)
-        if answered.num_away:
-            waiting = Waiting(seq, answered, None, 0, reserved)
+        if answered.num_on_disk:
+            waiting = PendingPin(seq, answered, None, 0, reserved)
             self._fetch(waiting, Urgency.PREFETCH)
             if waiting.fetch is not None:
                 self._promotion.keep(waiting.fetch, answered.rows)
@@ -150,18 +152,18 @@ class Pins:
         for waiting in list(self.waiting):
             self._end(waiting)
 
-    def _found(self, seq: int, answered: Answered, lease: ReadLease | None) -> m.Found:
+    def _found(self, seq: int, answered: Lookups, lease: ReadLease | None) -> m.Found:
         return m.Found(
             seq=seq,
             states=answered.states,
             boundaries=answered.boundaries,
             lease=lease.id if lease else 0,
-            promoting=answered.num_away,
+            promoting=answered.num_on_disk,
         )
 
-    def _reserve(self, answered: Answered) -> int:
+    def _reserve(self, answered: Lookups) -> int:
         """Room for the `ready`, if there will be one."""
-        if not answered.num_away:
+        if not answered.num_on_disk:
             return 0
         size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.shares) + READY_BYTES_PER_KEY * answered.num_keys
         self.outbox.reserve(size)
@@ -174,38 +176,38 @@ class Pins:
             raise LookupError("there is no disk tier")  # and so nothing is ever away
         return disk.promotion
 
-    def _fetch(self, waiting: Waiting, urgent: int) -> None:
-        away = [
-            away_keys(share.space, share.keys, share.first, share.away)
+    def _fetch(self, waiting: PendingPin, urgent: int) -> None:
+        on_disk = [
+            keys_on_disk(share.keyspace, share.keys, share.first, share.on_disk)
             for share in waiting.answered.shares
-            if share.away.any()
+            if share.on_disk.any()
         ]
         self.waiting.add(waiting)
-        waiting.fetch = self._promotion.fetch(away, urgent, partial(self._ready, waiting), self.instance.flow)
+        waiting.fetch = self._promotion.fetch(on_disk, urgent, partial(self._ready, waiting), self.instance.flow)
         deadline_s = self.context.config.copy.deadline_max_s
         waiting.timer = self.context.loop.call_later(deadline_s, self._ready, waiting)
 
-    def _ready(self, waiting: Waiting) -> None:
+    def _ready(self, waiting: PendingPin) -> None:
         """What came is in memory, held by the fetch until this returns."""
         cache = self.context.cache
         asked = waiting.answered.shares
         shares = [
-            Share(share.space, share.first, share.keys, found, found.hits & ~share.found.hits)
-            for share, found in zip(asked, cache.find_all([(s.space, s.keys) for s in asked]), strict=True)
+            GroupLookup(share.keyspace, share.first, share.keys, found, found.hits & ~share.found.hits)
+            for share, found in zip(asked, cache.find_all([(s.keyspace, s.keys) for s in asked]), strict=True)
         ]
-        answered = Answered(shares)
+        answered = Lookups(shares)
         lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
         if lease is not None:
-            fresh = np.concatenate([share.found.rows[share.away].astype(np.uint32) for share in shares])
+            fresh = np.concatenate([share.found.rows[share.on_disk].astype(np.uint32) for share in shares])
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        cache.use_all([(share.space, replace(share.found, hits=share.away), share.first) for share in shares])
+        cache.use_all([(share.keyspace, replace(share.found, hits=share.on_disk), share.first) for share in shares])
         self._end(waiting)
         states, boundaries = answered.states, answered.boundaries
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
 
-    def _end(self, waiting: Waiting) -> None:
+    def _end(self, waiting: PendingPin) -> None:
         self.waiting.discard(waiting)
         if waiting.lease is not None:
             waiting.lease.growing = False  # also if the session has ended: what it waited for will not join

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvoffloadd.device.overlap import Family, find_families
 from kvoffloadd.device.plan import GroupPlan, Tensor, Tensors
-from kvoffloadd.device.signals import Ready
+from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.errors import (
     DuplicateError,
     ExtentError,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.cache.transfer import Transfer
     from kvoffloadd.device.base import Allocation, Device
     from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
@@ -44,7 +44,7 @@ SIGNAL_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
-class Attached:
+class Attachment:
     """An allocation, and how many registrations name it. `drafts`: large ones that are being checked and name it;
     `left`: the last registration that named it went meanwhile.
     """
@@ -119,14 +119,14 @@ class Registration:
             )
         return found
 
-    def ready(self, spec: ReadySpec) -> Ready:
+    def ready(self, spec: ReadySpec) -> ReadySignal:
         """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
         if spec.signal >= len(self.signals):
             raise UnknownNameError(f"signal {spec.signal}: registration {self.id} names {len(self.signals)} of them")
         signal = self.signals[spec.signal]
         if spec.offset % SIGNAL_BYTES or spec.offset + SIGNAL_BYTES > signal.size_bytes:
             raise ExtentError(f"no aligned u64 at byte {spec.offset} of {signal.size_bytes} of signal {spec.signal}")
-        return Ready(signal.base_address + spec.offset, spec.value)
+        return ReadySignal(signal.base_address + spec.offset, spec.value)
 
 
 def plan_descriptors(groups: Sequence[GroupSpec]) -> int:
@@ -153,7 +153,7 @@ def schema_of(spec: GroupSpec) -> GroupSchema:
     return GroupSchema(spec.group, kind, spec.tokens_per_key, spec.window_keys, spec.blocks_per_key, spec.parts)
 
 
-def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> list[Tensor]:
+def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attachment]) -> list[Tensor]:
     """The tensors at this process's addresses.
 
     Raises UnknownNameError for an allocation that this session has not attached, ExtentError for rows that overlap or
@@ -180,7 +180,7 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attached]) -> lis
     return tensors
 
 
-def find_signals(numbers: Sequence[int], attached: Mapping[int, Attached]) -> list[Allocation]:
+def find_signals(numbers: Sequence[int], attached: Mapping[int, Attachment]) -> list[Allocation]:
     """The memory of a registration's signals. Raises UnknownNameError, or MemoryKindError for memory that a GPU has."""
     found = []
     for number in numbers:
@@ -207,13 +207,13 @@ def is_large(message: Register) -> bool:
     return specs > LARGE_SPECS or plan_descriptors(message.groups) > LARGE_DESCRIPTORS
 
 
-def named(message: Register, attached: Mapping[int, Attached]) -> dict[int, Attached]:
+def named(message: Register, attached: Mapping[int, Attachment]) -> dict[int, Attachment]:
     """The allocations that it names, as far as there are such."""
     numbers = {spec.allocation for spec in message.tensors} | set(message.signals)
     return {number: attached[number] for number in numbers if number in attached}
 
 
-def draft(message: Register, attached: Mapping[int, Attached]) -> Draft:
+def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
     """Everything that can be checked and worked out without knowing what others have registered: in any thread.
     `attached`: see `named`. Raises PeerErrors.
     """
@@ -228,7 +228,7 @@ def draft(message: Register, attached: Mapping[int, Attached]) -> Draft:
     return Draft(groups, find_families(lies))
 
 
-def check(message: Register, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace) -> None:
+def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, namespace: Namespace) -> None:
     """What others have registered does not stand in the way, as far as that can be told before there is a draft.
     Raises PeerErrors.
     """
@@ -236,21 +236,26 @@ def check(message: Register, attached: Mapping[int, Attached], cache: Cache, nam
         raise ExtentError("tensors on several devices: register those of each device apart")
     find_signals(message.signals, attached)
     asked = {spec.group for spec in message.groups}
-    if len(namespace.spaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:
+    if len(namespace.keyspaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:
         raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
     cache.check_groups(namespace, asked)
 
 
 def build(
-    number: int, message: Register, drafted: Draft, attached: Mapping[int, Attached], cache: Cache, namespace: Namespace
+    number: int,
+    message: Register,
+    drafted: Draft,
+    attached: Mapping[int, Attachment],
+    cache: Cache,
+    namespace: Namespace,
 ) -> Registration:
     """Check everything, then make the groups known to the namespace. Raises PeerErrors, having changed nothing."""
     check(message, attached, cache, namespace)
     for group in drafted.groups:
         _check_known(group, cache, namespace)
     for group in drafted.groups:
-        space: Space = cache.declare(namespace, group.schema)
-        cache.learn_parts(space, {held.part: held.plan.payload_bytes for held in group.held})
+        keyspace: Keyspace = cache.declare(namespace, group.schema)
+        cache.set_part_bytes(keyspace, {held.part: held.plan.payload_bytes for held in group.held})
     return Registration(
         number,
         next((entry.device for entry in _of_tensors(message, attached)), None),
@@ -261,7 +266,7 @@ def build(
     )
 
 
-def _of_tensors(message: Register, attached: Mapping[int, Attached]) -> list[Attached]:
+def _of_tensors(message: Register, attached: Mapping[int, Attachment]) -> list[Attachment]:
     numbers = {spec.allocation for spec in message.tensors}
     return [attached[number] for number in numbers if number in attached]
 
@@ -288,7 +293,7 @@ def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: T
 def _check_known(group: RegisteredGroup, cache: Cache, namespace: Namespace) -> None:
     """A group against what others have said of it. Raises SchemaError, or ExtentError for payloads without a slab."""
     namespace.check_schema(group.schema)
-    known = namespace.spaces.get(group.group)
+    known = namespace.keyspaces.get(group.group)
     for held in group.held:
         if held.plan.payload_bytes > cache.tier.payload_bytes_max:
             raise ExtentError(

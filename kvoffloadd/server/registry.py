@@ -15,7 +15,7 @@ import numpy as np
 from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.server.registration import (
-    Attached,
+    Attachment,
     Draft,
     Registration,
     build,
@@ -46,7 +46,7 @@ class Registry:
     context: Context
     account: Account
     limits: LimitsConfig
-    attached: dict[int, Attached] = field(default_factory=dict)
+    attached: dict[int, Attachment] = field(default_factory=dict)
     registrations: dict[int, Registration] = field(default_factory=dict)
     _ending: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _closed: bool = False
@@ -88,7 +88,7 @@ class Registry:
 
     def _add(self, mapped: list[Allocation], device: Device) -> list[int]:
         numbers = [next(self._ids) for _ in mapped]
-        self.attached.update({n: Attached(allocation, device) for n, allocation in zip(numbers, mapped, strict=True)})
+        self.attached.update({n: Attachment(allocation, device) for n, allocation in zip(numbers, mapped, strict=True)})
         return numbers
 
     def _map(self, fd: int, peer_uid: int) -> Allocation:
@@ -250,7 +250,7 @@ class Registry:
         return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
 
     async def _draft_and_build(
-        self, namespace: Namespace, message: Register, attached: dict[int, Attached], descriptors: int
+        self, namespace: Namespace, message: Register, attached: dict[int, Attachment], descriptors: int
     ) -> int:
         """One of a user's at a time: the threads are there for all."""
         try:
@@ -340,7 +340,7 @@ class Registry:
         if entry is not None:
             await self._release(entry)
 
-    async def _release(self, entry: Attached) -> None:
+    async def _release(self, entry: Attachment) -> None:
         try:
             await entry.device.unmap(entry.allocation)
         finally:  # who waits may be cancelled; the unmapping goes on

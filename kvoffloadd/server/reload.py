@@ -57,7 +57,7 @@ class Reload:
         was = context.config
         context.config, changed, waiting = reloaded(was, asked)
         context.accounts.change(caps(context.config.limits))
-        context.cache.entries.spaces.groups_max = context.config.limits.groups
+        context.cache.entries.keyspaces.groups_max = context.config.limits.groups
         self._check_peers()
         if context.config.log != was.log:
             logs.setup(context.config.log)

@@ -36,14 +36,14 @@ from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
 from kvoffloadd.server import status
 from kvoffloadd.server.jobs import Jobs
-from kvoffloadd.server.pins import Answered, Pins, find_all
+from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.namespace import Namespace, Space
+    from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.cache.progress import Progress
     from kvoffloadd.config import Config, LimitsConfig
     from kvoffloadd.model import U64Array
@@ -98,7 +98,7 @@ class Session:
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: Jobs | None = None
-        self._pins: Pins | None = None
+        self._pins: PendingPins | None = None
         self._registry = Registry(context, self._account, self._limits)
         self._closing: asyncio.Task[None] | None = None
         self.events = Subscription(outbox, push, self._limits.events_per_session)
@@ -154,7 +154,7 @@ class Session:
             namespace = context.cache.open_namespace(name, self.peer.uid, spec.model, spec.key_bytes)
             self._namespace = namespace
             self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push, self._limits)
-            self._pins = Pins(context, instance, self._account, self._outbox, self._push)
+            self._pins = PendingPins(context, instance, self._account, self._outbox, self._push)
         return m.Welcome(
             seq=message.seq,
             version=message.version,
@@ -212,18 +212,18 @@ class Session:
 
     def _touch(self, message: m.Touch) -> m.Reply:
         shares = self._find(message.groups).shares
-        self._context.cache.use_all([(share.space, share.found, share.first) for share in shares])
+        self._context.cache.use_all([(share.keyspace, share.found, share.first) for share in shares])
         return m.Done(seq=message.seq)
 
-    def _find(self, groups: list[m.GroupKeys]) -> Answered:
+    def _find(self, groups: list[m.GroupKeys]) -> Lookups:
         return find_all(self._context.cache, self._keys_of(groups))
 
-    def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Space, int, U64Array]]:
+    def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Keyspace, int, U64Array]]:
         namespace = self._own_namespace()
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
         asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
-        _check_price(self._limits, sum(len(keys) * space.schema.price(1) for space, _, keys in asked))
+        _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in asked))
         return asked
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
@@ -231,17 +231,19 @@ class Session:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
         asked = self._keys_of(message.groups)
         plans = []
-        for space, first, keys in asked:
-            wanted = sorted(set(range(space.schema.parts) if message.parts is None else message.parts))
-            if not wanted or wanted[-1] >= space.schema.parts:
-                raise SchemaError(f"group {space.schema.group} has parts 0 to {space.schema.parts - 1}, not {wanted}")
-            if not all(space.part_bytes[p] for p in wanted):
-                raise SchemaError(f"group {space.schema.group}: not all of parts {wanted} are registered yet")
-            plans.append(Wanted.from_first(space, keys, np.array(wanted, np.uint16), first))
-        _check_price(self._limits, sum(len(plan.keys) * plan.space.schema.price(len(plan.parts)) for plan in plans))
+        for keyspace, first, keys in asked:
+            wanted = sorted(set(range(keyspace.schema.parts) if message.parts is None else message.parts))
+            if not wanted or wanted[-1] >= keyspace.schema.parts:
+                raise SchemaError(
+                    f"group {keyspace.schema.group} has parts 0 to {keyspace.schema.parts - 1}, not {wanted}"
+                )
+            if not all(keyspace.part_bytes[p] for p in wanted):
+                raise SchemaError(f"group {keyspace.schema.group}: not all of parts {wanted} are registered yet")
+            plans.append(Wanted.from_first(keyspace, keys, np.array(wanted, np.uint16), first))
+        _check_price(self._limits, sum(len(plan.keys) * plan.keyspace.schema.price(len(plan.parts)) for plan in plans))
         for plan in plans:
             if has_duplicates(plan.keys):
-                raise DuplicateError(f"group {plan.space.schema.group}: a key is reserved twice in one request")
+                raise DuplicateError(f"group {plan.keyspace.schema.group}: a key is reserved twice in one request")
         instance = self._own_instance()
         most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
         self._account.charge("leases", most)
@@ -424,16 +426,16 @@ class Session:
             raise StateError("this session named no namespace in its hello")
         return self._jobs
 
-    def _own_pins(self) -> Pins:
+    def _own_pins(self) -> PendingPins:
         if self._pins is None:
             raise StateError("this session named no namespace in its hello")
         return self._pins
 
-    def _space(self, group: int) -> Space:
-        space = self._own_namespace().spaces.get(group)
-        if space is None:
+    def _space(self, group: int) -> Keyspace:
+        keyspace = self._own_namespace().keyspaces.get(group)
+        if keyspace is None:
             raise UnknownNameError(f"group {group} is not registered in this namespace")
-        return space
+        return keyspace
 
     _HANDLERS: ClassVar[dict[type[m.Message], Callable[[Session, Any], Answer]]] = {
         m.Ping: _ping,

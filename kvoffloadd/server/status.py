@@ -171,7 +171,7 @@ def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
 
 def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
     accounts = context.accounts.figures()
-    for user, groups in context.cache.entries.spaces.by_uid.items():
+    for user, groups in context.cache.entries.keyspaces.by_uid.items():
         accounts.setdefault(str(user), {})["groups"] = groups
     return {name: used for name, used in accounts.items() if uid is None or name == str(uid)}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.lanes import BACKGROUND
 from kvoffloadd.model import DROPPED
 from kvoffloadd.tiers.hashing import hash_payloads, in_turns
@@ -26,7 +26,7 @@ FINDINGS_MAX = 1000
 
 
 @dataclass(slots=True)
-class Audit:
+class AuditRun:
     """What was found wrong, and how much was looked at."""
 
     findings: list[str] = field(default_factory=list)
@@ -35,12 +35,12 @@ class Audit:
     records: int = 0
 
 
-async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> Audit:
+async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> AuditRun:
     """The daemon serves on meanwhile, but not what is found wrong: keys whose payloads in memory differ are dropped,
     and once the books are wrong, all loads are verified. Records on disk are checked at each read; with `repair` those
     that are bad are dropped now.
     """
-    audit = Audit()
+    audit = AuditRun()
     await _check_books(context, audit)
     if audit.findings and not context.transfers.verify_loads:
         # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
@@ -67,7 +67,7 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     return audit
 
 
-async def _check_books(context: Context, audit: Audit) -> None:
+async def _check_books(context: Context, audit: AuditRun) -> None:
     try:
         for found in context.audit():
             audit.findings += found

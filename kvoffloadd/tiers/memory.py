@@ -17,8 +17,8 @@ import numpy as np
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.tiers.ledger import Ledger
-from kvoffloadd.tiers.pool import Pool
+from kvoffloadd.tiers.arenafile import ArenaFile
+from kvoffloadd.tiers.slotrecords import SlotRecords
 
 
 @dataclass(slots=True)
@@ -47,15 +47,15 @@ class _Size:
 class MemoryTier:
     """`capacity_bytes` of pinned-able shared memory. The last slab may be short, so that any capacity is used whole."""
 
-    def __init__(self, capacity_bytes: int, slab_bytes: int, pool: Pool | None = None) -> None:
+    def __init__(self, capacity_bytes: int, slab_bytes: int, pool: ArenaFile | None = None) -> None:
         """Owns the `pool`, which has this capacity; without one, a new one is made. One that is old has its slots free
         but for those that `restore` names, which comes first then.
         """
         self.num_pages = capacity_bytes // PAGE_BYTES
         self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
         self.num_slabs = -(-self.num_pages // self.slab_pages)
-        self.pool = pool or Pool.make(self.num_pages * PAGE_BYTES, self.slab_pages * PAGE_BYTES)
-        self.ledger = Ledger(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
+        self.pool = pool or ArenaFile.make(self.num_pages * PAGE_BYTES, self.slab_pages * PAGE_BYTES)
+        self.ledger = SlotRecords(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
         self._owner: U32Array = reserve_array((self.num_pages,), np.uint32)  # owner + 1 of the slot at its first page
         self._slab_size: I64Array = np.zeros(self.num_slabs, np.int64)  # slot size in pages; 0: unassigned
         self._slab_used: I64Array = np.zeros(self.num_slabs, np.int64)

@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.adoption import adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.disk import Disk, DiskSettings, away_keys
-from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.disktier import DiskSettings, DiskTier, keys_on_disk
+from kvoffloadd.cache.namespace import Keyspace, Namespace
 from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.cache.warm_restart import adopt, read_saved_state
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
+from kvoffloadd.tiers.arenafile import ArenaFile
 from kvoffloadd.tiers.disk.faults import FaultyFiles
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import RootState
 from kvoffloadd.tiers.disk.root import OVERHEAD_BYTES, Root, RootSettings
-from kvoffloadd.tiers.disk.segment import Numbers, Segment
+from kvoffloadd.tiers.disk.segment import Segment, SequenceNumbers
 from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
-from kvoffloadd.tiers.pool import Pool
 
 from .fakes import FirstInFirstOut, keys_of
 
@@ -160,10 +160,10 @@ class SteeredFiles(FaultyFiles):
         super().write(fd, offset, buffers)
 
 
-def payload_of(space: Space, number: int, part: int) -> bytes:
+def payload_of(keyspace: Keyspace, number: int, part: int) -> bytes:
     """What a key's part holds in this epoch: anything else is wrong."""
-    size = space.part_bytes[part]
-    names = [number, part, space.schema.group, space.namespace.epoch, space.namespace.fingerprint[0]]
+    size = keyspace.part_bytes[part]
+    names = [number, part, keyspace.schema.group, keyspace.namespace.epoch, keyspace.namespace.fingerprint[0]]
     return np.random.default_rng(names).bytes(size)
 
 
@@ -178,7 +178,7 @@ class Tier:
         shape: Shape | None = None,
         *,
         paths: Sequence[Path] | None = None,
-        pool: Pool | None = None,
+        pool: ArenaFile | None = None,
         **settings: Any,
     ) -> None:
         self.shape = shape or Shape()
@@ -188,7 +188,7 @@ class Tier:
         self.holds = self.reserved = 0
         memory = MemoryTier(self.shape.pages * PAGE_BYTES, self.shape.slab_pages * PAGE_BYTES, pool)
         self.cache = Cache(memory, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
-        numbers = Numbers()
+        numbers = SequenceNumbers()
         each = RootSettings(
             segment_bytes=self.shape.segment_pages * PAGE_BYTES,
             read_threads=self.shape.threads,
@@ -203,7 +203,7 @@ class Tier:
             for path in paths or [folder / f"root{n}" for n in range(self.shape.roots)]
         ]
         chosen = replace(SETTINGS, stuck_s=self.shape.stuck_s, **settings)
-        self.disk = Disk(self.cache, self.roots, numbers, chosen, self.loop, seed=9)
+        self.disk = DiskTier(self.cache, self.roots, numbers, chosen, self.loop, seed=9)
         self.tasks: list[asyncio.Task[None]] = []
         self.arena = self.cache.tier.pool.arena
         self.is_closed = False
@@ -227,12 +227,12 @@ class Tier:
     async def start(self) -> Tier:
         """With what the pool has, if it is old."""
         pool = self.cache.tier.pool
-        estate = estate_of(pool.names()) if pool.is_old else None
-        if estate is not None:
-            self.cache.epochs.merge(estate.base, estate.last, estate.epochs)
+        saved = read_saved_state(pool.names()) if pool.is_old else None
+        if saved is not None:
+            self.cache.epochs.merge(saved.base, saved.last, saved.epochs)
         await self.disk.start(self._spawn)
         if pool.is_old:
-            self.disk.demotion.adopted(adopt(self.cache, estate))
+            self.disk.demotion.adopted(adopt(self.cache, saved))
         else:
             self.cache.remember()
         return self
@@ -274,32 +274,34 @@ class Tier:
 
     # --- keys ---
 
-    def space(self, name: bytes = b"n" * 16, *, sizes: tuple[int, ...] = (PAGE_BYTES,)) -> Space:
+    def keyspace(self, name: bytes = b"n" * 16, *, sizes: tuple[int, ...] = (PAGE_BYTES,)) -> Keyspace:
         """Group 0 of a namespace, with parts of these sizes; of its current epoch."""
         namespace = self.cache.namespaces.get(name) or self.cache.open_namespace(name, 0, "test", 32)
-        space = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=len(sizes)))
+        keyspace = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=len(sizes)))
         for part, size in enumerate(sizes):
-            self.cache.learn_parts(space, {part: size})
-        return space
+            self.cache.set_part_bytes(keyspace, {part: size})
+        return keyspace
 
-    def write(self, space: Space, numbers: Sequence[int], parts: Sequence[int] | None = None) -> I64Array:
+    def write(self, keyspace: Keyspace, numbers: Sequence[int], parts: Sequence[int] | None = None) -> I64Array:
         """Store these keys as far as there is room, without checksums. Returns the parts to be sealed."""
-        wanted = np.arange(space.schema.parts, dtype=np.uint16) if parts is None else np.array(parts, np.uint16)
-        reserved = self.cache.reserve(space, keys_of(*numbers), wanted, 0).parts
+        wanted = np.arange(keyspace.schema.parts, dtype=np.uint16) if parts is None else np.array(parts, np.uint16)
+        reserved = self.cache.reserve(keyspace, keys_of(*numbers), wanted, 0).parts
         self.cache.begin(reserved)
         columns = self.cache.entries.parts
         rows = columns.row[reserved]
         of_key = self.cache.entries.index.keys[rows, 1].tolist()
         part_of = (reserved - self.cache.entries.first[rows]).tolist()
         for record, number, part in zip(reserved.tolist(), of_key, part_of, strict=True):
-            self.slot(record, space.part_bytes[part])[:] = np.frombuffer(self.payload(space, number, part), np.uint8)
+            self.slot(record, keyspace.part_bytes[part])[:] = np.frombuffer(
+                self.payload(keyspace, number, part), np.uint8
+            )
         return self.cache.commit(reserved)
 
-    def payload(self, space: Space, number: int, part: int) -> bytes:
-        return payload_of(space, number, part)
+    def payload(self, keyspace: Keyspace, number: int, part: int) -> bytes:
+        return payload_of(keyspace, number, part)
 
-    def check_payload(self, space: Space, number: int, part: int, payload: bytes) -> None:
-        assert payload == payload_of(space, number, part), f"key {number} is wrong"
+    def check_payload(self, keyspace: Keyspace, number: int, part: int, payload: bytes) -> None:
+        assert payload == payload_of(keyspace, number, part), f"key {number} is wrong"
 
     def hash(self, parts: I64Array) -> Sums:
         """As the hash lane does; `take` comes some time later."""
@@ -313,65 +315,67 @@ class Tier:
     def seal(self, parts: I64Array) -> None:
         self.take(self.hash(parts))
 
-    def store(self, space: Space, *numbers: int) -> None:
-        self.seal(self.write(space, numbers))
+    def store(self, keyspace: Keyspace, *numbers: int) -> None:
+        self.seal(self.write(keyspace, numbers))
 
-    async def store_away(self, space: Space, *numbers: int) -> None:
+    async def store_away(self, keyspace: Keyspace, *numbers: int) -> None:
         """On disk, and not in memory."""
-        self.store(space, *numbers)
+        self.store(keyspace, *numbers)
         await self.quiet()
-        self.evict(space, *numbers)
-        assert self.on_disk(space, *numbers) == list(numbers)
+        self.evict(keyspace, *numbers)
+        assert self.on_disk(keyspace, *numbers) == list(numbers)
 
     def slot(self, record: int, size: int) -> np.ndarray:
         start = int(self.cache.entries.parts.page[record]) * PAGE_BYTES
         return self.arena[start : start + size]
 
-    def evict(self, space: Space, *numbers: int) -> None:
+    def evict(self, keyspace: Keyspace, *numbers: int) -> None:
         """As the memory tier does it."""
-        rows = self.cache.find(space, keys_of(*numbers)).hit_rows
+        rows = self.cache.find(keyspace, keys_of(*numbers)).hit_rows
         assert self.cache.entries.evictable(rows).all()
         self.cache.entries.retire(rows)
 
-    def states(self, space: Space, *numbers: int) -> list[int]:
+    def states(self, keyspace: Keyspace, *numbers: int) -> list[int]:
         """As `lookup` answers."""
-        found = self.cache.find(space, keys_of(*numbers))
-        self.disk.away(space, keys_of(*numbers), found)
+        found = self.cache.find(keyspace, keys_of(*numbers))
+        self.disk.on_disk(keyspace, keys_of(*numbers), found)
         answer: list[int] = found.states.tolist()
         return answer
 
-    def on_disk(self, space: Space, *numbers: int) -> list[int]:
+    def on_disk(self, keyspace: Keyspace, *numbers: int) -> list[int]:
         """Those of the keys that the catalog finds."""
-        assert space.shelf is not None
-        rows = self.disk.catalog.find(space.shelf, keys_of(*numbers)).tolist()
+        assert keyspace.disk_keyspace is not None
+        rows = self.disk.catalog.find(keyspace.disk_keyspace, keys_of(*numbers)).tolist()
         return [number for number, row in zip(numbers, rows, strict=True) if row >= 0]
 
-    def served(self, space: Space, *numbers: int) -> list[int]:
+    def served(self, keyspace: Keyspace, *numbers: int) -> list[int]:
         """Those that memory would serve now; each byte of them is right."""
-        found = self.cache.find(space, keys_of(*numbers))
+        found = self.cache.find(keyspace, keys_of(*numbers))
         hits = [number for number, hit in zip(numbers, found.hits.tolist(), strict=True) if hit]
         for number, row in zip(hits, found.hit_rows.tolist(), strict=True):
-            for part, size in enumerate(space.part_bytes):
+            for part, size in enumerate(keyspace.part_bytes):
                 record = int(self.cache.entries.first[row]) + part
-                self.check_payload(space, number, part, self.slot(record, size).tobytes())
+                self.check_payload(keyspace, number, part, self.slot(record, size).tobytes())
         return hits
 
     # --- from disk ---
 
-    def begin_fetch(self, space: Space, *numbers: int, urgent: int = Urgency.PIN, done: Callable[[], None]) -> Fetch:
+    def begin_fetch(
+        self, keyspace: Keyspace, *numbers: int, urgent: int = Urgency.PIN, done: Callable[[], None]
+    ) -> Fetch:
         keys = keys_of(*numbers)
-        away = self.disk.away(space, keys, self.cache.find(space, keys))
-        return self.disk.promotion.fetch([away_keys(space, keys, 0, away)], urgent, done)
+        on_disk = self.disk.on_disk(keyspace, keys, self.cache.find(keyspace, keys))
+        return self.disk.promotion.fetch([keys_on_disk(keyspace, keys, 0, on_disk)], urgent, done)
 
-    async def fetch(self, space: Space, *numbers: int, urgent: int = Urgency.PIN) -> list[int]:
+    async def fetch(self, keyspace: Keyspace, *numbers: int, urgent: int = Urgency.PIN) -> list[int]:
         """Bring them to memory; those that are served when that is over."""
         ended, served = asyncio.Event(), list[int]()
 
         def done() -> None:
-            served.extend(self.served(space, *numbers))
+            served.extend(self.served(keyspace, *numbers))
             ended.set()
 
-        self.begin_fetch(space, *numbers, urgent=urgent, done=done)
+        self.begin_fetch(keyspace, *numbers, urgent=urgent, done=done)
         await ended.wait()
         return served
 
@@ -392,7 +396,7 @@ class Tier:
     def is_quiet(self) -> bool:
         """Nothing is on its way, and every root that works has its next segment."""
         demotion, promotion = self.disk.demotion, self.disk.promotion
-        ready = not any(root.state == State.OK and root.wants_segment for root in self.roots)
+        ready = not any(root.state == RootState.OK and root.wants_segment for root in self.roots)
         sealed = not any(root._sealing for root in self.roots)
         moving = demotion.backlog_bytes or demotion.holds or promotion._fetches or promotion.reserved
         return ready and sealed and not moving
@@ -402,24 +406,24 @@ class Tier:
 
     # --- files ---
 
-    def place(self, space: Space, number: int, part: int = 0) -> tuple[Root, Segment, int]:
+    def place(self, keyspace: Keyspace, number: int, part: int = 0) -> tuple[Root, Segment, int]:
         """Where a key on disk lies: root, segment, page of its header."""
-        found = self.place_if_there(space, number, part)
+        found = self.place_if_there(keyspace, number, part)
         assert found is not None
         return found
 
-    def place_if_there(self, space: Space, number: int, part: int = 0) -> tuple[Root, Segment, int] | None:
+    def place_if_there(self, keyspace: Keyspace, number: int, part: int = 0) -> tuple[Root, Segment, int] | None:
         """None: its root is coming in or going right now, so that nobody reads it."""
         catalog = self.disk.catalog
-        assert space.shelf is not None
-        row = catalog.find(space.shelf, keys_of(number))
-        record = int(catalog.places(space.shelf, row.astype(np.uint32))[0, part])
+        assert keyspace.disk_keyspace is not None
+        row = catalog.find(keyspace.disk_keyspace, keys_of(number))
+        record = int(catalog.places(keyspace.disk_keyspace, row.astype(np.uint32))[0, part])
         where = self.disk.segment(int(catalog.segment[record]))
         return None if where is None else (*where, int(catalog.page[record]))
 
-    def flip(self, space: Space, number: int, offset: int, part: int = 0) -> None:
+    def flip(self, keyspace: Keyspace, number: int, offset: int, part: int = 0) -> None:
         """Damage a record: a byte at this offset from its header on."""
-        root, segment, page = self.place(space, number, part)
+        root, segment, page = self.place(keyspace, number, part)
         flip_byte(root.path / "segments" / segment.name, page * PAGE_BYTES + offset)
 
     def segments_by_age(self) -> list[Segment]:

@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Namespace, Space
+from kvoffloadd.cache.namespace import Keyspace, Namespace
 from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
+from kvoffloadd.tiers.arenafile import ArenaFile
 from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
-from kvoffloadd.tiers.pool import Pool
 
 
 def num_waiters(progress: Progress) -> int:
@@ -58,7 +58,7 @@ class FirstInFirstOut:
         return len(self.rows)
 
 
-def make_cache(pages: int = 64, slab_pages: int = 16, pool: Pool | None = None, policy: str = "") -> Cache:
+def make_cache(pages: int = 64, slab_pages: int = 16, pool: ArenaFile | None = None, policy: str = "") -> Cache:
     """`policy`: by its name, instead of the simplest."""
     tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES, pool)
     if policy:
@@ -66,15 +66,15 @@ def make_cache(pages: int = 64, slab_pages: int = 16, pool: Pool | None = None, 
     return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
 
 
-def make_space(
+def make_keyspace(
     cache: Cache, name: bytes = b"n" * 16, *, group: int = 0, pages: tuple[int, ...] = (1,)
-) -> tuple[Namespace, Space]:
+) -> tuple[Namespace, Keyspace]:
     """A namespace with one group whose parts have payloads of that many pages."""
     namespace = cache.open_namespace(name, 0, "test", 32)
-    space = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
+    keyspace = cache.declare(namespace, GroupSchema(group, GroupKind.FULL, 16, parts=len(pages)))
     for part, size in enumerate(pages):
-        cache.learn_parts(space, {part: size * PAGE_BYTES})
-    return namespace, space
+        cache.set_part_bytes(keyspace, {part: size * PAGE_BYTES})
+    return namespace, keyspace
 
 
 def keys_of(*numbers: int) -> U64Array:
@@ -85,11 +85,11 @@ def keys_of(*numbers: int) -> U64Array:
 
 
 def store(
-    cache: Cache, space: Space, keys: U64Array, parts: list[int] | None = None, *, seals: bool = True
+    cache: Cache, keyspace: Keyspace, keys: U64Array, parts: list[int] | None = None, *, seals: bool = True
 ) -> I64Array:
     """Commit parts of keys, all of them if not told which; the payloads are zeros."""
-    wanted: U16Array = np.array(range(space.schema.parts) if parts is None else parts, np.uint16)
-    reserved = cache.reserve(space, keys, wanted, 0).parts
+    wanted: U16Array = np.array(range(keyspace.schema.parts) if parts is None else parts, np.uint16)
+    reserved = cache.reserve(keyspace, keys, wanted, 0).parts
     cache.begin(reserved)
     kept = cache.commit(reserved)
     if seals:

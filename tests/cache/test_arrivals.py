@@ -20,7 +20,7 @@ from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.tiers.disk import manifest as manifest_module
 from kvoffloadd.tiers.disk import probe as probe_module
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import RootState
 from kvoffloadd.tiers.disk.probe import NO_ANSWER
 
 from .conftest import Open
@@ -66,7 +66,7 @@ async def one_on_each(open_tier: Open, paths: list[Path]) -> None:
     """Key 1 of A on the first root, key 2 on the second."""
     for number, path in enumerate(paths, 1):
         tier = await open_tier(paths=[path])
-        await tier.store_away(tier.space(A), number)
+        await tier.store_away(tier.keyspace(A), number)
         await tier.close()
 
 
@@ -75,7 +75,7 @@ async def take_off(tier: Tier, *paths: Path) -> None:
     for path in paths:
         path.rename(path.with_suffix(".gone"))
     roots = [root for root in tier.roots if root.path in paths]
-    await tier.until(lambda: all(root.state == State.OFF and not root.opened for root in roots))
+    await tier.until(lambda: all(root.state == RootState.OFF and not root.opened for root in roots))
 
 
 # --- a root that hangs ---
@@ -87,19 +87,19 @@ async def test_a_root_that_hangs_as_it_comes_back_keeps_no_other_from_coming(
 ) -> None:
     await one_on_each(open_tier, paths)
     tier = await open_tier(paths=paths)
-    space = tier.space(A)
+    keyspace = tier.keyspace(A)
     await take_off(tier, *paths)
-    assert tier.states(space, 1, 2) == [MISS, MISS]
+    assert tier.states(keyspace, 1, 2) == [MISS, MISS]
     gate = hang(tier, step, paths[0])
     paths[0].with_suffix(".gone").rename(paths[0])
     await tier.until(gate.entered.is_set)
     paths[1].with_suffix(".gone").rename(paths[1])
-    await tier.until(lambda: tier.roots[1].state == State.OK)
-    assert await tier.fetch(space, 1, 2) == [2]
-    assert tier.roots[0].state == State.OFF
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
+    assert await tier.fetch(keyspace, 1, 2) == [2]
+    assert tier.roots[0].state == RootState.OFF
     gate.open()
-    await tier.until(lambda: tier.roots[0].state == State.OK)
-    assert await tier.fetch(space, 1, 2) == [1, 2]
+    await tier.until(lambda: tier.roots[0].state == RootState.OK)
+    assert await tier.fetch(keyspace, 1, 2) == [1, 2]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -112,23 +112,23 @@ async def test_a_start_goes_on_without_a_root_that_hangs(
     tier = await open_tier(
         Shape(stuck_s=2.0), paths=paths, before=lambda tier: gates.append(hang(tier, step, paths[0]))
     )
-    assert [(root.state, root.health.reason) for root in tier.roots] == [(State.OFF, NO_ANSWER), (State.OK, "")]
-    space, other = tier.space(A), tier.space(B)
-    assert await tier.fetch(space, 1, 2) == [2]
+    assert [(root.state, root.health.reason) for root in tier.roots] == [(RootState.OFF, NO_ANSWER), (RootState.OK, "")]
+    keyspace, other = tier.keyspace(A), tier.keyspace(B)
+    assert await tier.fetch(keyspace, 1, 2) == [2]
     tier.store(other, 3)
     await tier.quiet()
     assert tier.on_disk(other, 3) == [3]
     await take_off(tier, paths[1])
     paths[1].with_suffix(".gone").rename(paths[1])
-    await tier.until(lambda: tier.roots[1].state == State.OK)
-    assert tier.states(space, 1, 2) == [MISS, HIT]
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
+    assert tier.states(keyspace, 1, 2) == [MISS, HIT]
     if step == "enter":  # of the others the manifest may be written already
         with pytest.raises(NotDurableError, match="does not answer"):
-            await tier.clear(space.namespace)
-        assert tier.states(tier.space(A), 1, 2) == [MISS, MISS]
+            await tier.clear(keyspace.namespace)
+        assert tier.states(tier.keyspace(A), 1, 2) == [MISS, MISS]
     gates[0].open()
-    await tier.until(lambda: tier.roots[0].state == State.OK)
-    assert tier.states(tier.space(A), 1, 2) == ([MISS, MISS] if step == "enter" else [PENDING, HIT])
+    await tier.until(lambda: tier.roots[0].state == RootState.OK)
+    assert tier.states(tier.keyspace(A), 1, 2) == ([MISS, MISS] if step == "enter" else [PENDING, HIT])
 
 
 async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: Path, hang: Hang) -> None:
@@ -148,7 +148,7 @@ async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: 
         tier.roots[0].health.become = note  # type: ignore[method-assign]
 
     tier = await open_tier(Shape(stuck_s=2.0), paths=paths, before=before)
-    assert [root.state for root in tier.roots] == [State.OFF, State.OFF, State.OFF, State.OK]
+    assert [root.state for root in tier.roots] == [RootState.OFF, RootState.OFF, RootState.OFF, RootState.OK]
     assert seen[0] == [True, True, True]
 
 
@@ -163,10 +163,10 @@ async def test_a_manifest_that_hangs_keeps_no_thread_of_the_loop(
     for path in paths:
         path.with_suffix(".gone").rename(path)
     await tier.until(gate.entered.is_set)
-    await tier.until(lambda: tier.roots[1].state == State.OK)
-    assert await tier.fetch(tier.space(A), 2) == [2]
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
+    assert await tier.fetch(tier.keyspace(A), 2) == [2]
     gate.open()
-    await tier.until(lambda: tier.roots[0].state == State.OK)
+    await tier.until(lambda: tier.roots[0].state == RootState.OK)
 
 
 async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
@@ -238,7 +238,7 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
 
 async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Path]) -> None:
     tier = await open_tier(paths=[paths[0]])
-    await tier.store_away(tier.space(A), 1)
+    await tier.store_away(tier.keyspace(A), 1)
     await tier.drop()
     told: list[str] = []
 
@@ -246,7 +246,7 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
         tier.root.home.goes_on = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
 
     again = await open_tier(paths=[paths[0]], before=before)
-    assert again.on_disk(again.space(A), 1) == [1]
+    assert again.on_disk(again.keyspace(A), 1) == [1]
     listed = len(list((paths[0] / "segments").iterdir()))
     assert len([name for name in told if "read" in name]) > listed, "for each name, and for what was walked"
 
@@ -257,7 +257,7 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
 async def comes_to_be_known(tier: Tier, number: int) -> None:
     """The segments of a root have been looked at; what they hold is not in the catalog yet."""
     await tier.until(lambda: tier.roots[number].segments)
-    assert tier.roots[number].state == State.OFF
+    assert tier.roots[number].state == RootState.OFF
 
 
 async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths: list[Path]) -> None:
@@ -269,21 +269,21 @@ async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths:
         await tier.until(lambda: tier.roots[0].opened)
     async with tier.disk.arrivals._changing:
         await comes_to_be_known(tier, 0)
-        await tier.clear(tier.space(A).namespace)
-        await tier.store_away(tier.space(A), 3)
-    await tier.until(lambda: tier.roots[0].state == State.OK)
-    assert tier.states(tier.space(A), 1, 2, 3) == [MISS, MISS, PENDING]
+        await tier.clear(tier.keyspace(A).namespace)
+        await tier.store_away(tier.keyspace(A), 3)
+    await tier.until(lambda: tier.roots[0].state == RootState.OK)
+    assert tier.states(tier.keyspace(A), 1, 2, 3) == [MISS, MISS, PENDING]
 
 
 async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
     open_tier: Open, paths: list[Path], hang: Hang
 ) -> None:
     first = await open_tier(paths=[paths[0]])
-    await first.store_away(first.space(A), 1)
+    await first.store_away(first.keyspace(A), 1)
     await first.close()
     second = await open_tier(paths=[paths[1]])
-    await second.clear(second.space(A).namespace)
-    await second.store_away(second.space(A), 2)
+    await second.clear(second.keyspace(A).namespace)
+    await second.store_away(second.keyspace(A), 2)
     await second.close()
     for path in paths:
         path.chmod(0o755)
@@ -292,13 +292,13 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
     paths[0].chmod(0o700)
     await tier.until(gate.entered.is_set)
     paths[1].chmod(0o700)
-    await tier.until(lambda: tier.roots[1].state == State.OK)
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
     gate.open()
-    await tier.until(lambda: tier.roots[0].state == State.OK and not tier.disk.arrivals.coming)
-    assert tier.states(tier.space(A), 1, 2) == [MISS, PENDING]
+    await tier.until(lambda: tier.roots[0].state == RootState.OK and not tier.disk.arrivals.coming)
+    assert tier.states(tier.keyspace(A), 1, 2) == [MISS, PENDING]
     await tier.close()
     alone = await open_tier(paths=[paths[0]])
-    assert alone.states(alone.space(A), 1) == [MISS], "it has been told"
+    assert alone.states(alone.keyspace(A), 1) == [MISS], "it has been told"
 
 
 class Walks:
@@ -326,7 +326,7 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     over into the new one.
     """
     first = await open_tier(paths=[paths[0]])
-    await first.store_away(first.space(A), 1)
+    await first.store_away(first.keyspace(A), 1)
     await first.close()
     second = await open_tier(paths=[paths[1]])
     await second.clear()
@@ -334,7 +334,7 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     for path in paths:
         path.chmod(0o755)
     tier = await open_tier(paths=paths)
-    tier.space(B)
+    tier.keyspace(B)
     walks = Walks(tier, monkeypatch)
     gate = hang(tier, "names", paths[0])
     if heard_before:
@@ -347,10 +347,10 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     await tier.until(lambda: tier.roots[0].segments if heard_before else tier.roots[0].opened)
     for _ in range(100):
         await asyncio.sleep(0.001)
-        await tier.fetch(tier.space(A), 1)
+        await tier.fetch(tier.keyspace(A), 1)
     walks.let_go = 1
-    await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
-    assert tier.states(tier.space(A), 1) == [MISS]
+    await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
+    assert tier.states(tier.keyspace(A), 1) == [MISS]
 
 
 async def test_clears_of_two_roots_are_learnt_one_after_the_other(
@@ -359,16 +359,16 @@ async def test_clears_of_two_roots_are_learnt_one_after_the_other(
     """Else what the first of them has would be in memory when the second one's walk has passed."""
     paths = [tmp_path / name for name in "abc"]
     second = await open_tier(paths=[paths[1]])
-    await second.clear(second.space(A).namespace)
-    await second.store_away(second.space(A), 1)
+    await second.clear(second.keyspace(A).namespace)
+    await second.store_away(second.keyspace(A), 1)
     await second.close()
     third = await open_tier(paths=[paths[2]])
-    await third.clear(third.space(A).namespace)
+    await third.clear(third.keyspace(A).namespace)
     await third.close()
     for path in paths[1:]:
         path.chmod(0o755)
     tier = await open_tier(paths=paths)
-    space, walks = tier.space(A), Walks(tier, monkeypatch)
+    keyspace, walks = tier.keyspace(A), Walks(tier, monkeypatch)
     paths[1].chmod(0o700)
     await tier.until(lambda: walks.begun)
     paths[2].chmod(0o700)
@@ -377,11 +377,11 @@ async def test_clears_of_two_roots_are_learnt_one_after_the_other(
     walks.let_go = 1
     for _ in range(300):
         await asyncio.sleep(0.001)
-        await tier.fetch(space, 1)
+        await tier.fetch(keyspace, 1)
     walks.let_go = 2
-    await tier.until(lambda: all(root.state == State.OK for root in tier.roots))
+    await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
     await tier.until(lambda: not tier.disk.arrivals.coming)
-    assert tier.states(space, 1) == [MISS]
+    assert tier.states(keyspace, 1) == [MISS]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -390,13 +390,13 @@ async def test_two_copies_that_come_at_the_same_time(
 ) -> None:
     """One is used, and what both know of clears counts; also if the one that is used hangs on its way."""
     first = await open_tier(paths=[paths[0]])
-    await first.store_away(first.space(A), 1)
-    await first.store_away(first.space(B), 1)
+    await first.store_away(first.keyspace(A), 1)
+    await first.store_away(first.keyspace(B), 1)
     await first.close()
     shutil.copytree(paths[0], paths[1])
     for path, name in zip(paths, (A, B), strict=True):
         alone = await open_tier(paths=[path])
-        await alone.clear(alone.space(name).namespace)
+        await alone.clear(alone.keyspace(name).namespace)
         await alone.close()
     for path in paths:
         path.chmod(0o755)
@@ -408,9 +408,9 @@ async def test_two_copies_that_come_at_the_same_time(
     assert sum(root.opened for root in tier.roots) == 1
     for gate in gates:
         gate.open()
-    await tier.until(lambda: any(root.state == State.OK for root in tier.roots))
-    assert tier.states(tier.space(A), 1) == tier.states(tier.space(B), 1) == [MISS]
-    assert sorted(root.state for root in tier.roots) == [State.OFF, State.OK]
+    await tier.until(lambda: any(root.state == RootState.OK for root in tier.roots))
+    assert tier.states(tier.keyspace(A), 1) == tier.states(tier.keyspace(B), 1) == [MISS]
+    assert sorted(root.state for root in tier.roots) == [RootState.OFF, RootState.OK]
 
 
 async def test_a_root_that_goes_again_while_it_comes(open_tier: Open, paths: list[Path], hang: Hang) -> None:
@@ -424,8 +424,8 @@ async def test_a_root_that_goes_again_while_it_comes(open_tier: Open, paths: lis
     tier.files.plant("names=EIO")
     gate.open()
     await tier.until(lambda: not tier.roots[0].opened)
-    assert tier.states(tier.space(A), 1, 2) == [MISS, PENDING]
+    assert tier.states(tier.keyspace(A), 1, 2) == [MISS, PENDING]
     tier.files.plant("")
     paths[0].with_suffix(".gone").rename(paths[0])
-    await tier.until(lambda: tier.roots[0].state == State.OK)
-    assert await tier.fetch(tier.space(A), 1, 2) == [1, 2]
+    await tier.until(lambda: tier.roots[0].state == RootState.OK)
+    assert await tier.fetch(tier.keyspace(A), 1, 2) == [1, 2]

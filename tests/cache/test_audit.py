@@ -10,9 +10,9 @@ import pytest
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.audit import check, steps
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 
-from .fakes import keys_of, make_cache, make_space, store
+from .fakes import keys_of, make_cache, make_keyspace, store
 
 HOLDS, RESERVED = 2, 1
 COUNT = 40
@@ -24,8 +24,8 @@ Plant = Callable[[Cache], object]
 def cache() -> Cache:
     """Keys of one part and of two, one that is retired and held, one that is being written."""
     made = make_cache(256, 16)
-    one = make_space(made, b"a" * 16)[1]
-    two = make_space(made, b"b" * 16, pages=(1, 3))[1]
+    one = make_keyspace(made, b"a" * 16)[1]
+    two = make_keyspace(made, b"b" * 16, pages=(1, 3))[1]
     store(made, one, keys_of(*range(COUNT)))
     store(made, two, keys_of(*range(COUNT, COUNT + 10)))
     made.reserve(two, keys_of(900), np.array([0], np.uint16), 0)
@@ -94,8 +94,8 @@ def _change(column: str, of: str, by: int) -> Plant:
 
 def _count(name: str) -> Plant:
     def plant(cache: Cache) -> None:
-        space = next(iter(cache.entries.spaces.values()))
-        setattr(space, name, getattr(space, name) + 1)
+        keyspace = next(iter(cache.entries.keyspaces.values()))
+        setattr(keyspace, name, getattr(keyspace, name) + 1)
 
     return plant
 
@@ -153,12 +153,12 @@ def test_what_is_planted_is_found(cache: Cache, monkeypatch: pytest.MonkeyPatch,
 def test_the_cache_may_change_between_two_steps(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes and goes meanwhile is no finding."""
     monkeypatch.setattr(audit, "STEP_ROWS", 7)
-    space = next(iter(cache.entries.spaces.values()))
+    keyspace = next(iter(cache.entries.keyspaces.values()))
     found = []
     for number, findings in enumerate(steps(cache, lambda: (HOLDS, RESERVED))):
         found += findings
-        store(cache, space, keys_of(1000 + number))
+        store(cache, keyspace, keys_of(1000 + number))
         if number < 20:
-            cache.entries.retire(cache.find(space, keys_of(10 + number)).rows.astype(np.uint32))
+            cache.entries.retire(cache.find(keyspace, keys_of(10 + number)).rows.astype(np.uint32))
     assert found == []
     assert check(cache, HOLDS, RESERVED) == []

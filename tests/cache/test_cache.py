@@ -12,14 +12,14 @@ from kvoffloadd.cache import eviction
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.keys import has_duplicates, keys_array
-from kvoffloadd.cache.namespace import Space
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.namespace import Keyspace
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
-from .fakes import keys_of, make_cache, make_space
+from .fakes import keys_of, make_cache, make_keyspace
 
 ONE = np.array([0], np.uint16)
 BOTH = np.array([0, 1], np.uint16)
@@ -33,56 +33,56 @@ def cache() -> Iterator[Cache]:
     made.tier.close()
 
 
-def store(cache: Cache, space: Space, *numbers: int) -> I64Array:
+def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> I64Array:
     """Reserve and commit at once; what was reserved."""
-    reservation = cache.reserve(space, keys_of(*numbers), np.arange(space.schema.parts, dtype=np.uint16), 0)
+    reservation = cache.reserve(keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0)
     cache.begin(reservation.parts)
     cache.commit(reservation.parts)
     return reservation.parts
 
 
-def states(cache: Cache, space: Space, *numbers: int) -> list[int]:
-    found: list[int] = cache.find(space, keys_of(*numbers)).states.tolist()
+def states(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
+    found: list[int] = cache.find(keyspace, keys_of(*numbers)).states.tolist()
     return found
 
 
 def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
-    _, space = make_space(cache)
-    reservation = cache.reserve(space, keys_of(1, 2), ONE, 0)
+    _, keyspace = make_keyspace(cache)
+    reservation = cache.reserve(keyspace, keys_of(1, 2), ONE, 0)
     assert reservation.states.tolist() == [R, R]
-    assert states(cache, space, 1, 2, 3) == [P, P, M]
+    assert states(cache, keyspace, 1, 2, 3) == [P, P, M]
     cache.begin(reservation.parts)
-    assert states(cache, space, 1, 2) == [P, P]
+    assert states(cache, keyspace, 1, 2) == [P, P]
     cache.commit(reservation.parts[:1])
     cache.abort(reservation.parts[1:])
-    assert states(cache, space, 1, 2) == [H, M]
+    assert states(cache, keyspace, 1, 2) == [H, M]
     assert check(cache, 0, 0) == []
 
 
 def test_more_slot_sizes_than_slabs_are_warned_of_once_for_each(caplog: pytest.LogCaptureFixture) -> None:
     cache = make_cache(pages=8, slab_pages=4)
     for group, pages in enumerate((1, 2, 1)):
-        make_space(cache, group=group, pages=(pages,))
+        make_keyspace(cache, group=group, pages=(pages,))
     assert (cache.figures()["slabs"], cache.figures()["slot_sizes"]) == (2, 2)
     assert caplog.text == ""
-    make_space(cache, group=3, pages=(3,))
-    make_space(cache, group=4, pages=(3,))
+    make_keyspace(cache, group=3, pages=(3,))
+    make_keyspace(cache, group=4, pages=(3,))
     assert caplog.text.count("slots of 3 sizes share 2 slabs") == 1
     assert "memory.slab_bytes" in caplog.text
-    make_space(cache, group=5, pages=(4,))
+    make_keyspace(cache, group=5, pages=(4,))
     assert "slots of 4 sizes share 2 slabs" in caplog.text
     cache.tier.close()
 
 
 def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
     cache = make_cache(pages=2048)
-    cache.entries.index.hash = lambda space, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
-    _, space = make_space(cache)
-    store(cache, space, *range(300))
-    reservation = cache.reserve(space, keys_of(*range(299, 1400)), ONE, 0)
+    cache.entries.index.hash = lambda keyspace, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, *range(300))
+    reservation = cache.reserve(keyspace, keys_of(*range(299, 1400)), ONE, 0)
     assert reservation.states.tolist() == [H] + [N] * 1100
     assert not len(reservation.parts)
-    assert states(cache, space, *range(302)) == [H] * 300 + [M] * 2
+    assert states(cache, keyspace, *range(302)) == [H] * 300 + [M] * 2
     assert check(cache, 0, 0) == []
     cache.tier.close()
 
@@ -90,20 +90,20 @@ def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_held_can_go_once_it_is_let_go(policy: str) -> None:
     cache = make_cache(pages=8, slab_pages=4, policy=policy)
-    _, space = make_space(cache)
+    _, keyspace = make_keyspace(cache)
 
     def one_more(number: int) -> tuple[list[int], I64Array]:
-        reservation = cache.reserve(space, keys_of(number), ONE, 0)
+        reservation = cache.reserve(keyspace, keys_of(number), ONE, 0)
         return reservation.states.tolist(), reservation.parts
 
-    reserved = cache.reserve(space, keys_of(*range(8)), ONE, 0).parts
+    reserved = cache.reserve(keyspace, keys_of(*range(8)), ONE, 0).parts
     assert one_more(8)[0] == [N], "all is being written"
     cache.begin(reserved)
     cache.commit(reserved)
     assert [one_more(number)[0] for number in range(100, 109)] == [[R]] * 8 + [[N]]
     cache.abort(np.flatnonzero(cache.entries.parts.state == PartState.RESERVED))
-    store(cache, space, *range(8))
-    rows = cache.find(space, keys_of(*range(8))).hit_rows
+    store(cache, keyspace, *range(8))
+    rows = cache.find(keyspace, keys_of(*range(8))).hit_rows
     cache.hold(rows)
     cache.hold(rows[:4])
     assert one_more(8)[0] == [N], "all is leased"
@@ -121,15 +121,15 @@ def test_what_was_held_can_go_once_it_is_let_go(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_key_of_which_one_part_is_not_written_can_go(policy: str) -> None:
     cache = make_cache(pages=4, slab_pages=4, policy=policy)
-    _, space = make_space(cache, pages=(1, 1))
-    store(cache, space, 1, 2)
-    first = cache.reserve(space, keys_of(7), ONE, 0).parts
+    _, keyspace = make_keyspace(cache, pages=(1, 1))
+    store(cache, keyspace, 1, 2)
+    first = cache.reserve(keyspace, keys_of(7), ONE, 0).parts
     cache.begin(first)
     cache.commit(first)
-    second = cache.reserve(space, keys_of(7), BOTH[1:], 0).parts
-    assert cache.reserve(space, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
+    second = cache.reserve(keyspace, keys_of(7), BOTH[1:], 0).parts
+    assert cache.reserve(keyspace, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
     cache.abort(second)
-    assert cache.reserve(space, keys_of(9), BOTH, 0).states.tolist() == [R]
+    assert cache.reserve(keyspace, keys_of(9), BOTH, 0).states.tolist() == [R]
     assert check(cache, 0, reserved=4) == []
     cache.tier.close()
 
@@ -137,9 +137,9 @@ def test_a_key_of_which_one_part_is_not_written_can_go(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> None:
     cache = make_cache(pages=8, slab_pages=4, policy=policy)
-    namespace, one = make_space(cache)
+    namespace, one = make_keyspace(cache)
     two = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
-    cache.learn_parts(two, {0: 4096})
+    cache.set_part_bytes(two, {0: 4096})
     store(cache, two, 1, 2, 3)
     store(cache, one, 4, 5, 6, 7)
     request = [
@@ -156,52 +156,52 @@ def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> No
 
 
 def test_the_first_reservation_wins(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, 1)
-    mine = cache.reserve(space, keys_of(1, 2), ONE, 0)
-    theirs = cache.reserve(space, keys_of(1, 2, 3), ONE, 0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1)
+    mine = cache.reserve(keyspace, keys_of(1, 2), ONE, 0)
+    theirs = cache.reserve(keyspace, keys_of(1, 2, 3), ONE, 0)
     assert mine.states.tolist() == [H, R]
     assert theirs.states.tolist() == [H, P, R]
     assert check(cache, 0, reserved=2) == []
 
 
 def test_only_complete_keys_hit(cache: Cache) -> None:
-    _, space = make_space(cache, pages=(1, 2))
-    first = cache.reserve(space, keys_of(1), ONE, 0)
+    _, keyspace = make_keyspace(cache, pages=(1, 2))
+    first = cache.reserve(keyspace, keys_of(1), ONE, 0)
     cache.begin(first.parts)
     cache.commit(first.parts)
-    assert states(cache, space, 1) == [M], "one part of two is nothing to load"
-    again = cache.reserve(space, keys_of(1), ONE, 0)
+    assert states(cache, keyspace, 1) == [M], "one part of two is nothing to load"
+    again = cache.reserve(keyspace, keys_of(1), ONE, 0)
     assert again.states.tolist() == [H], "this part is there"
-    rest = cache.reserve(space, keys_of(1), BOTH, 0)
+    rest = cache.reserve(keyspace, keys_of(1), BOTH, 0)
     assert rest.states.tolist() == [R]
     assert len(rest.parts) == 1, "only what lacks is reserved"
     cache.begin(rest.parts)
     cache.commit(rest.parts)
-    assert states(cache, space, 1) == [H]
-    assert space.bytes == 3 * 4096
+    assert states(cache, keyspace, 1) == [H]
+    assert keyspace.bytes == 3 * 4096
     assert check(cache, 0, 0) == []
 
 
 def test_eviction_takes_exactly_what_is_needed(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, *range(8))
-    store(cache, space, 10, 11, 12)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, *range(8))
+    store(cache, keyspace, 10, 11, 12)
     assert cache.eviction.keys_evicted == 3
-    assert states(cache, space, *range(8)) == [M, M, M, H, H, H, H, H]
+    assert states(cache, keyspace, *range(8)) == [M, M, M, H, H, H, H, H]
 
 
-def asked_of(space: Space) -> list[int]:
-    """How many victims the policy of this space is asked for, from now on."""
+def asked_of(keyspace: Keyspace) -> list[int]:
+    """How many victims the policy of this keyspace is asked for, from now on."""
     asked: list[int] = []
-    assert space.queue is not None
-    victims = space.queue.policy.victims
+    assert keyspace.queue is not None
+    victims = keyspace.queue.policy.victims
 
     def note(wanted: int, evictable: Any) -> U32Array:
         asked.append(wanted)
         return victims(wanted, evictable)
 
-    space.queue.policy.victims = note  # type: ignore[method-assign]
+    keyspace.queue.policy.victims = note  # type: ignore[method-assign]
     return asked
 
 
@@ -209,12 +209,12 @@ def asked_of(space: Space) -> list[int]:
 def test_what_others_might_store_makes_no_eviction_long(policy: str) -> None:
     """A group whose keys would have 64 parts each: as many keys as are needed go all the same, in few rounds."""
     cache = make_cache(pages=512, slab_pages=16, policy=policy)
-    _, space = make_space(cache)
-    asked = asked_of(space)
-    _, foreign = make_space(cache, b"f" * 16, pages=(1,) * 64)
-    assert foreign.queue is space.queue
-    store(cache, space, *range(512))
-    store(cache, space, *range(1000, 1400))
+    _, keyspace = make_keyspace(cache)
+    asked = asked_of(keyspace)
+    _, foreign = make_keyspace(cache, b"f" * 16, pages=(1,) * 64)
+    assert foreign.queue is keyspace.queue
+    store(cache, keyspace, *range(512))
+    store(cache, keyspace, *range(1000, 1400))
     assert cache.eviction.keys_evicted == 400
     assert len(asked) <= 8, "of 64 slots each, as many; then twice as many, and so on"
     assert check(cache, 0, 0) == []
@@ -225,8 +225,8 @@ def test_what_others_might_store_makes_no_eviction_long(policy: str) -> None:
 def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> None:
     """Slots of one size that keys have two of, or one, or none: not a key goes behind the last one that is needed."""
     cache = make_cache(pages=64, slab_pages=64, policy=policy)
-    _, two = make_space(cache, b"a" * 16, pages=(1, 1))
-    _, one = make_space(cache, b"b" * 16, pages=(1,))
+    _, two = make_keyspace(cache, b"a" * 16, pages=(1, 1))
+    _, one = make_keyspace(cache, b"b" * 16, pages=(1,))
     store(cache, one, 0, 1, 2)
     for number in range(30):
         store(cache, two, number)
@@ -243,9 +243,9 @@ def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> No
 def test_what_has_none_of_the_slots_that_are_wanted_stays(policy: str, same: bool) -> None:
     """Though it is next to go. Those that have some are behind it in the queue, or in another one."""
     cache = make_cache(pages=1024, slab_pages=64, policy=policy)
-    _, large = make_space(cache, b"a" * 16, pages=(1, 3))
-    _, other = make_space(cache, b"b" * 16, pages=(3,))
-    _, small = make_space(cache, b"c" * 16, pages=(1,))
+    _, large = make_keyspace(cache, b"a" * 16, pages=(1, 3))
+    _, other = make_keyspace(cache, b"b" * 16, pages=(3,))
+    _, small = make_keyspace(cache, b"c" * 16, pages=(1,))
     for number in range(0, 448, 8):
         made = cache.reserve(large, keys_of(*range(number, number + 8)), ONE, 0).parts
         cache.begin(made)
@@ -277,11 +277,11 @@ def test_what_one_request_evicts_is_bounded_from_its_first_look_on(
 ) -> None:
     monkeypatch.setattr(eviction, "RECORDS_MAX", 4 * 1024)
     cache = make_cache(pages=1024, slab_pages=64, policy=policy)
-    _, one = make_space(cache, b"b" * 16)
+    _, one = make_keyspace(cache, b"b" * 16)
     store(cache, one, *range(984))
     cache.hold(cache.find(one, keys_of(*range(984))).hit_rows)
     wide = cache.declare(cache.open_namespace(b"w" * 16, 1, "", 32), GroupSchema(0, GroupKind.FULL, 16, parts=1024))
-    cache.learn_parts(wide, {0: 4096})
+    cache.set_part_bytes(wide, {0: 4096})
     made = cache.reserve(wide, keys_of(*range(40)), ONE, 0).parts
     cache.begin(made)
     cache.commit(made)
@@ -296,22 +296,22 @@ def test_what_one_request_evicts_is_bounded_from_its_first_look_on(
 
 def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     cache = make_cache(pages=64, slab_pages=16)
-    _, space = make_space(cache)
-    store(cache, space, 1)
-    assert space.queue is not None
-    other, foreign = make_space(cache, b"f" * 16, pages=(1, 1, 1, 2))
-    assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (3, 2)
-    assert (space.queue.num_spaces, space.queue.widest) == (2, 4)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1)
+    assert keyspace.queue is not None
+    other, foreign = make_keyspace(cache, b"f" * 16, pages=(1, 1, 1, 2))
+    assert (keyspace.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (3, 2)
+    assert (keyspace.queue.num_spaces, keyspace.queue.widest) == (2, 4)
     store(cache, foreign, 1)
     cache.close_namespace(other)
-    assert space.queue.most_per_key(1) == 3, "it has keys"
+    assert keyspace.queue.most_per_key(1) == 3, "it has keys"
     for _ in cache.clear(other):
         pass
     cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # namespaces that nobody uses are looked for
-    assert (space.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
-    assert (space.queue.num_spaces, space.queue.widest) == (1, 1)
+    assert (keyspace.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
+    assert (keyspace.queue.num_spaces, keyspace.queue.widest) == (1, 1)
     for pages in range(2, 12):
-        passing, _ = make_space(cache, b"p" * 16, pages=(pages,))
+        passing, _ = make_keyspace(cache, b"p" * 16, pages=(pages,))
         cache.close_namespace(passing)
     assert set(cache.eviction.queues) == {1, 11}
     assert check(cache, 0, 0) == []
@@ -321,14 +321,14 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
 def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
     """Groups whose sizes of slots have no slabs, and keys that nobody has stored."""
     cache = make_cache(pages=64, slab_pages=16)
-    _, space = make_space(cache)
-    _, large = make_space(cache, b"l" * 16, pages=(4,))
+    _, keyspace = make_keyspace(cache)
+    _, large = make_keyspace(cache, b"l" * 16, pages=(4,))
     told: list[int] = []
-    assert space.queue is not None
-    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
-    make_space(cache, b"f" * 16, pages=(1,) * 64)
-    make_space(cache, b"g" * 16, pages=(1, 16, 16, 16))
-    store(cache, space, *range(64))
+    assert keyspace.queue is not None
+    keyspace.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    make_keyspace(cache, b"f" * 16, pages=(1,) * 64)
+    make_keyspace(cache, b"g" * 16, pages=(1, 16, 16, 16))
+    store(cache, keyspace, *range(64))
     store(cache, large, 1)
     assert cache.eviction.slabs_taken_over == 1
     assert told == [48]
@@ -337,30 +337,30 @@ def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
 
 def test_a_policy_is_told_of_the_slots_that_its_keys_use() -> None:
     cache = make_cache(pages=64, slab_pages=16)
-    _, space = make_space(cache)
-    _, large = make_space(cache, b"l" * 16, pages=(4,))
-    make_space(cache, b"f" * 16, pages=(1, 16, 16, 16))
+    _, keyspace = make_keyspace(cache)
+    _, large = make_keyspace(cache, b"l" * 16, pages=(4,))
+    make_keyspace(cache, b"f" * 16, pages=(1, 16, 16, 16))
     told: list[int] = []
-    assert space.queue is not None
-    space.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
-    store(cache, space, *range(20))
-    cache.drop(cache.find(space, keys_of(*range(4, 16))).hit_rows)
+    assert keyspace.queue is not None
+    keyspace.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    store(cache, keyspace, *range(20))
+    cache.drop(cache.find(keyspace, keys_of(*range(4, 16))).hit_rows)
     store(cache, large, *range(9))
-    assert (cache.eviction.slabs_taken_over, space.rows) == (1, 4)
+    assert (cache.eviction.slabs_taken_over, keyspace.rows) == (1, 4)
     assert told == [64], "nobody has slots of 16 pages"
     cache.tier.close()
 
 
 def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, *range(6))
-    held = cache.find(space, keys_of(0, 1)).hit_rows
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, *range(6))
+    held = cache.find(keyspace, keys_of(0, 1)).hit_rows
     cache.hold(held)
-    writing = cache.reserve(space, keys_of(6, 7), ONE, 0)
-    answer = cache.reserve(space, keys_of(*range(20, 26)), ONE, 0)
+    writing = cache.reserve(keyspace, keys_of(6, 7), ONE, 0)
+    answer = cache.reserve(keyspace, keys_of(*range(20, 26)), ONE, 0)
     assert answer.states.tolist() == [R, R, R, R, N, N]
     assert cache.counters.keys_without_space == 2
-    assert states(cache, space, *range(8)) == [H, H, M, M, M, M, P, P]
+    assert states(cache, keyspace, *range(8)) == [H, H, M, M, M, M, P, P]
     assert check(cache, holds=2, reserved=6) == []
     cache.unhold(held)
     cache.abort(np.concatenate([writing.parts, answer.parts]))
@@ -368,51 +368,51 @@ def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:
 
 
 def test_a_request_does_not_evict_what_it_names(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, *range(8))
-    answer = cache.reserve(space, keys_of(0, 1, 2, 30, 31), ONE, 0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, *range(8))
+    answer = cache.reserve(keyspace, keys_of(0, 1, 2, 30, 31), ONE, 0)
     assert answer.states.tolist() == [H, H, H, R, R]
-    assert states(cache, space, 0, 1, 2) == [H, H, H]
+    assert states(cache, keyspace, 0, 1, 2) == [H, H, H]
 
 
 def test_a_held_key_outlives_clear_and_drop_but_does_not_hit(cache: Cache) -> None:
-    namespace, space = make_space(cache)
-    parts = store(cache, space, 1, 2)
-    rows = cache.find(space, keys_of(1, 2)).hit_rows
+    namespace, keyspace = make_keyspace(cache)
+    parts = store(cache, keyspace, 1, 2)
+    rows = cache.find(keyspace, keys_of(1, 2)).hit_rows
     cache.hold(rows)
     cache.drop(rows[:1])
-    assert states(cache, space, 1, 2) == [M, H]
+    assert states(cache, keyspace, 1, 2) == [M, H]
     freed = [sum(step) for step in zip(*cache.clear(namespace), strict=True)]
     assert freed[0] == 1
-    space = namespace.spaces[0]
-    assert states(cache, space, 1, 2) == [M, M]
+    keyspace = namespace.keyspaces[0]
+    assert states(cache, keyspace, 1, 2) == [M, M]
     assert cache.tier.gauges()["used_bytes"] == 2 * 4096, "a running load may still read them"
     assert check(cache, holds=2, reserved=0) == []
-    store(cache, space, 1)
-    assert set(store(cache, space, 3).tolist()).isdisjoint(parts.tolist())
+    store(cache, keyspace, 1)
+    assert set(store(cache, keyspace, 3).tolist()).isdisjoint(parts.tolist())
     cache.unhold(rows)
     assert cache.tier.gauges()["used_bytes"] == 2 * 4096
     assert check(cache, 0, 0) == []
 
 
 def test_a_store_under_way_does_not_survive_a_clear(cache: Cache) -> None:
-    namespace, space = make_space(cache)
-    reservation = cache.reserve(space, keys_of(1), ONE, 0)
+    namespace, keyspace = make_keyspace(cache)
+    reservation = cache.reserve(keyspace, keys_of(1), ONE, 0)
     cache.begin(reservation.parts)
     for _ in cache.clear(namespace):
         pass
     assert cache.commit(reservation.parts).tolist() == [], "nothing is left to hash"
-    assert states(cache, namespace.spaces[0], 1) == [M]
+    assert states(cache, namespace.keyspaces[0], 1) == [M]
     assert cache.tier.gauges()["used_bytes"] == 0
     assert check(cache, 0, 0) == []
 
 
 def test_a_late_hash_does_not_seal_the_slots_next_tenant(cache: Cache) -> None:
-    _, space = make_space(cache)
-    parts = store(cache, space, 1)
+    _, keyspace = make_keyspace(cache)
+    parts = store(cache, keyspace, 1)
     generations = cache.entries.parts.generation[parts]
-    cache.drop(cache.find(space, keys_of(1)).hit_rows)
-    again = store(cache, space, 2)
+    cache.drop(cache.find(keyspace, keys_of(1)).hit_rows)
+    again = store(cache, keyspace, 2)
     assert again.tolist() == parts.tolist(), "the record is reused at once"
     cache.seal(parts, generations, np.ones((1, 2), np.uint64))
     assert cache.counters.parts_sealed == 0
@@ -420,10 +420,10 @@ def test_a_late_hash_does_not_seal_the_slots_next_tenant(cache: Cache) -> None:
 
 def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     cache = make_cache(pages=32, slab_pages=8)
-    _, small = make_space(cache, b"a" * 16)
+    _, small = make_keyspace(cache, b"a" * 16)
     store(cache, small, *range(32))
     cache.use_all([(small, cache.find(small, keys_of(*range(24))), 0)])
-    _, large = make_space(cache, b"b" * 16, pages=(4,))
+    _, large = make_keyspace(cache, b"b" * 16, pages=(4,))
     store(cache, large, 1, 2)
     assert cache.eviction.slabs_taken_over == 1
     assert states(cache, large, 1, 2) == [H, H]
@@ -433,25 +433,25 @@ def test_a_starving_size_takes_over_the_coldest_slab() -> None:
 
 
 def test_namespaces_do_not_meet_and_empty_ones_are_forgotten(cache: Cache) -> None:
-    namespace, space = make_space(cache, b"a" * 16)
-    other, other_space = make_space(cache, b"b" * 16)
-    store(cache, space, 1)
+    namespace, keyspace = make_keyspace(cache, b"a" * 16)
+    other, other_space = make_keyspace(cache, b"b" * 16)
+    store(cache, keyspace, 1)
     assert states(cache, other_space, 1) == [M]
     cache.close_namespace(namespace)
     cache.close_namespace(other)
     assert list(cache.namespaces) == [b"a" * 16]
-    again, _ = make_space(cache, b"a" * 16)
-    assert states(cache, again.spaces[0], 1) == [H]
+    again, _ = make_keyspace(cache, b"a" * 16)
+    assert states(cache, again.keyspaces[0], 1) == [H]
 
 
 def test_a_namespace_keeps_its_schema(cache: Cache) -> None:
-    namespace, space = make_space(cache)
+    namespace, keyspace = make_keyspace(cache)
     with pytest.raises(SchemaError):
         cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 32))
     with pytest.raises(SchemaError):
-        cache.learn_parts(space, {0: 8192})
+        cache.set_part_bytes(keyspace, {0: 8192})
     half = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16, parts=2))
-    cache.learn_parts(half, {1: 4096})
+    cache.set_part_bytes(half, {1: 4096})
     with pytest.raises(SchemaError):
         cache.reserve(half, keys_of(1), BOTH, 0)
 
@@ -469,26 +469,26 @@ def test_keys_are_unpacked_by_width() -> None:
 
 
 def test_snapshot_lists_complete_keys(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, 1, 2)
-    cache.reserve(space, keys_of(3), ONE, 0)
-    packed, cursor = cache.snapshot(space, 0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1, 2)
+    cache.reserve(keyspace, keys_of(3), ONE, 0)
+    packed, cursor = cache.snapshot(keyspace, 0)
     assert cursor == 0
     assert {row[1] for row in keys_array(packed, 32).tolist()} == {1, 2}
 
 
 def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
-    _, space = make_space(cache)
-    store(cache, space, 1, 2)
-    found = cache.find(space, keys_of(2, 1, 2))
-    assert space.queue is not None
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1, 2)
+    found = cache.find(keyspace, keys_of(2, 1, 2))
+    assert keyspace.queue is not None
     told: list[list[int]] = []
 
     def touch(rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         told.append([*rows.tolist(), *positions.tolist()])
 
-    space.queue.policy.touch = touch  # type: ignore[method-assign]
-    cache.use_all([(space, found, 5)])
+    keyspace.queue.policy.touch = touch  # type: ignore[method-assign]
+    cache.use_all([(keyspace, found, 5)])
     assert told == [[*found.rows[:2].tolist(), 5, 6]]
     cache.hold(found.hit_rows)
     assert check(cache, holds=3, reserved=0) == []

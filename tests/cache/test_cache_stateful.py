@@ -9,15 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache.adoption import Estate, adopt, estate_of
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.cache.warm_restart import SavedState, adopt, read_saved_state
 from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array, U64Array
-from kvoffloadd.tiers.pool import Pool
+from kvoffloadd.tiers.arenafile import ArenaFile
 
-from .fakes import keys_of, make_cache, make_space
+from .fakes import keys_of, make_cache, make_keyspace
 
 SHAPES = [(1,), (1, 1), (3,), (2, 1, 1)]
 numbers = st.lists(st.integers(0, 30), min_size=1, max_size=10, unique=True)
@@ -35,7 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["", *sorted(POLICIES)]))
     def begin(self, policy: str) -> None:
         self.cache = make_cache(pages=48, slab_pages=8, policy=policy)
-        made = [make_space(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
+        made = [make_keyspace(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
         self.namespaces = [namespace for namespace, _ in made]
         self.reserved: list[tuple[int, I64Array]] = []
         self.held: list[tuple[int, U32Array, dict[int, int]]] = []
@@ -43,16 +43,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.content: dict[int, int] = {}  # slot page -> stamp written into it
         self.arena = pool_arena(self.cache)
 
-    def space(self, n: int) -> Space:
-        return self.namespaces[n].spaces[0]
+    def keyspace(self, n: int) -> Keyspace:
+        return self.namespaces[n].keyspaces[0]
 
     @rule(n=which, keys=numbers, seed=st.integers(0, 9))
     def reserve(self, n: int, keys: list[int], seed: int) -> None:
-        space = self.space(n)
-        parts = np.random.default_rng(seed).permutation(space.schema.parts)[: 1 + seed % space.schema.parts]
+        keyspace = self.keyspace(n)
+        parts = np.random.default_rng(seed).permutation(keyspace.schema.parts)[: 1 + seed % keyspace.schema.parts]
         wanted = np.sort(parts).astype(np.uint16)
-        before = self.cache.find(space, keys_of(*keys)).states
-        answer = self.cache.reserve(space, keys_of(*keys), wanted, 0)
+        before = self.cache.find(keyspace, keys_of(*keys)).states
+        answer = self.cache.reserve(keyspace, keys_of(*keys), wanted, 0)
         assert (answer.states[before == KeyState.HIT] == KeyState.HIT).all()
         if len(answer.parts):
             self.reserved.append((n, answer.parts))
@@ -82,13 +82,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(n=which, keys=numbers)
     def pin(self, n: int, keys: list[int]) -> None:
-        space = self.space(n)
-        found = self.cache.find(space, keys_of(*keys))
+        keyspace = self.keyspace(n)
+        found = self.cache.find(keyspace, keys_of(*keys))
         rows = found.hit_rows
         if len(rows):
             self.cache.hold(rows)
-            self.cache.use_all([(space, found, 0)])
-            records = self.cache.entries.first[rows].astype(np.int64) + space.schema.parts - 1
+            self.cache.use_all([(keyspace, found, 0)])
+            records = self.cache.entries.first[rows].astype(np.int64) + keyspace.schema.parts - 1
             pages = self.cache.entries.parts.page[records].tolist()
             self.held.append((n, rows, {page: self.content[page] for page in pages}))
 
@@ -100,31 +100,31 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(n=which, keys=numbers)
     def drop(self, n: int, keys: list[int]) -> None:
-        self.cache.drop(self.cache.find(self.space(n), keys_of(*keys)).hit_rows)
-        assert not self.cache.find(self.space(n), keys_of(*keys)).hits.any()
+        self.cache.drop(self.cache.find(self.keyspace(n), keys_of(*keys)).hit_rows)
+        assert not self.cache.find(self.keyspace(n), keys_of(*keys)).hits.any()
 
     @rule(n=which)
     def clear(self, n: int) -> None:
         for _ in self.cache.clear(self.namespaces[n]):
             pass
-        assert self.space(n).keys == 0
+        assert self.keyspace(n).keys == 0
 
     @rule()
     def die_and_restart(self) -> None:
         """A successor serves what was complete, and nothing else, wherever the predecessor was killed."""
         before = [self.served(n) for n in range(len(SHAPES))]
         pool = self.cache.tier.pool
-        successor = Pool(os.dup(pool.fd), pool.capacity_bytes, 8 * PAGE_BYTES, is_old=True)
-        estate = estate_of(successor.names()) or Estate(0, 0, {}, [])
+        successor = ArenaFile(os.dup(pool.fd), pool.capacity_bytes, 8 * PAGE_BYTES, is_old=True)
+        saved = read_saved_state(successor.names()) or SavedState(0, 0, {}, [])
         self.cache.tier.close()
         self.cache = make_cache(pages=48, slab_pages=8, pool=successor)
-        self.cache.epochs.merge(estate.base, estate.last, estate.epochs)
-        rows = adopt(self.cache, estate)
+        self.cache.epochs.merge(saved.base, saved.last, saved.epochs)
+        rows = adopt(self.cache, saved)
         assert self.cache.entries.parts.unverified.sum() == sum(
             len(pages) for keys in before for pages in keys.values()
         )
         assert len(rows) == sum(map(len, before))
-        made = [make_space(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
+        made = [make_keyspace(self.cache, bytes([n]) * 16, pages=shape) for n, shape in enumerate(SHAPES)]
         self.namespaces = [namespace for namespace, _ in made]
         self.arena = pool_arena(self.cache)
         assert [self.served(n) for n in range(len(SHAPES))] == before
@@ -132,9 +132,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def served(self, n: int) -> dict[int, list[int]]:
         """Key -> what lies in the slots of its parts, of all that a lookup would find."""
-        space = self.space(n)
-        found = self.cache.find(space, keys_of(*range(31)))
-        records = self.cache.entries.records(found.hit_rows, np.arange(space.schema.parts, dtype=np.uint16))
+        keyspace = self.keyspace(n)
+        found = self.cache.find(keyspace, keys_of(*range(31)))
+        records = self.cache.entries.records(found.hit_rows, np.arange(keyspace.schema.parts, dtype=np.uint16))
         stamps = self.arena[self.cache.entries.parts.page[records], 0].tolist()
         return dict(zip(np.flatnonzero(found.hits).tolist(), stamps, strict=True))
 

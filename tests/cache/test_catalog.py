@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffloadd.cache import catalog as catalog_module
-from kvoffloadd.cache.catalog import Catalog, Shelf
+from kvoffloadd.cache.catalog import Catalog, DiskKeyspace
 from kvoffloadd.model import I64Array, U64Array
-from kvoffloadd.tiers.disk.format import SpaceId
+from kvoffloadd.tiers.disk.format import KeyspaceId
 
 from .fakes import keys_of
 
@@ -25,20 +25,20 @@ which = st.integers(0, len(WIDTHS) - 1)
 seeds = st.integers(0, 1 << 32)
 
 
-def name_of(n: int, epoch: int = 0, parts: int = 1) -> SpaceId:
-    return SpaceId(bytes([n]) * 16, b"s" * 16, epoch, 0, parts, 32)
+def name_of(n: int, epoch: int = 0, parts: int = 1) -> KeyspaceId:
+    return KeyspaceId(bytes([n]) * 16, b"s" * 16, epoch, 0, parts, 32)
 
 
-def shelf_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> Shelf:
-    shelf = catalog.shelf(name_of(n, epoch, parts))
-    assert shelf is not None
-    return shelf
+def shelf_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> DiskKeyspace:
+    disk_keyspace = catalog.disk_keyspace(name_of(n, epoch, parts))
+    assert disk_keyspace is not None
+    return disk_keyspace
 
 
-def put(catalog: Catalog, shelf: Shelf, segment: int, *places: tuple[int, int, int]) -> None:
+def put(catalog: Catalog, disk_keyspace: DiskKeyspace, segment: int, *places: tuple[int, int, int]) -> None:
     """Places: (key, part, page)."""
     numbers, parts, pages = zip(*places, strict=True)
-    catalog.put(shelf, keys_of(*numbers), np.array(parts, np.uint16), segment, np.array(pages, np.uint32))
+    catalog.put(disk_keyspace, keys_of(*numbers), np.array(parts, np.uint16), segment, np.array(pages, np.uint32))
 
 
 def check(catalog: Catalog, segments: set[int]) -> list[str]:
@@ -52,14 +52,14 @@ def numbers_in(keys: U64Array) -> list[int]:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """The model: per shelf, key and part the place."""
+    """The model: per disk keyspace, key and part the place."""
 
     @initialize(seed=seeds)
     def begin(self, seed: int) -> None:
         self.catalog = Catalog(30_000, seed)
         self.epochs = [0] * len(WIDTHS)
         self.widths = list(WIDTHS)
-        self.shelves = [shelf_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
+        self.disk_keyspaces = [shelf_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
         self.model: list[dict[int, dict[int, Place]]] = [{} for _ in WIDTHS]
         self.next_page = dict.fromkeys(range(1, SEGMENTS + 1), 1)
         self.used: list[set[int]] = [set() for _ in WIDTHS]
@@ -93,21 +93,21 @@ class CatalogMachine(RuleBasedStateMachine):
         order = rng.permutation(len(numbers))
         keys = keys_of(*numbers[order].tolist())
         pages32 = pages[order].astype(np.uint32)
-        self.catalog.put(self.shelves[n], keys, parts[order].astype(np.uint16), segment, pages32)
+        self.catalog.put(self.disk_keyspaces[n], keys, parts[order].astype(np.uint16), segment, pages32)
 
     @rule(n=which, seed=seeds)
     def use(self, n: int, seed: int) -> None:
         some = sorted(self.complete(n))[:: 1 + seed % 5]
-        self.catalog.mark_used(self.catalog.find(self.shelves[n], keys_of(*some)))
+        self.catalog.mark_used(self.catalog.find(self.disk_keyspaces[n], keys_of(*some)))
         self.used[n] |= set(some)
 
     @rule(n=which, seed=seeds)
     def damage(self, n: int, seed: int) -> None:
         """Some records of complete keys turn out to be bad."""
         some = sorted(self.complete(n))[seed % 3 :: 1 + seed % 7]
-        rows = self.catalog.find(self.shelves[n], keys_of(*some)).astype(np.uint32)
+        rows = self.catalog.find(self.disk_keyspaces[n], keys_of(*some)).astype(np.uint32)
         part = seed % self.widths[n]
-        lost = self.catalog.forget(self.catalog.places(self.shelves[n], rows)[:, part])
+        lost = self.catalog.forget(self.catalog.places(self.disk_keyspaces[n], rows)[:, part])
         assert sorted(lost.tolist()) == sorted(rows.tolist())
         self.forget((n, key, part) for key in some)
 
@@ -116,8 +116,8 @@ class CatalogMachine(RuleBasedStateMachine):
         records = self.catalog.in_segment(segment)
         gone = [
             (place[1], n, key, part)
-            for n, shelf in enumerate(self.model)
-            for key, places in shelf.items()
+            for n, disk_keyspace in enumerate(self.model)
+            for key, places in disk_keyspace.items()
             for part, place in places.items()
             if place[0] == segment
         ]
@@ -131,16 +131,22 @@ class CatalogMachine(RuleBasedStateMachine):
         assert not len(self.catalog.in_segment(segment))
 
     def owner(self, row: int) -> int:
-        return next(n for n, shelf in enumerate(self.shelves) if shelf.id == self.catalog.index.space[row])
+        return next(
+            n
+            for n, disk_keyspace in enumerate(self.disk_keyspaces)
+            if disk_keyspace.id == self.catalog.index.keyspace[row]
+        )
 
     @rule(n=which, width=st.sampled_from([*WIDTHS, 5]), again=st.booleans())
     def clear(self, n: int, width: int, again: bool) -> None:
-        """A new epoch. `again`: the old shelf is emptied first, and the new one, of another width, has its number."""
-        old = self.shelves[n]
+        """A new epoch. `again`: the old disk keyspace is emptied first, and the new one, of another width, has its
+        number.
+        """
+        old = self.disk_keyspaces[n]
         self.catalog.close(old)
         self.epochs[n] += 1
         if not again:
-            self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], self.widths[n])
+            self.disk_keyspaces[n] = shelf_of(self.catalog, n, self.epochs[n], self.widths[n])
         complete = sorted(self.complete(n))
         some = keys_of(*complete)
         assert (self.catalog.find(old, some) == -1).all()
@@ -148,33 +154,33 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog.put(old, keys_of(9999), np.zeros(1, np.uint16), 1, np.ones(1, np.uint32))
         told = [number for keys in self.catalog.empty(old) for number in numbers_in(keys)]
         assert sorted(told) == complete
-        assert old.id not in self.catalog.shelves
+        assert old.id not in self.catalog.disk_keyspaces
         self.model[n], self.used[n] = {}, set()
         if again:
-            self.widths[n], self.catalog._next_shelf = width, old.id
-            self.shelves[n] = shelf_of(self.catalog, n, self.epochs[n], width)
-            assert self.shelves[n].id == old.id
+            self.widths[n], self.catalog._next_number = width, old.id
+            self.disk_keyspaces[n] = shelf_of(self.catalog, n, self.epochs[n], width)
+            assert self.disk_keyspaces[n].id == old.id
 
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "catalog"):
             return
         catalog = self.catalog
-        for n, shelf in enumerate(self.shelves):
+        for n, disk_keyspace in enumerate(self.disk_keyspaces):
             model, complete = self.model[n], self.complete(n)
             asked = sorted(model)
-            rows = catalog.find(shelf, keys_of(*asked, 123_456))
+            rows = catalog.find(disk_keyspace, keys_of(*asked, 123_456))
             assert [row >= 0 for row in rows.tolist()] == [*(key in complete for key in asked), False]
             found = rows[rows >= 0].astype(np.uint32)
-            records = catalog.places(shelf, found)
+            records = catalog.places(disk_keyspace, found)
             places = np.stack([catalog.segment[records], catalog.page[records]], axis=2).tolist()
             expected = [[list(model[key][part]) for part in range(self.widths[n])] for key in asked if key in complete]
             assert places == expected
             assert set(numbers_in(catalog.index.keys[found[catalog.used[found] != 0]])) == self.used[n] & complete
-            assert (shelf.rows, shelf.keys) == (len(model), len(complete))
-            listed = catalog.listing(shelf, 0, catalog.index.rows_end)
+            assert (disk_keyspace.rows, disk_keyspace.keys) == (len(model), len(complete))
+            listed = catalog.listing(disk_keyspace, 0, catalog.index.rows_end)
             assert sorted(numbers_in(catalog.index.keys[listed])) == sorted(complete)
-        assert catalog.records == sum(len(places) for shelf in self.model for places in shelf.values())
+        assert catalog.records == sum(len(places) for disk_keyspace in self.model for places in disk_keyspace.values())
         assert catalog.keys == sum(len(self.complete(n)) for n in range(len(WIDTHS)))
 
     @invariant()
@@ -190,27 +196,27 @@ TestCatalog.settings = settings(max_examples=12, stateful_step_count=25, deadlin
 def test_memory_of_many_records_stays_within_the_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
     catalog = Catalog(1 << 20, seed)
-    shelf = shelf_of(catalog, 1)
+    disk_keyspace = shelf_of(catalog, 1)
     for batch in range(400):
         keys = rng.integers(0, 1 << 63, (500, 4), dtype=np.uint64)
         pages = np.arange(1, 501, dtype=np.uint32)
-        catalog.put(shelf, keys, np.zeros(500, np.uint16), 1 + batch, pages)
+        catalog.put(disk_keyspace, keys, np.zeros(500, np.uint16), 1 + batch, pages)
     assert catalog.records == 200_000
     assert catalog.memory_bytes() / catalog.records < 75
     for segment in range(1, 401):
         catalog.forget(catalog.in_segment(segment))
         catalog.close_segment(segment)
-    assert (catalog.records, catalog.keys, shelf.rows) == (0, 0, 0)
+    assert (catalog.records, catalog.keys, disk_keyspace.rows) == (0, 0, 0)
     assert check(catalog, set()) == []
 
 
 def test_rewriting_for_ever_takes_no_more_memory() -> None:
     """Segments come and go, the keys stay: what is remembered of old places goes with their segment."""
     catalog = Catalog(10_000, 1)
-    shelf = shelf_of(catalog, 1)
+    disk_keyspace = shelf_of(catalog, 1)
     sizes = []
     for segment in range(1, 60):
-        put(catalog, shelf, segment, *((key, 0, 1 + key) for key in range(500)))
+        put(catalog, disk_keyspace, segment, *((key, 0, 1 + key) for key in range(500)))
         if segment > 2:
             assert not len(catalog.in_segment(segment - 2)), "all of it has moved on"
             catalog.close_segment(segment - 2)
@@ -220,12 +226,12 @@ def test_rewriting_for_ever_takes_no_more_memory() -> None:
 
 def test_a_listing_in_steps_names_each_key_once() -> None:
     catalog = Catalog(1000, 1)
-    shelf, other = shelf_of(catalog, 1), shelf_of(catalog, 2, parts=2)
-    put(catalog, shelf, 1, *((key, 0, 1 + key) for key in range(50)))
+    disk_keyspace, other = shelf_of(catalog, 1), shelf_of(catalog, 2, parts=2)
+    put(catalog, disk_keyspace, 1, *((key, 0, 1 + key) for key in range(50)))
     put(catalog, other, 1, *((key, 0, 100 + key) for key in range(20)))  # one part of two
     put(catalog, other, 1, *((key, 1, 200 + key) for key in range(7)))
-    catalog.forget(catalog.places(shelf, catalog.find(shelf, keys_of(3, 4)).astype(np.uint32)).ravel())
-    for mine, expected in ((shelf, [*range(3), *range(5, 50)]), (other, list(range(7)))):
+    catalog.forget(catalog.places(disk_keyspace, catalog.find(disk_keyspace, keys_of(3, 4)).astype(np.uint32)).ravel())
+    for mine, expected in ((disk_keyspace, [*range(3), *range(5, 50)]), (other, list(range(7)))):
         steps = [catalog.listing(mine, start, 8) for start in range(0, catalog.index.rows_end, 8)]
         packed = b"".join(catalog.packed(rows, 32) for rows in steps)
         found = np.frombuffer(packed, np.uint64).reshape(-1, 4)
@@ -250,43 +256,43 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_of_two_copies_in_one_batch_the_one_at_the_higher_page_counts() -> None:
     catalog = Catalog(100, 1)
-    shelf = shelf_of(catalog, 1)
-    put(catalog, shelf, 1, (5, 0, 9), (6, 0, 3), (5, 0, 2))
-    rows: I64Array = catalog.find(shelf, keys_of(5, 6))
+    disk_keyspace = shelf_of(catalog, 1)
+    put(catalog, disk_keyspace, 1, (5, 0, 9), (6, 0, 3), (5, 0, 2))
+    rows: I64Array = catalog.find(disk_keyspace, keys_of(5, 6))
     assert catalog.page[catalog.first[rows]].tolist() == [9, 3]
-    assert (catalog.records, shelf.keys) == (2, 2)
+    assert (catalog.records, disk_keyspace.keys) == (2, 2)
     assert check(catalog, {1}) == []
 
 
 def test_shelves_of_other_names_do_not_meet() -> None:
     catalog = Catalog(100, 1)
-    shelf = shelf_of(catalog, 1)
-    put(catalog, shelf, 1, (5, 0, 1))
+    disk_keyspace = shelf_of(catalog, 1)
+    put(catalog, disk_keyspace, 1, (5, 0, 1))
     others = [
         name_of(2),
         name_of(1, epoch=1),
-        SpaceId(b"\1" * 16, b"t" * 16, 0, 0, 1, 32),
-        SpaceId(b"\1" * 16, b"s" * 16, 0, 1, 1, 32),
+        KeyspaceId(b"\1" * 16, b"t" * 16, 0, 0, 1, 32),
+        KeyspaceId(b"\1" * 16, b"s" * 16, 0, 1, 1, 32),
     ]
     for name in others:
-        other = catalog.shelf(name)
+        other = catalog.disk_keyspace(name)
         assert other is not None
-        assert other is not shelf
+        assert other is not disk_keyspace
         assert catalog.find(other, keys_of(5))[0] == -1
-    assert catalog.shelf(name_of(1)) is shelf
+    assert catalog.disk_keyspace(name_of(1)) is disk_keyspace
 
 
 def test_shelf_numbers_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 4)
+    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 4)
     catalog = Catalog(100, 1)
-    shelves = [shelf_of(catalog, n) for n in range(3)]
-    assert catalog.shelf(name_of(3)) is None
-    put(catalog, shelves[1], 1, (5, 0, 1))
-    catalog.close(shelves[1])
-    assert catalog.shelf(name_of(3)) is None, "it is not empty yet"
-    assert [numbers_in(keys) for keys in catalog.empty(shelves[1])] == [[5]]
+    disk_keyspaces = [shelf_of(catalog, n) for n in range(3)]
+    assert catalog.disk_keyspace(name_of(3)) is None
+    put(catalog, disk_keyspaces[1], 1, (5, 0, 1))
+    catalog.close(disk_keyspaces[1])
+    assert catalog.disk_keyspace(name_of(3)) is None, "it is not empty yet"
+    assert [numbers_in(keys) for keys in catalog.empty(disk_keyspaces[1])] == [[5]]
     new = shelf_of(catalog, 3)
-    assert new.id not in (shelves[0].id, shelves[2].id)
+    assert new.id not in (disk_keyspaces[0].id, disk_keyspaces[2].id)
     assert catalog.find(new, keys_of(5))[0] == -1
 
 
@@ -315,7 +321,7 @@ def test_emptying_a_shelf_leaves_alone_what_an_earlier_one_of_its_number_had() -
     catalog.close(old)
     for _ in catalog.empty(old):
         pass
-    catalog._next_shelf = old.id
+    catalog._next_number = old.id
     wide = shelf_of(catalog, 3, parts=2)
     assert wide.id == old.id
     put(catalog, other, 2, *((key, 0, 1 + key) for key in range(50)))
@@ -350,11 +356,11 @@ def test_emptying_a_shelf_leaves_alone_what_took_its_place_meanwhile(
 
 def test_keys_that_the_index_can_not_hold_are_left_out() -> None:
     catalog = Catalog(4000, 1)
-    shelf = shelf_of(catalog, 1)
-    catalog.index.hash = lambda space, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
-    put(catalog, shelf, 1, *((key, 0, 1 + key) for key in range(300)))
-    put(catalog, shelf, 2, *((key, 0, 1 + key) for key in range(200, 2000)))
-    assert (shelf.keys, catalog.records) == (300, 300)
+    disk_keyspace = shelf_of(catalog, 1)
+    catalog.index.hash = lambda keyspace, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
+    put(catalog, disk_keyspace, 1, *((key, 0, 1 + key) for key in range(300)))
+    put(catalog, disk_keyspace, 2, *((key, 0, 1 + key) for key in range(200, 2000)))
+    assert (disk_keyspace.keys, catalog.records) == (300, 300)
     assert len(catalog.in_segment(2)) == 100, "those that are there still move"
     assert check(catalog, {1, 2}) == []
 
@@ -384,35 +390,35 @@ def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
 
 
 def test_a_user_has_no_more_shelves_than_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 33)
+    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 33)
     catalog = Catalog(1000, 7)
 
-    def take(uid: int | None, first: int) -> list[Shelf]:
+    def take(uid: int | None, first: int) -> list[DiskKeyspace]:
         """As many as they give."""
-        taken: list[Shelf] = []
-        while (shelf := catalog.shelf(name_of(first + len(taken)), uid)) is not None:
-            taken.append(shelf)
+        taken: list[DiskKeyspace] = []
+        while (disk_keyspace := catalog.disk_keyspace(name_of(first + len(taken)), uid)) is not None:
+            taken.append(disk_keyspace)
         return taken
 
-    shelves = take(1, 0)
-    assert [len(shelves), len(take(2, 50)), len(take(3, 100)), len(take(4, 150))] == [16, 8, 4, 2]
-    assert catalog.shelf(name_of(0), 1) is shelves[0], "what it has it may use"
-    assert catalog.shelf(name_of(200), 5) is not None, "somebody new finds room"
-    assert catalog.shelf(name_of(201), 1) is None
-    catalog.discard(shelves[0])
-    catalog.close(shelves[1])
-    assert list(catalog.empty(shelves[1])) == []
+    disk_keyspaces = take(1, 0)
+    assert [len(disk_keyspaces), len(take(2, 50)), len(take(3, 100)), len(take(4, 150))] == [16, 8, 4, 2]
+    assert catalog.disk_keyspace(name_of(0), 1) is disk_keyspaces[0], "what it has it may use"
+    assert catalog.disk_keyspace(name_of(200), 5) is not None, "somebody new finds room"
+    assert catalog.disk_keyspace(name_of(201), 1) is None
+    catalog.discard(disk_keyspaces[0])
+    catalog.close(disk_keyspaces[1])
+    assert list(catalog.empty(disk_keyspaces[1])) == []
     for _ in range(2):
-        assert [catalog.shelf(name_of(202 + n), 6) is not None for n in range(3)] == [True, True, False]
+        assert [catalog.disk_keyspace(name_of(202 + n), 6) is not None for n in range(3)] == [True, True, False]
     assert check(catalog, set()) == []
 
 
 def test_what_was_found_at_a_start_is_its_users_once_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "SHELVES_MAX", 9)
+    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 9)
     catalog = Catalog(1000, 7)
-    found = [catalog.shelf(name_of(n)) for n in range(5)]
+    found = [catalog.disk_keyspace(name_of(n)) for n in range(5)]
     assert None not in found, "nobody is known to have too many"
-    assert [catalog.shelf(name_of(n), 1) for n in range(5)] == found
-    assert catalog.shelf(name_of(5), 1) is None
-    assert catalog.shelf(name_of(5), 2) is not None
-    assert [shelf.uid for shelf in catalog.shelves.values()] == [1] * 5 + [2]
+    assert [catalog.disk_keyspace(name_of(n), 1) for n in range(5)] == found
+    assert catalog.disk_keyspace(name_of(5), 1) is None
+    assert catalog.disk_keyspace(name_of(5), 2) is not None
+    assert [disk_keyspace.uid for disk_keyspace in catalog.disk_keyspaces.values()] == [1] * 5 + [2]

@@ -25,12 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffloadd.cache import cache as cache_module
 from kvoffloadd.cache import epochs as epochs_module
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.arenafile import ArenaFile
+from kvoffloadd.tiers.disk.health import RootState
 from kvoffloadd.tiers.disk.root import Root
-from kvoffloadd.tiers.pool import Pool
 
 from .disktier import Shape, Tier
 from .fakes import keys_of
@@ -61,13 +61,13 @@ class StampedTier(Tier):
     clears: list[int]
     found: dict[tuple[int, int], int]
 
-    def payload(self, space: Space, number: int, part: int) -> bytes:
-        n = NAMES.index(space.namespace.fingerprint)
-        return STAMP.pack(n, number, self.clears[n]).ljust(space.part_bytes[part], b"\0")
+    def payload(self, keyspace: Keyspace, number: int, part: int) -> bytes:
+        n = NAMES.index(keyspace.namespace.fingerprint)
+        return STAMP.pack(n, number, self.clears[n]).ljust(keyspace.part_bytes[part], b"\0")
 
-    def check_payload(self, space: Space, number: int, part: int, payload: bytes) -> None:
+    def check_payload(self, keyspace: Keyspace, number: int, part: int, payload: bytes) -> None:
         n, key, stored_after = STAMP.unpack_from(payload)
-        assert (n, key) == (NAMES.index(space.namespace.fingerprint), number), "another key's bytes"
+        assert (n, key) == (NAMES.index(keyspace.namespace.fingerprint), number), "another key's bytes"
         self.found[n, key] = stored_after
 
 
@@ -129,13 +129,13 @@ class ClearMachine(RuleBasedStateMachine):
     def root(self, name: str) -> Root:
         return self.up.roots[self.config.index(name)]
 
-    def spaces(self) -> list[Space]:
+    def keyspaces(self) -> list[Keyspace]:
         """Of the namespaces that engines have opened in this run."""
-        return [self.up.space(NAMES[n]) for n in self.opened]
+        return [self.up.keyspace(NAMES[n]) for n in self.opened]
 
-    def space(self, n: int) -> Space:
+    def keyspace(self, n: int) -> Keyspace:
         self.opened = sorted({*self.opened, n})
-        return self.up.space(NAMES[n])
+        return self.up.keyspace(NAMES[n])
 
     # --- the daemon ---
 
@@ -199,7 +199,7 @@ class ClearMachine(RuleBasedStateMachine):
 
         self.tier = self.run(main())
         self.opened = []
-        self.space(0)
+        self.keyspace(0)
         self.hear(*(name for name in config if name not in late))
         for name in config:
             self.finds_again(name)
@@ -211,16 +211,16 @@ class ClearMachine(RuleBasedStateMachine):
         self.known = [max(pair) for pair in zip(self.known, self.pool_place.told, strict=True)]
         self.pool_place.tell(self.known)
         for name in self.config:
-            if self.root(name).state == State.OK and name not in self.blocked:
+            if self.root(name).state == RootState.OK and name not in self.blocked:
                 self.places[name].tell(self.known)
 
     def finds_again(self, name: str) -> None:
         """What counted on this root, and was not cleared since by anybody, is there."""
-        if self.root(name).state != State.OK:
+        if self.root(name).state != RootState.OK:
             return
         for (n, key), stored_after in self.places[name].kept.items():
             if stored_after == self.clears[n]:
-                assert self.up.on_disk(self.space(n), key), f"key {key} of {n} was lost from {name}"
+                assert self.up.on_disk(self.keyspace(n), key), f"key {key} of {n} was lost from {name}"
 
     @precondition(lambda self: self.tier is not None)
     @rule(flush=st.booleans())
@@ -244,12 +244,12 @@ class ClearMachine(RuleBasedStateMachine):
         """Remember what is on the roots. Only where the daemon knows of all clears is it sure to count later."""
         tier = self.up
         for name in self.config:
-            if self.root(name).state == State.OK:
+            if self.root(name).state == RootState.OK:
                 self.places[name].kept = {}
         for n in range(len(NAMES)):
-            space = self.space(n)
-            for key in tier.on_disk(space, *ALL):
-                place = tier.place_if_there(space, key)
+            keyspace = self.keyspace(n)
+            for key in tier.on_disk(keyspace, *ALL):
+                place = tier.place_if_there(keyspace, key)
                 if place is None:
                     continue
                 root, segment, page = place
@@ -269,7 +269,7 @@ class ClearMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier is not None)
     @rule(n=which, some=numbers, waits=st.booleans())
     def store(self, n: int, some: list[int], waits: bool) -> None:
-        self.up.store(self.space(n), *some)
+        self.up.store(self.keyspace(n), *some)
         self.run(self.up.quiet() if waits else asyncio.sleep(0))
 
     @precondition(lambda self: self.tier is not None)
@@ -277,15 +277,15 @@ class ClearMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """All that can be served: nothing from before a clear that the daemon knows of."""
         for n in range(len(NAMES)):
-            self.run(self.up.fetch(self.space(n), *ALL))
+            self.run(self.up.fetch(self.keyspace(n), *ALL))
         self.nothing_cleared_is_served()
 
     @precondition(lambda self: self.tier is not None)
     @rule(n=which)
     def evict(self, n: int) -> None:
         self.run(self.up.quiet())
-        entries, space = self.up.cache.entries, self.space(n)
-        rows = self.up.cache.find(space, keys_of(*ALL)).hit_rows
+        entries, keyspace = self.up.cache.entries, self.keyspace(n)
+        rows = self.up.cache.find(keyspace, keys_of(*ALL)).hit_rows
         entries.retire(rows[entries.evictable(rows)])
 
     # --- clears ---
@@ -350,7 +350,9 @@ class ClearMachine(RuleBasedStateMachine):
 
     def forget_kept_elsewhere(self) -> None:
         if self.forgetful:
-            self.forget_kept([name for name in ROOTS if name not in self.config or self.root(name).state != State.OK])
+            self.forget_kept(
+                [name for name in ROOTS if name not in self.config or self.root(name).state != RootState.OK]
+            )
 
     def cleared_for_good(self, scope: list[int]) -> None:
         for place in [self.pool_place, *(self.places[name] for name in self.config)]:
@@ -366,10 +368,10 @@ class ClearMachine(RuleBasedStateMachine):
     @rule(name=roots)
     def leave(self, name: str) -> None:
         """Its file system goes while the daemon runs."""
-        if name in self.config and self.root(name).state == State.OK:
+        if name in self.config and self.root(name).state == RootState.OK:
             self.run(self.up.quiet())
             self.path(name).rename(self.folder / f"gone-{name}")
-            self.run(self.up.until(lambda: self.root(name).state == State.OFF and not self.root(name).opened))
+            self.run(self.up.until(lambda: self.root(name).state == RootState.OFF and not self.root(name).opened))
 
     @precondition(lambda self: self.tier is not None)
     @rule(name=roots)
@@ -379,7 +381,7 @@ class ClearMachine(RuleBasedStateMachine):
         if name not in self.config or self.root(name).opened:
             return
         root = self.root(name)
-        self.run(self.up.until(lambda: root.state == State.OK or root.health.reason.startswith("it is a copy")))
+        self.run(self.up.until(lambda: root.state == RootState.OK or root.health.reason.startswith("it is a copy")))
         self.run(self.up.until(lambda: root not in self.up.disk.arrivals.coming))
         self.hear(name)
         self.finds_again(name)
@@ -438,14 +440,14 @@ class ClearMachine(RuleBasedStateMachine):
 
     # --- pools ---
 
-    def take_pool(self, number: int | None) -> Pool:
+    def take_pool(self, number: int | None) -> ArenaFile:
         """What an earlier daemon left in this one, or a new one."""
         self.pool_number = number
         memory_bytes, slab_bytes = SHAPE.pages * PAGE_BYTES, SHAPE.slab_pages * PAGE_BYTES
         self.lose_pool(None)
         if number in self.pools:
-            return Pool(os.dup(self.pools[number][0]), memory_bytes, slab_bytes, is_old=True)
-        pool = Pool.make(memory_bytes, slab_bytes)
+            return ArenaFile(os.dup(self.pools[number][0]), memory_bytes, slab_bytes, is_old=True)
+        pool = ArenaFile.make(memory_bytes, slab_bytes)
         self.pools[number] = os.dup(pool.fd), Place()
         return pool
 
@@ -465,8 +467,8 @@ class ClearMachine(RuleBasedStateMachine):
     def nothing_cleared_is_served(self) -> None:
         if getattr(self, "tier", None) is None:
             return
-        for n, space in zip(self.opened, self.spaces(), strict=True):
-            for key in self.up.served(space, *ALL):
+        for n, keyspace in zip(self.opened, self.keyspaces(), strict=True):
+            for key in self.up.served(keyspace, *ALL):
                 assert self.up.found[n, key] >= self.known[n], f"key {key} of namespace {n} was cleared"
 
     @invariant()
@@ -474,15 +476,15 @@ class ClearMachine(RuleBasedStateMachine):
         """Records are only where the manifest knows their epoch."""
         if getattr(self, "tier", None) is None:
             return
-        for space in self.spaces():
-            for key in self.up.on_disk(space, *ALL):
-                assert space.shelf is not None
-                place = self.up.place_if_there(space, key)
+        for keyspace in self.keyspaces():
+            for key in self.up.on_disk(keyspace, *ALL):
+                assert keyspace.disk_keyspace is not None
+                place = self.up.place_if_there(keyspace, key)
                 if place is None:
                     continue
                 manifest = place[0].home.manifest
                 assert manifest is not None
-                assert manifest.epoch_of(space.shelf.name.fingerprint) == space.shelf.name.epoch
+                assert manifest.epoch_of(keyspace.disk_keyspace.name.fingerprint) == keyspace.disk_keyspace.name.epoch
 
     @invariant()
     def nothing_is_wrong(self) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, Write
+from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, DemotionWrite
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
+from kvoffloadd.tiers.arenafile import ArenaFile
 from kvoffloadd.tiers.disk import format as disk_format
 from kvoffloadd.tiers.disk import root, segment
-from kvoffloadd.tiers.disk.format import SpaceId
-from kvoffloadd.tiers.disk.health import State
-from kvoffloadd.tiers.disk.segment import Batch
-from kvoffloadd.tiers.pool import Pool
+from kvoffloadd.tiers.disk.format import KeyspaceId
+from kvoffloadd.tiers.disk.health import RootState
+from kvoffloadd.tiers.disk.segment import WriteBatch
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -45,46 +45,46 @@ SMALL = Shape(pages=32)
 
 async def test_what_is_sealed_is_written_and_comes_back_whole(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space(sizes=(5000, 1, 2 * PAGE_BYTES))
-    tier.store(space, *range(7))
+    keyspace = tier.keyspace(sizes=(5000, 1, 2 * PAGE_BYTES))
+    tier.store(keyspace, *range(7))
     await tier.quiet()
-    assert tier.on_disk(space, *range(8)) == list(range(7))
+    assert tier.on_disk(keyspace, *range(8)) == list(range(7))
     counters = tier.disk.demotion.counters
     assert (counters.keys, counters.records, counters.bytes) == (7, 21, 7 * (5001 + 2 * PAGE_BYTES))
-    tier.evict(space, *range(7))
-    assert tier.states(space, 3, 7) == [PENDING, MISS]
-    assert await tier.fetch(space, *range(8)) == list(range(7))
+    tier.evict(keyspace, *range(7))
+    assert tier.states(keyspace, 3, 7) == [PENDING, MISS]
+    assert await tier.fetch(keyspace, *range(8)) == list(range(7))
     assert tier.not_demoted == {}
 
 
 async def test_only_what_is_complete_and_sealed_is_written(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
-    tier.seal(tier.write(space, [1, 2], parts=[0]))
-    unsealed = tier.write(space, [2, 3])
-    tier.disk.demotion.offer(tier.cache.find(space, keys_of(2, 3)).hit_rows)
+    keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.seal(tier.write(keyspace, [1, 2], parts=[0]))
+    unsealed = tier.write(keyspace, [2, 3])
+    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(2, 3)).hit_rows)
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2, 3) == []
+    assert tier.on_disk(keyspace, 1, 2, 3) == []
     tier.seal(unsealed)
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2, 3) == [2, 3]
-    tier.seal(tier.write(space, [1], parts=[1]))
+    assert tier.on_disk(keyspace, 1, 2, 3) == [2, 3]
+    tier.seal(tier.write(keyspace, [1], parts=[1]))
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2, 3) == [1, 2, 3]
+    assert tier.on_disk(keyspace, 1, 2, 3) == [1, 2, 3]
 
 
 async def test_nothing_is_written_twice(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
-    tier.store(space, 1, 2)
-    rows = tier.cache.find(space, keys_of(1, 2)).hit_rows
+    keyspace = tier.keyspace()
+    tier.store(keyspace, 1, 2)
+    rows = tier.cache.find(keyspace, keys_of(1, 2)).hit_rows
     tier.disk.demotion.offer(rows)  # while they wait
     await tier.quiet()
     tier.disk.demotion.offer(rows)  # and when they are there
-    tier.cache.use_all([(space, tier.cache.find(space, keys_of(1, 2)), 0)])
+    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(1, 2)), 0)])
     await tier.quiet()
-    tier.evict(space, 1, 2)
-    assert await tier.fetch(space, 1, 2) == [1, 2]
+    tier.evict(keyspace, 1, 2)
+    assert await tier.fetch(keyspace, 1, 2) == [1, 2]
     await tier.quiet()
     assert tier.disk.demotion.counters.records == 2
     assert sum(tier.files.writes) == 2
@@ -92,7 +92,7 @@ async def test_nothing_is_written_twice(open_tier: Open) -> None:
 
 async def test_several_keys_go_in_one_write_but_never_more_than_a_share_of_memory(open_tier: Open) -> None:
     tier = await open_tier(Shape(pages=2048, segment_pages=512))
-    small, large = tier.space(), tier.space(b"l" * 16, sizes=(8 * PAGE_BYTES,))
+    small, large = tier.keyspace(), tier.keyspace(b"l" * 16, sizes=(8 * PAGE_BYTES,))
     tier.store(small, *range(400))
     tier.store(large, *range(10))
     await tier.quiet()
@@ -105,14 +105,14 @@ async def test_several_keys_go_in_one_write_but_never_more_than_a_share_of_memor
 
 async def test_two_roots_share_the_work(open_tier: Open) -> None:
     tier = await open_tier(Shape(roots=2))
-    space = tier.space()
-    tier.store(space, *range(40))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(40))
     await tier.quiet()
     written = [root.counters.written_bytes // PAGE_BYTES for root in tier.roots]
     assert sum(written) == 40
     assert min(written) >= 10
-    tier.evict(space, *range(40))
-    assert await tier.fetch(space, *range(40)) == list(range(40))
+    tier.evict(keyspace, *range(40))
+    assert await tier.fetch(keyspace, *range(40)) == list(range(40))
 
 
 # --- before eviction ---
@@ -120,22 +120,22 @@ async def test_two_roots_share_the_work(open_tier: Open) -> None:
 
 async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> None:
     tier = await open_tier(SMALL, on_evict=True)
-    space = tier.space()
-    tier.store(space, *range(28))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(28))
     await asyncio.sleep(0.15)
-    assert tier.on_disk(space, *range(28)) == [], "there is room for more"
-    tier.store(space, *range(28, 32))
-    await tier.until(lambda: len(tier.on_disk(space, *range(32))) >= 4)
+    assert tier.on_disk(keyspace, *range(28)) == [], "there is room for more"
+    tier.store(keyspace, *range(28, 32))
+    await tier.until(lambda: len(tier.on_disk(keyspace, *range(32))) >= 4)
     await asyncio.sleep(0.15)
     await tier.quiet()
-    known = tier.on_disk(space, *range(32))
+    known = tier.on_disk(keyspace, *range(32))
     assert known == list(range(len(known)))
     assert len(known) <= 4 + 8, "4, and who comes after them if they are being written just now"
-    tier.store(space, 40, 41, 42, 43)
-    assert tier.states(space, 0, 3, 4) == [PENDING, PENDING, HIT]
-    await tier.until(lambda: set(range(8)) <= set(tier.on_disk(space, *range(50))))
+    tier.store(keyspace, 40, 41, 42, 43)
+    assert tier.states(keyspace, 0, 3, 4) == [PENDING, PENDING, HIT]
+    await tier.until(lambda: set(range(8)) <= set(tier.on_disk(keyspace, *range(50))))
     await tier.quiet()
-    known = tier.on_disk(space, *range(50))
+    known = tier.on_disk(keyspace, *range(50))
     assert known == list(range(len(known)))
     assert len(known) < 20, "and no others"
 
@@ -145,40 +145,40 @@ async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> 
 
 async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None:
     tier = await open_tier(second_use=True)
-    space = tier.space()
-    tier.store(space, *range(10))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(10))
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == []
-    tier.cache.use_all([(space, tier.cache.find(space, keys_of(3, 5, 99)), 0)])
+    assert tier.on_disk(keyspace, *range(10)) == []
+    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(3, 5, 99)), 0)])
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == [3, 5]
-    tier.evict(space, 7, 8)
-    tier.store(space, 7)  # what comes a second time was wanted a second time
+    assert tier.on_disk(keyspace, *range(10)) == [3, 5]
+    tier.evict(keyspace, 7, 8)
+    tier.store(keyspace, 7)  # what comes a second time was wanted a second time
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == [3, 5, 7]
+    assert tier.on_disk(keyspace, *range(10)) == [3, 5, 7]
 
 
 async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> None:
     tier = await open_tier(SMALL, second_use=True, on_evict=True)
-    space = tier.space()
-    tier.store(space, *range(32))
-    tier.cache.use_all([(space, tier.cache.find(space, keys_of(1, 2, 20)), 0)])
-    await tier.until(lambda: tier.on_disk(space, *range(32)))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(32))
+    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(1, 2, 20)), 0)])
+    await tier.until(lambda: tier.on_disk(keyspace, *range(32)))
     await asyncio.sleep(0.15)
-    assert tier.on_disk(space, *range(32)) == [1, 2], "of the next four victims, those used twice"
+    assert tier.on_disk(keyspace, *range(32)) == [1, 2], "of the next four victims, those used twice"
     await tier.close()
     again = await open_tier(SMALL)
-    assert again.on_disk(again.space(), *range(32)) == [1, 2, 20]
+    assert again.on_disk(again.keyspace(), *range(32)) == [1, 2, 20]
 
 
 async def test_second_use_counts_keys_not_parts(open_tier: Open) -> None:
     """Two ranks store their parts of the same key, one after the other: that is one use."""
     tier = await open_tier(second_use=True)
-    space = tier.space(sizes=(PAGE_BYTES, PAGE_BYTES))
-    tier.seal(tier.write(space, [1, 2], parts=[0]))
-    tier.seal(tier.write(space, [1, 2], parts=[1]))
+    keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.seal(tier.write(keyspace, [1, 2], parts=[0]))
+    tier.seal(tier.write(keyspace, [1, 2], parts=[1]))
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2) == []
+    assert tier.on_disk(keyspace, 1, 2) == []
 
 
 # --- budgets ---
@@ -211,12 +211,12 @@ def test_a_budget_of_nothing_is_no_limit() -> None:
 @pytest.mark.parametrize("budget", [{"write_ops_per_s": 40}, {"write_bytes_per_s": 40 * PAGE_BYTES}])
 async def test_writing_keeps_to_its_budget(open_tier: Open, budget: dict[str, int]) -> None:
     tier = await open_tier(**budget)
-    space = tier.space()
+    keyspace = tier.keyspace()
     await asyncio.sleep(0.1)
     begun = time.perf_counter()
-    tier.store(space, *range(12))
+    tier.store(keyspace, *range(12))
     written = []
-    while len(tier.on_disk(space, *range(12))) < 12:
+    while len(tier.on_disk(keyspace, *range(12))) < 12:
         await asyncio.sleep(0.005)
         written.append((time.perf_counter() - begun, len(tier.files.writes)))
     took = time.perf_counter() - begun
@@ -230,47 +230,47 @@ async def test_writing_keeps_to_its_budget(open_tier: Open, budget: dict[str, in
 
 async def test_a_backlog_is_bounded_and_what_does_not_fit_is_counted(open_tier: Open) -> None:
     tier = await open_tier(backlog_bytes=6 * PAGE_BYTES + 100)
-    space = tier.space()
-    tier.store(space, *range(20))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(20))
     assert tier.disk.demotion.backlog_bytes == 6 * PAGE_BYTES
     assert tier.not_demoted == {"backlog": 14}
     await tier.quiet()
-    assert tier.on_disk(space, *range(20)) == list(range(6))
-    assert tier.served(space, *range(20)) == list(range(20)), "memory has them all the same"
-    tier.store(space, 30)
+    assert tier.on_disk(keyspace, *range(20)) == list(range(6))
+    assert tier.served(keyspace, *range(20)) == list(range(20)), "memory has them all the same"
+    tier.store(keyspace, 30)
     await tier.quiet()
-    assert tier.on_disk(space, 30) == [30]
+    assert tier.on_disk(keyspace, 30) == [30]
 
 
 async def test_what_is_evicted_before_its_turn_is_counted(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
-    tier.store(space, 1, 2, 3)
-    tier.evict(space, 2)
+    keyspace = tier.keyspace()
+    tier.store(keyspace, 1, 2, 3)
+    tier.evict(keyspace, 2)
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2, 3) == [1, 3]
+    assert tier.on_disk(keyspace, 1, 2, 3) == [1, 3]
     assert tier.not_demoted == {"evicted": 1}
 
 
 async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old_key(open_tier: Open) -> None:
     tier = await open_tier()
-    space, other = tier.space(), tier.space(b"o" * 16)
-    tier.store(space, 1, 2)
-    old = set(tier.cache.find(space, keys_of(1, 2)).rows.tolist())
-    tier.evict(space, 1, 2)
-    kept = tier.write(space, [3])  # not sealed: not to be written
+    keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)
+    tier.store(keyspace, 1, 2)
+    old = set(tier.cache.find(keyspace, keys_of(1, 2)).rows.tolist())
+    tier.evict(keyspace, 1, 2)
+    kept = tier.write(keyspace, [3])  # not sealed: not to be written
     tier.store(other, 4)
-    new = [tier.cache.find(space, keys_of(3)).rows[0], tier.cache.find(other, keys_of(4)).rows[0]]
+    new = [tier.cache.find(keyspace, keys_of(3)).rows[0], tier.cache.find(other, keys_of(4)).rows[0]]
     assert set(map(int, new)) == old
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2, 3) == []
+    assert tier.on_disk(keyspace, 1, 2, 3) == []
     assert tier.on_disk(other, 4) == [4]
     assert tier.not_demoted == {"evicted": 2}
     tier.seal(kept)
     await tier.quiet()
-    tier.evict(space, 3)
+    tier.evict(keyspace, 3)
     tier.evict(other, 4)
-    assert await tier.fetch(space, 1, 2, 3) == [3]
+    assert await tier.fetch(keyspace, 1, 2, 3) == [3]
     assert await tier.fetch(other, 4) == [4]
 
 
@@ -279,13 +279,13 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     where it would be served with a checksum that is right. The number is nobody else's while the offer waits.
     """
     tier = await open_tier()
-    slow = tier.space(b"z" * 16)
+    slow = tier.keyspace(b"z" * 16)
     await tier.until(lambda: tier.root._open and tier.root._spare)
     tier.files.writing.close()
     for number in (100, 101, 102):
         tier.store(slow, number)
         await asyncio.sleep(0.05)
-    old = tier.space(b"a" * 16)
+    old = tier.keyspace(b"a" * 16)
     # So that row and first record of what comes later are those of an offer that waits, and generations agree.
     tier.store(old, 1)
     tier.store(old, 2)
@@ -293,15 +293,15 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     tier.store(old, 3)
     tier.evict(old, 1, 3)
     tier.cache.close_namespace(old.namespace)
-    tier.cache.entries.spaces._next = old.id  # as after all numbers have been given
+    tier.cache.entries.keyspaces._next = old.id  # as after all numbers have been given
     number = old.id
     del old
-    new = tier.space(b"y" * 16)
+    new = tier.keyspace(b"y" * 16)
     assert new.id != number
     tier.store(new, 77)
     tier.files.writing.open()
     await tier.quiet()
-    assert tier.on_disk(tier.space(b"a" * 16), 1, 2, 3, 77) == []
+    assert tier.on_disk(tier.keyspace(b"a" * 16), 1, 2, 3, 77) == []
     assert tier.on_disk(new, 77) == [77]
 
 
@@ -310,14 +310,14 @@ async def test_many_offers_that_are_void_are_passed_over_several_turns(
 ) -> None:
     """As after a clear, while a disk lagged behind many small stores."""
     tier = await open_tier(Shape(pages=1024))
-    space, demotion = tier.space(), tier.disk.demotion
+    keyspace, demotion = tier.keyspace(), tier.disk.demotion
     await tier.until(lambda: tier.root._open and tier.root._spare)
     tier.files.writing.close()
     for number in range(500):
-        tier.store(space, number)
+        tier.store(keyspace, number)
     await tier.until(lambda: tier.files.writing.entered.is_set())
-    tier.evict(space, *range(400, 500))
-    await tier.clear(space.namespace)
+    tier.evict(keyspace, *range(400, 500))
+    await tier.clear(keyspace.namespace)
     waiting = [len(demotion._queue)]
 
     def look() -> None:
@@ -331,14 +331,14 @@ async def test_many_offers_that_are_void_are_passed_over_several_turns(
     assert waiting[0] > 400
     assert max(before - after for before, after in pairwise(waiting)) <= 2 * OFFERS_PER_TURN
     assert tier.disk.demotion.backlog_bytes == 0
-    tier.store(tier.space(), 1)
+    tier.store(tier.keyspace(), 1)
     await tier.quiet()
-    assert tier.on_disk(tier.space(), 1) == [1]
+    assert tier.on_disk(tier.keyspace(), 1) == [1]
 
 
 async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
     tier = await open_tier(Shape(segment_pages=16, slab_pages=16))
-    fits, large = tier.space(sizes=(12 * PAGE_BYTES,)), tier.space(b"l" * 16, sizes=(12 * PAGE_BYTES + 1,))
+    fits, large = tier.keyspace(sizes=(12 * PAGE_BYTES,)), tier.keyspace(b"l" * 16, sizes=(12 * PAGE_BYTES + 1,))
     tier.store(fits, 1, 2)
     tier.store(large, 1, 2, 3)
     await tier.quiet()
@@ -351,40 +351,40 @@ async def test_what_no_segment_can_hold_is_counted(open_tier: Open) -> None:
 
 async def test_a_write_that_fails_is_tried_once_more_elsewhere(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
-    tier.store(space, 1)
+    keyspace = tier.keyspace()
+    tier.store(keyspace, 1)
     await tier.quiet()
-    _, first, _ = tier.place(space, 1)
+    _, first, _ = tier.place(keyspace, 1)
     tier.files.failing_writes = 1
-    tier.store(space, 2)
+    tier.store(keyspace, 2)
     await tier.quiet()
-    assert tier.on_disk(space, 1, 2) == [1, 2]
-    assert tier.place(space, 2)[1] is not first
+    assert tier.on_disk(keyspace, 1, 2) == [1, 2]
+    assert tier.place(keyspace, 2)[1] is not first
     assert tier.not_demoted == {}
-    tier.evict(space, 1, 2)
-    assert await tier.fetch(space, 1, 2) == [1, 2], "what the broken segment held stays readable"
+    tier.evict(keyspace, 1, 2)
+    assert await tier.fetch(keyspace, 1, 2) == [1, 2], "what the broken segment held stays readable"
 
 
 async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
-    tier.store(space, 1)
+    keyspace = tier.keyspace()
+    tier.store(keyspace, 1)
     await tier.quiet()
     tier.files.plant("write=EIO")
-    tier.store(space, *range(2, 8))
-    await tier.until(lambda: tier.root.state == State.READ_ONLY)
+    tier.store(keyspace, *range(2, 8))
+    await tier.until(lambda: tier.root.state == RootState.READ_ONLY)
     await tier.quiet()
     lost = tier.not_demoted
     assert sum(lost.values()) == 6
     assert lost.keys() <= {"write failed", "no room", "no disk"}
-    assert tier.served(space, *range(8)) == list(range(1, 8))
-    tier.evict(space, 1)
-    assert await tier.fetch(space, 1) == [1], "it is read on"
+    assert tier.served(keyspace, *range(8)) == list(range(1, 8))
+    tier.evict(keyspace, 1)
+    assert await tier.fetch(keyspace, 1) == [1], "it is read on"
     tier.files.plant("")
-    await tier.until(lambda: tier.root.state == State.OK)
-    tier.store(space, 9)
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    tier.store(keyspace, 9)
     await tier.quiet()
-    await tier.until(lambda: tier.on_disk(space, *range(10)) == [*range(1, 8), 9])
+    await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == [*range(1, 8), 9])
     assert tier.not_demoted == lost, "each of them was offered again"
 
 
@@ -394,7 +394,7 @@ async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_ti
 async def with_a_late_root(open_tier: Open, paths: list[Path], **settings: int) -> Tier:
     """With the first root; the second, which is refused so far, knows of a clear of N."""
     second = await open_tier(paths=[paths[1]])
-    await second.clear(second.space(N).namespace)
+    await second.clear(second.keyspace(N).namespace)
     await second.close()
     paths[1].chmod(0o755)
     return await open_tier(Shape(num_segments=64), paths=paths, **settings)
@@ -403,12 +403,12 @@ async def with_a_late_root(open_tier: Open, paths: list[Path], **settings: int) 
 async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open, paths: list[Path]) -> None:
     """Within the budget for what waits, however much it is."""
     tier = await with_a_late_root(open_tier, paths, backlog_bytes=6 * PAGE_BYTES)
-    space, other = tier.space(N), tier.space(b"o" * 16)
+    keyspace, other = tier.keyspace(N), tier.keyspace(b"o" * 16)
     for first in range(0, 40, 5):
-        tier.store(space, *range(first, first + 5))
+        tier.store(keyspace, *range(first, first + 5))
         await tier.quiet()
     await tier.store_away(other, 1)
-    old, writes = space.shelf, sum(tier.files.writes)
+    old, writes = keyspace.disk_keyspace, sum(tier.files.writes)
     waiting: list[int] = []
     offer = tier.disk.demotion.offer
 
@@ -418,7 +418,7 @@ async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open,
 
     tier.disk.demotion.offer = watched  # type: ignore[method-assign]
     paths[1].chmod(0o700)
-    await tier.until(lambda: space.shelf is not old and len(tier.on_disk(space, *range(40))) == 40)
+    await tier.until(lambda: keyspace.disk_keyspace is not old and len(tier.on_disk(keyspace, *range(40))) == 40)
     await tier.quiet()
     await tier.until(lambda: not tier.disk.demotion._again)
     assert sum(tier.files.writes) == writes + 40
@@ -426,26 +426,26 @@ async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open,
     assert tier.not_demoted == {}
     await tier.drop()
     alone = await open_tier(paths=paths)
-    assert alone.on_disk(alone.space(N), *range(40)) == list(range(40))
+    assert alone.on_disk(alone.keyspace(N), *range(40)) == list(range(40))
 
 
 async def test_what_is_being_written_when_it_becomes_void(open_tier: Open, paths: list[Path]) -> None:
     tier = await with_a_late_root(open_tier, paths)
-    space = tier.space(N)
+    keyspace = tier.keyspace(N)
     tier.files.writing.close()
-    tier.store(space, *range(12))  # more than one batch
+    tier.store(keyspace, *range(12))  # more than one batch
     await tier.until(tier.files.writing.entered.is_set)
-    old = space.shelf
+    old = keyspace.disk_keyspace
     paths[1].chmod(0o700)
-    await tier.until(lambda: space.shelf is not old and not tier.disk.demotion._again)
+    await tier.until(lambda: keyspace.disk_keyspace is not old and not tier.disk.demotion._again)
     assert tier.audit() == []
     tier.files.writing.open()
-    await tier.until(lambda: len(tier.on_disk(space, *range(12))) == 12)
+    await tier.until(lambda: len(tier.on_disk(keyspace, *range(12))) == 12)
     await tier.quiet()
     assert tier.disk.demotion.counters.keys == 12
     await tier.drop()
     alone = await open_tier(paths=paths)
-    assert alone.on_disk(alone.space(N), *range(12)) == list(range(12))
+    assert alone.on_disk(alone.keyspace(N), *range(12)) == list(range(12))
 
 
 async def test_what_fell_out_while_a_clear_was_not_noted_is_offered_again(open_tier: Open) -> None:
@@ -453,14 +453,14 @@ async def test_what_fell_out_while_a_clear_was_not_noted_is_offered_again(open_t
     trap = tier.root.path / "manifest.new"
     (trap / "x").mkdir(parents=True)
     with pytest.raises(NotDurableError):
-        await tier.clear(tier.space(N).namespace)
-    space = tier.space(N)
-    tier.store(space, *range(10))
+        await tier.clear(tier.keyspace(N).namespace)
+    keyspace = tier.keyspace(N)
+    tier.store(keyspace, *range(10))
     await tier.quiet()
-    assert tier.on_disk(space, *range(10)) == []
+    assert tier.on_disk(keyspace, *range(10)) == []
     assert tier.not_demoted == {"clear not noted": 10}
     shutil.rmtree(trap)
-    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+    await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)))
     await tier.quiet()
     assert sum(tier.files.writes) == 10
 
@@ -469,17 +469,17 @@ async def test_what_fell_out_while_a_clear_was_not_noted_is_offered_again(open_t
 async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier: Open, on_evict: bool) -> None:
     """If all that is stored is written, not only what is evicted next."""
     tier = await open_tier(on_evict=on_evict)
-    space, away = tier.space(), tier.folder / "away"
-    tier.root.path.rename(away)
-    await tier.until(lambda: tier.root.state == State.OFF and not tier.root.opened)
-    tier.store(space, *range(10))
-    tier.disk.demotion.offer(tier.cache.find(space, keys_of(*range(10))).hit_rows)
+    keyspace, on_disk = tier.keyspace(), tier.folder / "away"
+    tier.root.path.rename(on_disk)
+    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.opened)
+    tier.store(keyspace, *range(10))
+    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(*range(10))).hit_rows)
     await tier.quiet()
     assert tier.not_demoted == {"no disk": 10}
-    away.rename(tier.root.path)
-    await tier.until(lambda: tier.root.state == State.OK)
+    on_disk.rename(tier.root.path)
+    await tier.until(lambda: tier.root.state == RootState.OK)
     if not on_evict:
-        await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+        await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)))
     assert not tier.disk.demotion._again
     await tier.quiet()
     assert sum(tier.files.writes) == (0 if on_evict else 10)
@@ -489,25 +489,25 @@ async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_r
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = await open_tier(Shape(pages=1024))
-    demotion, space, writes = tier.disk.demotion, tier.space(), list[Write]()
+    demotion, keyspace, writes = tier.disk.demotion, tier.keyspace(), list[DemotionWrite]()
 
-    async def append(write: Write, batch: Batch) -> int:
+    async def append(write: DemotionWrite, batch: WriteBatch) -> int:
         if not writes:
             writes.append(write)
             return 6  # which are under way
         monkeypatch.undo()
-        tier.root.health.become(State.OFF, "planted")
+        tier.root.health.become(RootState.OFF, "planted")
         return 0
 
     monkeypatch.setattr(demotion, "_append", append)
-    tier.store(space, *range(10))
+    tier.store(keyspace, *range(10))
     await tier.until(lambda: tier.not_demoted == {"no disk": 10})
     assert demotion.holds == 10
-    await tier.until(lambda: tier.root.state == State.OK and not demotion._again)
+    await tier.until(lambda: tier.root.state == RootState.OK and not demotion._again)
     await asyncio.sleep(0.1)
-    assert tier.on_disk(space, *range(10)) == []
+    assert tier.on_disk(keyspace, *range(10)) == []
     demotion._settle(writes[0], 6, failed=True)
-    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)), 10)
+    await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)), 10)
     await tier.quiet()
 
 
@@ -516,16 +516,16 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
 ) -> None:
     """Whoever could provoke it must not take the disk from everybody."""
     tier = await open_tier(Shape(segment_pages=128))
-    mine, other = tier.space(), tier.space(b"o" * 16)
+    mine, other = tier.keyspace(), tier.keyspace(b"o" * 16)
     tier.store(other, 1)
     await tier.quiet()
     encode, tries = disk_format.encode_records, []
 
-    def fail(out: U8Array, uuid: bytes, entries: Any, spaces: Any, digests: U64Array, now_s: int) -> None:
-        if spaces["fingerprint"][0].tobytes() == b"n" * 16:
+    def fail(out: U8Array, uuid: bytes, entries: Any, keyspaces: Any, digests: U64Array, now_s: int) -> None:
+        if keyspaces["fingerprint"][0].tobytes() == b"n" * 16:
             tries.append(len(entries))
             raise ValueError("planted")
-        encode(out, uuid, entries, spaces, digests, now_s)
+        encode(out, uuid, entries, keyspaces, digests, now_s)
 
     monkeypatch.setattr(root, "encode_records", fail)
     for number in range(5):
@@ -535,7 +535,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
         await tier.quiet()
     assert tries == [1] * 10, "once more each"
     assert tier.not_demoted == {"write failed": 5}
-    assert (tier.root.state, tier.root.health.write_errors) == (State.OK, 0)
+    assert (tier.root.state, tier.root.health.write_errors) == (RootState.OK, 0)
     assert len([message for message in caplog.messages if "by a bug of ours" in message]) == 10
     assert tier.on_disk(other, 1, *range(10, 15)) == [1, *range(10, 15)]
     assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root._open}, "one segment"
@@ -543,33 +543,33 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
     tier.store(mine, 9)
     await tier.close()
     again = await open_tier(Shape(segment_pages=128))
-    assert again.on_disk(again.space(), *range(10)) == [*range(5), 9], "the end has tried once more"
-    assert again.on_disk(again.space(b"o" * 16), 1, *range(10, 15)) == [1, *range(10, 15)]
+    assert again.on_disk(again.keyspace(), *range(10)) == [*range(5), 9], "the end has tried once more"
+    assert again.on_disk(again.keyspace(b"o" * 16), 1, *range(10, 15)) == [1, *range(10, 15)]
 
 
 async def test_what_a_write_says_of_its_space_is_made_once_and_not_in_a_thread(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spaces come to a segment while it is written, and there may be tens of thousands."""
+    """Keyspaces come to a segment while it is written, and there may be tens of thousands."""
     made: list[tuple[int, bytes]] = []
     encode = disk_format.encode_spaces
 
-    def note(spaces: list[SpaceId]) -> Any:
-        made.extend((threading.get_ident(), space.fingerprint) for space in spaces)
-        return encode(spaces)
+    def note(keyspaces: list[KeyspaceId]) -> Any:
+        made.extend((threading.get_ident(), keyspace.fingerprint) for keyspace in keyspaces)
+        return encode(keyspaces)
 
     for module in (disk_format, segment):
         monkeypatch.setattr(module, "encode_spaces", note)
     tier = await open_tier(Shape(segment_pages=128))
-    spaces = [tier.space(bytes([letter]) * 16) for letter in b"abc"]
+    keyspaces = [tier.keyspace(bytes([letter]) * 16) for letter in b"abc"]
     for number in range(4):
-        for space in spaces:
-            tier.store(space, number)
+        for keyspace in keyspaces:
+            tier.store(keyspace, number)
             await tier.quiet()
-    assert made == [(threading.get_ident(), space.namespace.fingerprint) for space in spaces]
-    for space in spaces:
-        tier.evict(space, *range(4))
-        assert await tier.fetch(space, *range(4)) == list(range(4))
+    assert made == [(threading.get_ident(), keyspace.namespace.fingerprint) for keyspace in keyspaces]
+    for keyspace in keyspaces:
+        tier.evict(keyspace, *range(4))
+        assert await tier.fetch(keyspace, *range(4)) == list(range(4))
 
 
 # --- while it is written ---
@@ -577,29 +577,29 @@ async def test_what_a_write_says_of_its_space_is_made_once_and_not_in_a_thread(
 
 async def test_what_is_being_written_is_not_evicted_and_pressure_does_not_change_it(open_tier: Open) -> None:
     tier = await open_tier(Shape(pages=16))
-    space = tier.space()
+    keyspace = tier.keyspace()
     tier.files.writing.close()
-    tier.store(space, 1)
+    tier.store(keyspace, 1)
     await tier.until(tier.files.writing.entered.is_set)
-    tier.write(space, range(100, 116))
-    assert tier.served(space, 1) == [1]
-    assert len(tier.served(space, *range(100, 116))) == 15
+    tier.write(keyspace, range(100, 116))
+    assert tier.served(keyspace, 1) == [1]
+    assert len(tier.served(keyspace, *range(100, 116))) == 15
     assert tier.audit() == []
     tier.files.writing.open()
     await tier.quiet()
-    tier.evict(space, 1)
-    assert await tier.fetch(space, 1) == [1]
+    tier.evict(keyspace, 1)
+    assert await tier.fetch(keyspace, 1) == [1]
 
 
 async def test_a_key_that_is_cleared_while_it_is_written_does_not_come_back(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
+    keyspace = tier.keyspace()
     tier.files.writing.close()
-    tier.store(space, 1, 2, 3, 4, 5, 6)
+    tier.store(keyspace, 1, 2, 3, 4, 5, 6)
     await tier.until(tier.files.writing.entered.is_set)
-    await tier.clear(space.namespace)
-    new = tier.space()
-    assert new is not space
+    await tier.clear(keyspace.namespace)
+    new = tier.keyspace()
+    assert new is not keyspace
     assert tier.audit() == []
     tier.files.writing.open()
     await tier.quiet()
@@ -607,16 +607,16 @@ async def test_a_key_that_is_cleared_while_it_is_written_does_not_come_back(open
     assert tier.disk.catalog.records == 0
     await tier.drop()
     again = await open_tier()
-    assert again.states(again.space(), *range(1, 7)) == [MISS] * 6
+    assert again.states(again.keyspace(), *range(1, 7)) == [MISS] * 6
 
 
 async def test_a_key_dropped_while_it_is_written_leaves_no_slot_behind(open_tier: Open) -> None:
     tier = await open_tier()
-    space = tier.space()
+    keyspace = tier.keyspace()
     tier.files.writing.close()
-    tier.store(space, 1)
+    tier.store(keyspace, 1)
     await tier.until(tier.files.writing.entered.is_set)
-    tier.cache.drop(tier.cache.find(space, keys_of(1)).hit_rows)
+    tier.cache.drop(tier.cache.find(keyspace, keys_of(1)).hit_rows)
     assert tier.cache.tier.gauges()["used_bytes"] == PAGE_BYTES
     tier.files.writing.open()
     await tier.quiet()
@@ -629,18 +629,18 @@ async def test_a_key_dropped_while_it_is_written_leaves_no_slot_behind(open_tier
 
 async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) -> None:
     tier = await open_tier(on_evict=True)
-    space, wide = tier.space(), tier.space(b"w" * 16, sizes=(PAGE_BYTES, 5000))
-    tier.store(space, *range(20))
+    keyspace, wide = tier.keyspace(), tier.keyspace(b"w" * 16, sizes=(PAGE_BYTES, 5000))
+    tier.store(keyspace, *range(20))
     tier.store(wide, *range(5))
     half = tier.write(wide, [7], parts=[0])
-    unsealed = tier.write(space, [30])
-    assert tier.on_disk(space, *range(20)) == []
+    unsealed = tier.write(keyspace, [30])
+    assert tier.on_disk(keyspace, *range(20)) == []
     await tier.close()
     again = await open_tier()
-    space, wide = again.space(), again.space(b"w" * 16, sizes=(PAGE_BYTES, 5000))
-    assert again.on_disk(space, *range(31)) == list(range(20))
+    keyspace, wide = again.keyspace(), again.keyspace(b"w" * 16, sizes=(PAGE_BYTES, 5000))
+    assert again.on_disk(keyspace, *range(31)) == list(range(20))
     assert again.on_disk(wide, *range(8)) == list(range(5))
-    assert await again.fetch(space, *range(20)) == list(range(20))
+    assert await again.fetch(keyspace, *range(20)) == list(range(20))
     assert await again.fetch(wide, *range(5)) == list(range(5))
     assert len(half) == len(unsealed) == 1
 
@@ -648,27 +648,27 @@ async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) ->
 async def test_an_orderly_end_writes_more_than_may_wait_at_once(open_tier: Open) -> None:
     roomy = Shape(num_segments=64)
     tier = await open_tier(roomy, on_evict=True, backlog_bytes=6 * PAGE_BYTES)
-    space, large = tier.space(), tier.space(b"l" * 16, sizes=(5 * PAGE_BYTES,))
-    tier.store(space, *range(40))
+    keyspace, large = tier.keyspace(), tier.keyspace(b"l" * 16, sizes=(5 * PAGE_BYTES,))
+    tier.store(keyspace, *range(40))
     tier.store(large, *range(3))
     await tier.close()
     again = await open_tier(roomy)
-    assert again.on_disk(again.space(), *range(40)) == list(range(40))
-    assert again.on_disk(again.space(b"l" * 16, sizes=(5 * PAGE_BYTES,)), *range(3)) == [0, 1, 2]
+    assert again.on_disk(again.keyspace(), *range(40)) == list(range(40))
+    assert again.on_disk(again.keyspace(b"l" * 16, sizes=(5 * PAGE_BYTES,)), *range(3)) == [0, 1, 2]
 
 
 async def test_an_end_in_time_loses_what_the_disk_is_too_slow_for(open_tier: Open) -> None:
     tier = await open_tier(on_evict=True, write_ops_per_s=20)
-    space = tier.space()
-    tier.store(space, *range(100))
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(100))
     begun = time.perf_counter()
     await tier.close(flush_s=0.3)
     assert time.perf_counter() - begun < 3
     again = await open_tier()
-    space = again.space()
-    left = again.on_disk(space, *range(100))
+    keyspace = again.keyspace()
+    left = again.on_disk(keyspace, *range(100))
     assert 1 <= len(left) <= 20
-    assert await again.fetch(space, *left) == left
+    assert await again.fetch(keyspace, *left) == left
 
 
 async def test_an_end_in_time_tells_of_what_was_never_offered(
@@ -676,42 +676,42 @@ async def test_an_end_in_time_tells_of_what_was_never_offered(
 ) -> None:
     """The backlog is small, so that most of it never waited."""
     tier = await open_tier(on_evict=True, write_ops_per_s=20, backlog_bytes=6 * PAGE_BYTES)
-    tier.store(tier.space(), *range(100))
+    tier.store(tier.keyspace(), *range(100))
     await tier.close(flush_s=0.3)
     again = await open_tier()
-    written = len(again.on_disk(again.space(), *range(100)))
+    written = len(again.on_disk(again.keyspace(), *range(100)))
     (told,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
     assert (100 - written - 20) * PAGE_BYTES <= told <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
 
 
 async def test_an_end_tells_of_what_no_root_took(open_tier: Open) -> None:
     tier = await open_tier()
-    space, away = tier.space(), tier.folder / "away"
-    tier.store(space, 100, 101)
+    keyspace, on_disk = tier.keyspace(), tier.folder / "away"
+    tier.store(keyspace, 100, 101)
     await tier.quiet()
-    tier.root.path.rename(away)
-    await tier.until(lambda: tier.root.state == State.OFF and not tier.root.opened)
-    tier.store(space, *range(10))
+    tier.root.path.rename(on_disk)
+    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.opened)
+    tier.store(keyspace, *range(10))
     await tier.quiet()
-    at_hand = 12 - len(tier.on_disk(space, 100, 101))
+    at_hand = 12 - len(tier.on_disk(keyspace, 100, 101))
     assert await tier.disk.demotion.flush(0.3) == at_hand * PAGE_BYTES
-    away.rename(tier.root.path)
-    await tier.until(lambda: tier.on_disk(space, *range(10)) == list(range(10)))
+    on_disk.rename(tier.root.path)
+    await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)))
     assert await tier.disk.demotion.flush(5) == 0
 
 
 async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tmp_path: Path) -> None:
     shape = Shape(num_segments=64)
-    pool = Pool.make(shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES)
+    pool = ArenaFile.make(shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES)
     kept = os.dup(pool.fd)
     first = await Tier(tmp_path, shape, pool=pool, on_evict=True).start()
-    first.store(first.space(), *range(60))
+    first.store(first.keyspace(), *range(60))
     await first.close(flush_s=0.0)
-    old = Pool(kept, shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES, is_old=True)
+    old = ArenaFile(kept, shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES, is_old=True)
     second = await Tier(tmp_path, shape, pool=old, backlog_bytes=6 * PAGE_BYTES).start()
     try:
-        assert second.served(second.space(), *range(60)) == list(range(60))
-        await second.until(lambda: len(second.on_disk(second.space(), *range(60))) == 60)
+        assert second.served(second.keyspace(), *range(60)) == list(range(60))
+        await second.until(lambda: len(second.on_disk(second.keyspace(), *range(60))) == 60)
         assert second.not_demoted == {}
         assert second.audit() == []
     finally:

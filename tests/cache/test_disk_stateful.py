@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffloadd.cache import demotion
-from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.cache.promotion import Fetch, Urgency
 from kvoffloadd.model import PAGE_BYTES, U32Array
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import RootState
 
 from .disktier import Shape, Sums, Tier, flip_byte
 from .fakes import keys_of
@@ -74,14 +74,14 @@ class DiskMachine(RuleBasedStateMachine):
         self.unsealed: list[Sums] = []
         self.waiting: list[Fetch] = []
 
-    def space(self, n: int) -> Space:
-        return self.tier.space(NAMES[n], sizes=SIZES[n])
+    def keyspace(self, n: int) -> Keyspace:
+        return self.tier.keyspace(NAMES[n], sizes=SIZES[n])
 
     # --- memory ---
 
     @rule(n=which, some=numbers, seals=st.booleans())
     def store(self, n: int, some: list[int], seals: bool) -> None:
-        parts = self.tier.write(self.space(n), some)
+        parts = self.tier.write(self.keyspace(n), some)
         self.stored[n] |= set(some)
         if seals:
             self.tier.seal(parts)
@@ -97,25 +97,25 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(n=which, some=numbers, part=st.integers(0, 1))
     def store_a_part(self, n: int, some: list[int], part: int) -> None:
         """Another rank has not come yet."""
-        self.tier.seal(self.tier.write(self.space(n), some, parts=[part % len(SIZES[n])]))
+        self.tier.seal(self.tier.write(self.keyspace(n), some, parts=[part % len(SIZES[n])]))
         self.stored[n] |= set(some)
 
     @rule(n=which, some=numbers)
     def give_up_a_store(self, n: int, some: list[int]) -> None:
-        space = self.space(n)
-        wanted = np.arange(space.schema.parts, dtype=np.uint16)
-        reserved = self.tier.cache.reserve(space, keys_of(*some), wanted, 0).parts
+        keyspace = self.keyspace(n)
+        wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
+        reserved = self.tier.cache.reserve(keyspace, keys_of(*some), wanted, 0).parts
         self.tier.cache.begin(reserved)
         self.tier.cache.abort(reserved)
 
     @rule(n=which, some=numbers)
     def use(self, n: int, some: list[int]) -> None:
-        space = self.space(n)
-        self.tier.cache.use_all([(space, self.tier.cache.find(space, keys_of(*some)), 0)])
+        keyspace = self.keyspace(n)
+        self.tier.cache.use_all([(keyspace, self.tier.cache.find(keyspace, keys_of(*some)), 0)])
 
     @rule(n=which, some=numbers)
     def hold(self, n: int, some: list[int]) -> None:
-        rows = self.tier.cache.find(self.space(n), keys_of(*some[:4])).hit_rows
+        rows = self.tier.cache.find(self.keyspace(n), keys_of(*some[:4])).hit_rows
         if len(self.held) < 3:
             self.tier.cache.hold(rows)
             self.held.append(rows)
@@ -131,7 +131,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(n=which, some=numbers)
     def evict(self, n: int, some: list[int]) -> None:
         entries = self.tier.cache.entries
-        rows = self.tier.cache.find(self.space(n), keys_of(*some)).hit_rows
+        rows = self.tier.cache.find(self.keyspace(n), keys_of(*some)).hit_rows
         entries.retire(rows[entries.evictable(rows)])
 
     # --- disk ---
@@ -139,24 +139,24 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(n=which, some=numbers, urgent=st.sampled_from([Urgency.LOAD, Urgency.PIN, Urgency.PREFETCH]))
     def fetch(self, n: int, some: list[int], urgent: int) -> None:
         """Whatever was on disk and has room comes, unless it is damaged or its disk fails, or goes before its turn."""
-        space = self.space(n)
+        keyspace = self.keyspace(n)
         self.quiet()
-        resident = self.tier.served(space, *some)
-        known, counters = set(self.tier.on_disk(space, *some)), self.tier.disk.promotion.counters
+        resident = self.tier.served(keyspace, *some)
+        known, counters = set(self.tier.on_disk(keyspace, *some)), self.tier.disk.promotion.counters
         before = counters.without_space + self.tier.disk.reclaim.keys_evicted
-        served = self.run(self.tier.fetch(space, *some, urgent=urgent))
+        served = self.run(self.tier.fetch(keyspace, *some, urgent=urgent))
         assert set(served) <= self.stored[n]
         if self.is_sound and counters.without_space + self.tier.disk.reclaim.keys_evicted == before:
             assert known <= set(served) <= set(resident) | known
 
     @rule(n=which, some=numbers)
     def begin_to_fetch(self, n: int, some: list[int]) -> None:
-        space = self.space(n)
+        keyspace = self.keyspace(n)
 
         def done() -> None:
-            assert set(self.tier.served(space, *some)) <= self.stored[n]
+            assert set(self.tier.served(keyspace, *some)) <= self.stored[n]
 
-        self.waiting.append(self.tier.begin_fetch(space, *some, done=done))
+        self.waiting.append(self.tier.begin_fetch(keyspace, *some, done=done))
 
     @rule(seed=seeds)
     def cancel(self, seed: int) -> None:
@@ -192,10 +192,10 @@ class DiskMachine(RuleBasedStateMachine):
 
     def clear_namespaces(self, *which_ones: int) -> None:
         for n in range(len(SIZES)):
-            self.space(n)
+            self.keyspace(n)
         usable = all(root.opened for root in self.tier.roots)
         if usable:  # with a root that is off it would not be durable, and is refused
-            self.run(self.tier.clear(*(self.space(n).namespace for n in which_ones)))
+            self.run(self.tier.clear(*(self.keyspace(n).namespace for n in which_ones)))
             for n in which_ones or range(len(SIZES)):
                 self.stored[n] = set()
 
@@ -207,16 +207,16 @@ class DiskMachine(RuleBasedStateMachine):
         self.recover_from_faults()
         self.let_go()
         self.run(self.tier.quiet())
-        spaces = [self.space(n) for n in range(len(SIZES))]
-        before = [set(self.tier.on_disk(space, *ALL)) for space in spaces]
+        keyspaces = [self.keyspace(n) for n in range(len(SIZES))]
+        before = [set(self.tier.on_disk(keyspace, *ALL)) for keyspace in keyspaces]
         if flush and not self.settings["second_use"] and not self.unsealed:
-            for space, known in zip(spaces, before, strict=True):
-                known |= set(self.tier.served(space, *ALL))
+            for keyspace, known in zip(keyspaces, before, strict=True):
+                known |= set(self.tier.served(keyspace, *ALL))
         self.run(self.tier.close(flush_s=10.0 if flush else 0.0))
         given_up = sum(root.counters.segments_recycled for root in self.tier.roots)
         lost = self.tier.not_demoted
         self.start()
-        after = [set(self.tier.on_disk(self.space(n), *ALL)) for n in range(len(SIZES))]
+        after = [set(self.tier.on_disk(self.keyspace(n), *ALL)) for n in range(len(SIZES))]
         if self.is_sound and not given_up and not lost:
             assert all(old <= new for old, new in zip(before, after, strict=True))
 
@@ -252,7 +252,7 @@ class DiskMachine(RuleBasedStateMachine):
     def recover_from_faults(self) -> None:
         self.tier.files.plant("")
         self.fails = False
-        self.run(self.tier.until(lambda: all(root.state == State.OK for root in self.tier.roots)))
+        self.run(self.tier.until(lambda: all(root.state == RootState.OK for root in self.tier.roots)))
 
     may_rot = False
 
@@ -262,9 +262,9 @@ class DiskMachine(RuleBasedStateMachine):
     def what_is_served_is_right(self) -> None:
         if hasattr(self, "tier"):
             for n in range(len(SIZES)):
-                space = self.space(n)
-                assert set(self.tier.served(space, *ALL)) <= self.stored[n]
-                assert set(self.tier.on_disk(space, *ALL)) <= self.stored[n], "a cleared key is back"
+                keyspace = self.keyspace(n)
+                assert set(self.tier.served(keyspace, *ALL)) <= self.stored[n]
+                assert set(self.tier.on_disk(keyspace, *ALL)) <= self.stored[n], "a cleared key is back"
 
     @invariant()
     def nothing_is_wrong(self) -> None:

@@ -153,12 +153,12 @@ def test_what_is_forgotten_never_matches_again(
     """`gone`: what a root saw after it was taken out. Whatever it holds is void; what is kept stays."""
     clock = Clock()
     epochs = made(past, clock)
-    away = World(merged(epochs))
-    away.epochs.clock = clock
+    on_disk = World(merged(epochs))
+    on_disk.epochs.clock = clock
     for clear in [None, *gone]:
         if clear:
-            perform(away.epochs, clear)
-        away.records |= {(name, away.epochs.of(name)) for name in NAMES}
+            perform(on_disk.epochs, clear)
+        on_disk.records |= {(name, on_disk.epochs.of(name)) for name in NAMES}
     for clear in done:
         perform(epochs, clear)
     before = {name: epochs.of(name) for name in NAMES}
@@ -168,10 +168,10 @@ def test_what_is_forgotten_never_matches_again(
     for name in kept:
         assert epochs.of(name) == before[name]
     for name in {*NAMES, NOBODY} - kept:
-        assert epochs.of(name) == epochs.base > max(of_each(away.epochs))
-        assert (name, epochs.of(name)) not in away.records
-    together = merged(epochs, away.epochs)
-    assert of_each(together) == [max(epochs.of(name), away.epochs.of(name)) for name in [*NAMES, NOBODY]], (
+        assert epochs.of(name) == epochs.base > max(of_each(on_disk.epochs))
+        assert (name, epochs.of(name)) not in on_disk.records
+    together = merged(epochs, on_disk.epochs)
+    assert of_each(together) == [max(epochs.of(name), on_disk.epochs.of(name)) for name in [*NAMES, NOBODY]], (
         "an epoch that is kept below the others counts"
     )
 

@@ -28,7 +28,7 @@ def check(index: Index) -> list[str]:
     """What is wrong with the table, and with what it finds: every key is looked up."""
     findings = index.check_table()
     rows = index._in_table()
-    if (index.find(index.space[rows], index.keys[rows]) != rows).any():
+    if (index.find(index.keyspace[rows], index.keys[rows]) != rows).any():
         findings.append("index: a key in the table can't be found")
     return findings
 
@@ -46,13 +46,13 @@ def test_agrees_with_a_dict(seed: int, steps: int, width: int, expected: int) ->
     index.expect(expected)
     model: dict[tuple[int, bytes], int] = {}
     for _ in range(steps):
-        space = int(rng.integers(0, 3))
+        keyspace = int(rng.integers(0, 3))
         keys = random_keys(rng, int(rng.integers(1, width)))
         if len(model) + len(keys) < index.max_keys:
-            rows = index.insert(space, keys)
+            rows = index.insert(keyspace, keys)
             for key, row in zip(keys, rows.tolist(), strict=True):
                 assert row not in model.values()
-                model[space, key.tobytes()] = row
+                model[keyspace, key.tobytes()] = row
         if rng.random() < 0.5 and model:
             names = [list(model)[i] for i in rng.permutation(len(model))[: rng.integers(1, width)]]
             gone = np.array([model.pop(name) for name in names], np.uint32)
@@ -61,12 +61,12 @@ def test_agrees_with_a_dict(seed: int, steps: int, width: int, expected: int) ->
             for space_, key_ in names:
                 assert index.find(space_, np.frombuffer(key_, np.uint64)[None])[0] == -1
         assert len(index) == len(model)
-    for space in range(3):
-        known = [(key, row) for (s, key), row in model.items() if s == space]
+    for keyspace in range(3):
+        known = [(key, row) for (s, key), row in model.items() if s == keyspace]
         if known:
             asked = np.frombuffer(b"".join(key for key, _ in known), np.uint64).reshape(-1, WORDS)
-            assert index.find(space, asked).tolist() == [row for _, row in known]
-            assert (index.find(space + 7, asked) == -1).all(), "a key of one space was found in another"
+            assert index.find(keyspace, asked).tolist() == [row for _, row in known]
+            assert (index.find(keyspace + 7, asked) == -1).all(), "a key of one space was found in another"
     assert check(index) == []
 
 
@@ -89,9 +89,9 @@ class Colliding(Index):
         self._bits = np.uint64(bits)
         self.base = np.uint64(0x3900)
 
-    def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
+    def hash(self, keyspace: int | U16Array, keys: U64Array) -> U64Array:
         """See `Index`."""
-        return super().hash(space, keys) & self._bits | self.base
+        return super().hash(keyspace, keys) & self._bits | self.base
 
 
 def test_equal_hashes_do_not_make_equal_keys() -> None:
@@ -155,9 +155,9 @@ def test_segments_that_can_not_be_split_do_not_outgrow_the_table() -> None:
 
 def test_others_are_held_while_keys_of_one_hash_are_refused() -> None:
     class OneSpaceCollides(Index):
-        def hash(self, space: int | U16Array, keys: U64Array) -> U64Array:
-            mine = np.broadcast_to(np.asarray(space, np.uint64), len(keys)) == 9
-            return np.where(mine, np.uint64(0xABCD << 40), super().hash(space, keys))
+        def hash(self, keyspace: int | U16Array, keys: U64Array) -> U64Array:
+            mine = np.broadcast_to(np.asarray(keyspace, np.uint64), len(keys)) == 9
+            return np.where(mine, np.uint64(0xABCD << 40), super().hash(keyspace, keys))
 
     index = OneSpaceCollides(100_000, 4)
     rng = np.random.default_rng(4)
@@ -192,19 +192,19 @@ class AgainstADict(RuleBasedStateMachine):
         self.rows: dict[tuple[int, bytes], int] = {}
         self.gone: list[tuple[int, bytes]] = []
 
-    @rule(space=st.integers(0, 2), count=st.sampled_from([1, 16, 17, 300, 900]))
-    def insert(self, space: int, count: int) -> None:
+    @rule(keyspace=st.integers(0, 2), count=st.sampled_from([1, 16, 17, 300, 900]))
+    def insert(self, keyspace: int, count: int) -> None:
         count = min(count, self.index.max_keys - len(self.rows))
         keys = random_keys(self.rng, count)
         end = self.index.rows_end
         try:
-            rows = self.index.insert(space, keys)
+            rows = self.index.insert(keyspace, keys)
         except LimitError:
             assert self.index.rows_end == end
-            self.gone += [(space, key.tobytes()) for key in keys[:20]]
+            self.gone += [(keyspace, key.tobytes()) for key in keys[:20]]
             return
         assert not set(rows.tolist()) & set(self.rows.values())
-        self.rows.update(zip([(space, key.tobytes()) for key in keys], rows.tolist(), strict=True))
+        self.rows.update(zip([(keyspace, key.tobytes()) for key in keys], rows.tolist(), strict=True))
 
     @rule(count=st.sampled_from([1, 50, 2000]))
     def remove(self, count: int) -> None:
@@ -224,10 +224,12 @@ class AgainstADict(RuleBasedStateMachine):
             return
         assert len(self.index) == self.index.num_found == len(self.rows)
         for names in (list(self.rows), [name for name in self.gone if name not in self.rows]):
-            for space in range(4):
-                mine = [name for name in names if name[0] == space or space == 3]
+            for keyspace in range(4):
+                mine = [name for name in names if name[0] == keyspace or keyspace == 3]
                 asked = np.frombuffer(b"".join(key for _, key in mine), np.uint64).reshape(-1, WORDS)
-                assert self.index.find(space, asked).tolist() == [self.rows.get((space, name[1]), -1) for name in mine]
+                assert self.index.find(keyspace, asked).tolist() == [
+                    self.rows.get((keyspace, name[1]), -1) for name in mine
+                ]
         assert self.index.check_table() == []
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.ghosts import Ghosts
 from kvoffloadd.cache.index import WORDS, Index
 from kvoffloadd.cache.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.cache.missreasons import MissReasons
 from kvoffloadd.model import U64Array
 
 SEEDS = (0, 1, 2, 12345, (1 << 62) + 7, (1 << SEED_BITS) - 1)
@@ -22,14 +22,14 @@ ALL = (1 << 64) - 1
 words = st.integers(0, ALL)
 
 
-def by_the_book(seed: int, purpose: str, space: int, key: list[int]) -> int:
+def by_the_book(seed: int, purpose: str, keyspace: int, key: list[int]) -> int:
     """The same, one key at a time, in Python's integers."""
     secret: tuple[int, ...] = struct.unpack(
         "<22Q", hashlib.shake_256(seed.to_bytes(16, "little") + purpose.encode()).digest(176)
     )
     halves = [half for word in key for half in (word & 0xFFFFFFFF, word >> 32)]
     low, high = (
-        (sum(half * factor for half, factor in zip(halves, secret[one:16:2], strict=True)) + space * secret[16 + one]
+        (sum(half * factor for half, factor in zip(halves, secret[one:16:2], strict=True)) + keyspace * secret[16 + one]
          + secret[18 + one]) & ALL
         for one in (0, 1)
     )  # fmt: skip
@@ -40,9 +40,9 @@ def by_the_book(seed: int, purpose: str, space: int, key: list[int]) -> int:
 
 
 @given(st.integers(0, (1 << SEED_BITS) - 1), st.integers(0, 65535), st.lists(words, min_size=4, max_size=4))
-def test_it_is_what_the_book_says(seed: int, space: int, key: list[int]) -> None:
-    found = KeyHash(seed, "some")(space, np.array([key], np.uint64))
-    assert found.tolist() == [by_the_book(seed, "some", space, key)]
+def test_it_is_what_the_book_says(seed: int, keyspace: int, key: list[int]) -> None:
+    found = KeyHash(seed, "some")(keyspace, np.array([key], np.uint64))
+    assert found.tolist() == [by_the_book(seed, "some", keyspace, key)]
 
 
 def chosen() -> dict[str, U64Array]:
@@ -106,15 +106,15 @@ def test_what_one_seed_maps_to_one_value_another_does_not() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_space_for_all_keys_is_that_space_for_each(seed: int) -> None:
     keys = chosen()["an arithmetic progression"][:100]
-    spaces = np.arange(100).astype(np.uint16)
-    each = KeyHash(seed, "index")(spaces, keys)
+    keyspaces = np.arange(100).astype(np.uint16)
+    each = KeyHash(seed, "index")(keyspaces, keys)
     assert each.tolist() == [int(KeyHash(seed, "index")(i, keys[i : i + 1])[0]) for i in range(100)]
-    assert len(np.unique(KeyHash(seed, "index")(spaces, keys[:1].repeat(100, axis=0)))) == 100
+    assert len(np.unique(KeyHash(seed, "index")(keyspaces, keys[:1].repeat(100, axis=0)))) == 100
 
 
 def test_whoever_hashes_keys_hashes_them_with_a_seed() -> None:
     keys = chosen()["top bits of all words"]
     assert not np.intersect1d(Index(10, 1).hash(3, keys), Index(10, 2).hash(3, keys)).size
-    assert not np.intersect1d(Ghosts(1).hash(3, keys), Ghosts(2).hash(3, keys)).size
-    assert not np.intersect1d(Index(10, 1).hash(3, keys), Ghosts(1).hash(3, keys)).size
-    assert len(np.unique(Ghosts(1).hash(3, keys))) == len(keys)
+    assert not np.intersect1d(MissReasons(1).hash(3, keys), MissReasons(2).hash(3, keys)).size
+    assert not np.intersect1d(Index(10, 1).hash(3, keys), MissReasons(1).hash(3, keys)).size
+    assert len(np.unique(MissReasons(1).hash(3, keys))) == len(keys)

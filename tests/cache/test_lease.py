@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS, Held, Leases, LetGo
+from kvoffloadd.cache.lease import LEASE_KEYS, Holdings, Leases, LetGo
 from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import I64Array, U32Array
 
@@ -29,13 +29,13 @@ def test_what_they_hold_is_counted() -> None:
     leases = Leases()
     read = leases.add_read(rows(1, 2, 2))
     write = leases.add_write(parts(9, 7, 8))
-    assert leases.held == Held(read=1, keys=3, write=1, parts=3)
+    assert leases.held == Holdings(read=1, keys=3, write=1, parts=3)
     leases.grow(read, rows(5))
     leases.fill(write, parts(7, 9))
-    assert leases.held == Held(read=1, keys=4, write=1, parts=1)
+    assert leases.held == Holdings(read=1, keys=4, write=1, parts=1)
     assert told(leases.end(read.id)) == ([1, 2, 2, 5], [], LEASE_KEYS + 4)
     assert told(leases.end(write.id)) == ([], [8], LEASE_KEYS + 1)
-    assert (leases.held, len(leases)) == (Held(), 0)
+    assert (leases.held, len(leases)) == (Holdings(), 0)
     with pytest.raises(LeaseError):
         leases.end(read.id)
 
@@ -44,7 +44,7 @@ def test_a_filled_lease_counts_until_its_end() -> None:
     leases = Leases()
     lease = leases.add_write(parts(1, 2))
     leases.fill(lease, parts(1, 2))
-    assert leases.held == Held(write=1)
+    assert leases.held == Holdings(write=1)
     assert leases.write(lease.id) is lease
     assert told(leases.end(lease.id)) == ([], [], LEASE_KEYS)
 
@@ -67,14 +67,14 @@ def test_the_oldest_end_first_and_what_is_first_is_to_be_evicted_last() -> None:
     for lease in (rows(1, 2, 3), rows(4, 5)):
         leases.add_read(lease)
     assert told(leases.end_some(1)) == ([3], [], 1)
-    assert leases.held == Held(read=2, keys=4)
+    assert leases.held == Holdings(read=2, keys=4)
     assert told(leases.end_some(5)) == ([4, 5, 1, 2], [], 2 * LEASE_KEYS + 4)
     assert told(leases.end_some(5)) == ([], [], 0)
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
 def test_each_step_is_bounded_and_all_end(rng: Random, most: int) -> None:
-    leases, charged, before = Leases(), 0, Held()
+    leases, charged, before = Leases(), 0, Holdings()
     for number in range(200):
         size = rng.choice([0, 1, 1, 2, 30, 300])
         if rng.random() < 0.5 and size:
@@ -94,4 +94,4 @@ def test_each_step_is_bounded_and_all_end(rng: Random, most: int) -> None:
         assert (leases.held.keys, leases.held.parts) == (before.keys, before.parts)
         assert leases.held.read + leases.held.write == len(leases)
         charged -= ended.charged
-    assert (charged, leases.held) == (0, Held())
+    assert (charged, leases.held) == (0, Holdings())

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import State
+from kvoffloadd.tiers.disk.health import RootState
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier, bytes_under
@@ -21,26 +21,26 @@ BIG = Shape(pages=512, segment_pages=64)
 PER_SEGMENT, QUARTER = 30, 8
 
 
-async def pour(tier: Tier, space: Space, first: int, count: int, *, step: int = 10) -> list[int]:
+async def pour(tier: Tier, keyspace: Keyspace, first: int, count: int, *, step: int = 10) -> list[int]:
     """Store keys and evict them once they are written. Returns their numbers."""
     numbers = list(range(first, first + count))
     for at in range(0, count, step):
         some = numbers[at : at + step]
-        tier.store(space, *some)
+        tier.store(keyspace, *some)
         await tier.quiet()
-        tier.evict(space, *some)
+        tier.evict(keyspace, *some)
         assert tier.audit() == []
     return numbers
 
 
 async def test_the_oldest_go_first_and_by_whole_segments(open_tier: Open) -> None:
     tier = await open_tier(BIG, rewrite_hot=False)
-    space = tier.space()
+    keyspace = tier.keyspace()
     lost_at = []
     everything: list[int] = []
     for turn in range(60):
-        everything += await pour(tier, space, 10 * turn, 10)
-        kept = tier.on_disk(space, *everything)
+        everything += await pour(tier, keyspace, 10 * turn, 10)
+        kept = tier.on_disk(keyspace, *everything)
         assert kept == everything[len(everything) - len(kept) :], "what is left is the latest"
         lost_at.append(len(everything) - len(kept))
     assert set(lost_at) == {PER_SEGMENT * n for n in range(lost_at[-1] // PER_SEGMENT + 1)}
@@ -48,14 +48,14 @@ async def test_the_oldest_go_first_and_by_whole_segments(open_tier: Open) -> Non
     assert len(kept) > 6 * PER_SEGMENT, "no more is given up than is needed for the next segment"
     assert tier.disk.reclaim.keys_evicted == lost_at[-1]
     assert tier.disk.reclaim.records_rewritten == 0
-    assert await tier.fetch(space, *everything) == kept
-    assert tier.states(space, *everything[: lost_at[-1]]) == [MISS] * lost_at[-1]
+    assert await tier.fetch(keyspace, *everything) == kept
+    assert tier.states(keyspace, *everything[: lost_at[-1]]) == [MISS] * lost_at[-1]
 
 
 async def test_the_files_never_outgrow_the_capacity(open_tier: Open) -> None:
     tier = await open_tier(Shape(roots=2))
-    space, odd = tier.space(), tier.space(b"o" * 16, sizes=(PAGE_BYTES + 1, 9 * PAGE_BYTES))
-    tier.store(space, *range(200))
+    keyspace, odd = tier.keyspace(), tier.keyspace(b"o" * 16, sizes=(PAGE_BYTES + 1, 9 * PAGE_BYTES))
+    tier.store(keyspace, *range(200))
     tier.store(odd, *range(10))
     most = 0
     while not tier.is_quiet:
@@ -71,60 +71,60 @@ async def test_the_files_never_outgrow_the_capacity(open_tier: Open) -> None:
 
 async def test_what_was_read_since_it_was_written_moves_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    numbers = await pour(tier, space, 0, 5 * PER_SEGMENT)
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 5 * PER_SEGMENT)
     hot = [0, 7, 11, 29]
-    assert await tier.fetch(space, *hot) == hot
-    tier.evict(space, *hot)
-    numbers += await pour(tier, space, 1000, 3 * PER_SEGMENT)
+    assert await tier.fetch(keyspace, *hot) == hot
+    tier.evict(keyspace, *hot)
+    numbers += await pour(tier, keyspace, 1000, 3 * PER_SEGMENT)
     assert tier.disk.reclaim.keys_evicted == PER_SEGMENT * tier.root.counters.segments_recycled - len(hot)
     assert tier.disk.reclaim.records_rewritten == len(hot)
-    assert tier.on_disk(space, *numbers[:PER_SEGMENT]) == hot
-    assert await tier.fetch(space, *hot) == hot
-    tier.evict(space, *hot)
+    assert tier.on_disk(keyspace, *numbers[:PER_SEGMENT]) == hot
+    assert await tier.fetch(keyspace, *hot) == hot
+    tier.evict(keyspace, *hot)
     evicted = tier.disk.reclaim.keys_evicted
-    await pour(tier, space, 2000, 8 * PER_SEGMENT)
+    await pour(tier, keyspace, 2000, 8 * PER_SEGMENT)
     assert tier.disk.reclaim.keys_evicted > evicted
     assert tier.disk.reclaim.records_rewritten == 2 * len(hot), "read again, moved again"
 
 
 async def test_what_moved_on_and_is_not_read_again_goes(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    await pour(tier, space, 0, PER_SEGMENT)
-    assert await tier.fetch(space, 3) == [3]
-    tier.evict(space, 3)
-    await pour(tier, space, 1000, 18 * PER_SEGMENT, step=30)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, PER_SEGMENT)
+    assert await tier.fetch(keyspace, 3) == [3]
+    tier.evict(keyspace, 3)
+    await pour(tier, keyspace, 1000, 18 * PER_SEGMENT, step=30)
     assert tier.disk.reclaim.records_rewritten == 1
-    assert tier.on_disk(space, *range(PER_SEGMENT)) == []
+    assert tier.on_disk(keyspace, *range(PER_SEGMENT)) == []
 
 
 async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    numbers = await pour(tier, space, 0, 7 * PER_SEGMENT)
-    assert await tier.fetch(space, *numbers[: 2 * PER_SEGMENT]) == numbers[: 2 * PER_SEGMENT]
-    tier.evict(space, *numbers[: 2 * PER_SEGMENT])
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 7 * PER_SEGMENT)
+    assert await tier.fetch(keyspace, *numbers[: 2 * PER_SEGMENT]) == numbers[: 2 * PER_SEGMENT]
+    tier.evict(keyspace, *numbers[: 2 * PER_SEGMENT])
     recycled = tier.root.counters.segments_recycled
-    await pour(tier, space, 1000, PER_SEGMENT)
+    await pour(tier, keyspace, 1000, PER_SEGMENT)
     turns = tier.root.counters.segments_recycled - recycled
     assert turns >= 1
     rewritten = tier.disk.reclaim.records_rewritten
     assert 0 < rewritten <= turns * QUARTER
-    kept = tier.on_disk(space, *numbers[: turns * PER_SEGMENT])
+    kept = tier.on_disk(keyspace, *numbers[: turns * PER_SEGMENT])
     assert len(kept) == rewritten
-    assert await tier.fetch(space, *kept) == kept
+    assert await tier.fetch(keyspace, *kept) == kept
 
 
 async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    await pour(tier, space, 0, 6 * PER_SEGMENT + 25)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, 6 * PER_SEGMENT + 25)
     hot = list(range(QUARTER))
-    assert await tier.fetch(space, *hot) == hot
-    tier.evict(space, *hot)
+    assert await tier.fetch(keyspace, *hot) == hot
+    tier.evict(keyspace, *hot)
     tier.files.reading.close()
-    tier.store(space, *range(1000, 1000 + 3 * PER_SEGMENT))
+    tier.store(keyspace, *range(1000, 1000 + 3 * PER_SEGMENT))
     await tier.until(tier.files.reading.entered.is_set)  # the oldest segment is about to go
     written = len(tier.files.writes)
     await asyncio.sleep(0.1)  # what can be written is written
@@ -132,107 +132,107 @@ async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open) -
     tier.files.reading.open()
     await tier.quiet()
     assert tier.disk.reclaim.records_rewritten >= len(hot)
-    assert tier.on_disk(space, *hot) == hot
-    assert await tier.fetch(space, *hot) == hot
+    assert tier.on_disk(keyspace, *hot) == hot
+    assert await tier.fetch(keyspace, *hot) == hot
 
 
 async def test_what_is_in_memory_too_is_written_again(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
+    keyspace = tier.keyspace()
     resident = list(range(5))
-    tier.store(space, *resident)
+    tier.store(keyspace, *resident)
     await tier.quiet()
-    numbers = await pour(tier, space, 10, 7 * PER_SEGMENT)
-    await pour(tier, space, 1000, PER_SEGMENT)
+    numbers = await pour(tier, keyspace, 10, 7 * PER_SEGMENT)
+    await pour(tier, keyspace, 1000, PER_SEGMENT)
     assert tier.disk.reclaim.keys_evicted >= PER_SEGMENT - len(resident)
     assert tier.disk.reclaim.records_rewritten == 0, "not from disk"
-    assert tier.on_disk(space, *resident) == resident
-    assert numbers[0] not in tier.on_disk(space, *numbers)
-    tier.evict(space, *resident)
-    assert await tier.fetch(space, *resident) == resident
+    assert tier.on_disk(keyspace, *resident) == resident
+    assert numbers[0] not in tier.on_disk(keyspace, *numbers)
+    tier.evict(keyspace, *resident)
+    assert await tier.fetch(keyspace, *resident) == resident
 
 
 async def test_without_rewriting_everything_goes(open_tier: Open) -> None:
     tier = await open_tier(BIG, rewrite_hot=False)
-    space = tier.space()
-    tier.store(space, *range(3))
-    await pour(tier, space, 10, 5 * PER_SEGMENT)
-    assert await tier.fetch(space, 10, 11) == [10, 11]
-    tier.evict(space, 10, 11)
-    await pour(tier, space, 1000, 3 * PER_SEGMENT)
-    assert tier.on_disk(space, 0, 1, 2, 10, 11) == []
-    assert tier.served(space, 0, 1, 2) == [0, 1, 2]
+    keyspace = tier.keyspace()
+    tier.store(keyspace, *range(3))
+    await pour(tier, keyspace, 10, 5 * PER_SEGMENT)
+    assert await tier.fetch(keyspace, 10, 11) == [10, 11]
+    tier.evict(keyspace, 10, 11)
+    await pour(tier, keyspace, 1000, 3 * PER_SEGMENT)
+    assert tier.on_disk(keyspace, 0, 1, 2, 10, 11) == []
+    assert tier.served(keyspace, 0, 1, 2) == [0, 1, 2]
 
 
 async def test_what_is_cleared_does_not_move_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    await pour(tier, space, 0, PER_SEGMENT)
-    assert await tier.fetch(space, 1, 2) == [1, 2]
-    await tier.clear(space.namespace)
-    space = tier.space()
-    await pour(tier, space, 1000, 8 * PER_SEGMENT)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, PER_SEGMENT)
+    assert await tier.fetch(keyspace, 1, 2) == [1, 2]
+    await tier.clear(keyspace.namespace)
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 1000, 8 * PER_SEGMENT)
     assert tier.disk.reclaim.records_rewritten == 0
-    assert tier.on_disk(space, *range(PER_SEGMENT)) == []
+    assert tier.on_disk(keyspace, *range(PER_SEGMENT)) == []
 
 
 async def test_a_damaged_hot_record_does_not_move_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
-    space = tier.space()
-    await pour(tier, space, 0, 5 * PER_SEGMENT)
-    assert await tier.fetch(space, 1, 2, 3) == [1, 2, 3]
-    tier.evict(space, 1, 2, 3)
-    tier.flip(space, 2, PAGE_BYTES + 100)
-    await pour(tier, space, 1000, 3 * PER_SEGMENT)
-    assert tier.on_disk(space, 1, 2, 3) == [1, 3]
-    assert await tier.fetch(space, 1, 2, 3) == [1, 3]
+    keyspace = tier.keyspace()
+    await pour(tier, keyspace, 0, 5 * PER_SEGMENT)
+    assert await tier.fetch(keyspace, 1, 2, 3) == [1, 2, 3]
+    tier.evict(keyspace, 1, 2, 3)
+    tier.flip(keyspace, 2, PAGE_BYTES + 100)
+    await pour(tier, keyspace, 1000, 3 * PER_SEGMENT)
+    assert tier.on_disk(keyspace, 1, 2, 3) == [1, 3]
+    assert await tier.fetch(keyspace, 1, 2, 3) == [1, 3]
 
 
 async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: Open) -> None:
     """The write ends when the root is off already, and its segment is nobody's: a place there would be a wrong one."""
     tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16))
-    space = tier.space()
-    await tier.store_away(space, *range(40))
-    root, segment, _ = tier.place(space, 0)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, *range(40))
+    root, segment, _ = tier.place(keyspace, 0)
     tier.root._finish_open()  # so that nothing but the move is written
     await tier.quiet()
-    shelf = space.shelf
-    assert shelf is not None
+    disk_keyspace = keyspace.disk_keyspace
+    assert disk_keyspace is not None
     records = tier.disk.catalog.in_segment(segment.ordinal)[:8]
     sizes = np.full(len(records), PAGE_BYTES, np.int64)
     tier.files.writing.close()
-    move = asyncio.ensure_future(tier.disk.reclaim._move(root, segment, shelf, records, sizes))
+    move = asyncio.ensure_future(tier.disk.reclaim._move(root, segment, disk_keyspace, records, sizes))
     await tier.until(tier.files.writing.entered.is_set)
     assert len(tier.disk.reclaim._staging) == 1
     move.cancel()
     with pytest.raises(asyncio.CancelledError):
         await move
     assert len(tier.disk.reclaim._staging) == 1, "a thread writes from there still"
-    root.path.rename(away := root.path.with_name("away"))
-    await tier.until(lambda: tier.root.state == State.OFF and not tier.disk.catalog.records)
+    root.path.rename(on_disk := root.path.with_name("away"))
+    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.disk.catalog.records)
     tier.files.writing.open()
     await tier.until(lambda: not tier.disk.reclaim._staging)
     assert tier.disk.catalog.records == 0
-    assert tier.states(space, *range(40)) == [MISS] * 40
-    away.rename(root.path)
-    await tier.until(lambda: tier.root.state == State.OK)
+    assert tier.states(keyspace, *range(40)) == [MISS] * 40
+    on_disk.rename(root.path)
+    await tier.until(lambda: tier.root.state == RootState.OK)
     assert tier.disk.check() == []
-    assert tier.on_disk(space, *range(40)) == list(range(40))
-    assert await tier.fetch(space, *range(40)) == list(range(40))
+    assert tier.on_disk(keyspace, *range(40)) == list(range(40))
+    assert await tier.fetch(keyspace, *range(40)) == list(range(40))
 
 
 async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> None:
     """The file is not used again before the read has ended."""
     tier = await open_tier(BIG, rewrite_hot=False)
-    space = tier.space()
-    numbers = await pour(tier, space, 0, 6 * PER_SEGMENT + 20)
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 6 * PER_SEGMENT + 20)
     tier.files.reading.close()
     found: list[list[int]] = []
-    tier.begin_fetch(space, *numbers[:4], done=lambda: found.append(tier.served(space, *numbers[:4])))
+    tier.begin_fetch(keyspace, *numbers[:4], done=lambda: found.append(tier.served(keyspace, *numbers[:4])))
     await tier.until(tier.files.reading.entered.is_set)
     oldest = tier.segments_by_age()[0]
-    tier.store(space, *range(1000, 1000 + 2 * PER_SEGMENT))
-    await tier.until(lambda: tier.on_disk(space, numbers[0]) == [])
+    tier.store(keyspace, *range(1000, 1000 + 2 * PER_SEGMENT))
+    await tier.until(lambda: tier.on_disk(keyspace, numbers[0]) == [])
     await asyncio.sleep(0.05)
     assert oldest.ordinal in tier.root.segments
     assert tier.root.counters.segments_recycled == 0
@@ -245,28 +245,28 @@ async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> 
 
 async def test_segments_that_were_recycled_are_not_mistaken_after_a_restart(open_tier: Open) -> None:
     tier = await open_tier(BIG, rewrite_hot=False)
-    space = tier.space()
-    numbers = await pour(tier, space, 0, 14 * PER_SEGMENT + 7)
-    kept = tier.on_disk(space, *numbers)
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 14 * PER_SEGMENT + 7)
+    kept = tier.on_disk(keyspace, *numbers)
     await tier.drop()
     again = await open_tier(BIG, rewrite_hot=False)
-    space = again.space()
-    assert again.on_disk(space, *numbers) == kept
-    assert await again.fetch(space, *numbers) == kept
-    await pour(again, space, 5000, 3 * PER_SEGMENT)
-    left = again.on_disk(space, *numbers)
+    keyspace = again.keyspace()
+    assert again.on_disk(keyspace, *numbers) == kept
+    assert await again.fetch(keyspace, *numbers) == kept
+    await pour(again, keyspace, 5000, 3 * PER_SEGMENT)
+    left = again.on_disk(keyspace, *numbers)
     assert left == kept[len(kept) - len(left) :], "the oldest of the run before go first"
     assert len(left) < len(kept)
 
 
 async def test_a_listener_hears_of_what_goes_with_a_segment(open_tier: Open) -> None:
     tier = await open_tier(BIG, rewrite_hot=False)
-    space = tier.space()
-    space.namespace.listeners = 1
-    tier.store(space, *range(3))  # these stay in memory
-    numbers = await pour(tier, space, 10, 10 * PER_SEGMENT, step=30)
+    keyspace = tier.keyspace()
+    keyspace.namespace.listeners = 1
+    tier.store(keyspace, *range(3))  # these stay in memory
+    numbers = await pour(tier, keyspace, 10, 10 * PER_SEGMENT, step=30)
     removed = b"".join(event.removed for event in tier.cache.entries.events)
     added = b"".join(event.added for event in tier.cache.entries.events)
-    gone = [number for number in numbers if number not in tier.on_disk(space, *numbers)]
+    gone = [number for number in numbers if number not in tier.on_disk(keyspace, *numbers)]
     assert removed == keys_of(*gone).tobytes()
     assert added == keys_of(*range(3), *numbers).tobytes()

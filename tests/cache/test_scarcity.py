@@ -10,10 +10,10 @@ import pytest
 from kvoffloadd.cache import scarcity as scarcity_module
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Namespace, Space
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.namespace import Keyspace, Namespace
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.cache.runs import BLOCK
+from kvoffloadd.cache.runallocator import BLOCK
 from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
@@ -30,13 +30,13 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
     made.tier.close()
 
 
-def space_of(cache: Cache, name: str, width: int, uid: int = 0, known: int = 1) -> tuple[Namespace, Space]:
+def keyspace_of(cache: Cache, name: str, width: int, uid: int = 0, known: int = 1) -> tuple[Namespace, Keyspace]:
     """Keys of `width` parts, of which ranks have told the first `known`: a page each."""
     namespace = cache.open_namespace(name.encode() * 16, uid, name, 32)
-    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=width))
+    keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=width))
     for part in range(known):
-        cache.learn_parts(space, {part: 4096})
-    return namespace, space
+        cache.set_part_bytes(keyspace, {part: 4096})
+    return namespace, keyspace
 
 
 def capacity(cache: Cache) -> int:
@@ -47,12 +47,12 @@ def left(cache: Cache) -> int:
     return capacity(cache) - cache.entries.parts.runs.taken
 
 
-def reserve(cache: Cache, space: Space, *numbers: int) -> tuple[list[int], I64Array]:
-    made = cache.reserve(space, keys_of(*numbers), ONE, 0)
+def reserve(cache: Cache, keyspace: Keyspace, *numbers: int) -> tuple[list[int], I64Array]:
+    made = cache.reserve(keyspace, keys_of(*numbers), ONE, 0)
     return made.states.tolist(), made.parts
 
 
-def fill(cache: Cache, wide: Space, others: Space) -> int:
+def fill(cache: Cache, wide: Keyspace, others: Keyspace) -> int:
     """Two users' keys of one part of 1,024 take all records, but for less than another one takes. The first one's."""
     mine = int(cache.scarcity.share) // 1024
     store(cache, wide, keys_of(*range(mine)), [0])
@@ -63,11 +63,11 @@ def fill(cache: Cache, wide: Space, others: Space) -> int:
 
 
 def test_records_of_one_width_serve_another_once_they_are_free(cache: Cache) -> None:
-    namespace, wide = space_of(cache, "a", 1024, uid=1)
-    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
+    namespace, wide = keyspace_of(cache, "a", 1024, uid=1)
+    fill(cache, wide, keyspace_of(cache, "b", 1024, uid=2)[1])
     for _ in cache.clear(namespace):
         pass
-    _, narrow = space_of(cache, "c", 3, uid=3, known=3)
+    _, narrow = keyspace_of(cache, "c", 3, uid=3, known=3)
     evicted = cache.eviction.keys_evicted
     store(cache, narrow, keys_of(*range(300)))
     assert cache.find(narrow, keys_of(*range(300))).hits.all()
@@ -76,10 +76,10 @@ def test_records_of_one_width_serve_another_once_they_are_free(cache: Cache) -> 
 
 
 def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -> None:
-    _, wide = space_of(cache, "a", 1024, uid=1)
-    _, others = space_of(cache, "b", 1024, uid=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
     mine = fill(cache, wide, others)
-    _, narrow = space_of(cache, "c", 2, uid=3, known=2)
+    _, narrow = keyspace_of(cache, "c", 2, uid=3, known=2)
     evicted, spare = cache.eviction.keys_evicted, left(cache) // 2
     assert reserve(cache, narrow, *range(spare))[0] == [R] * spare
     assert cache.eviction.keys_evicted == evicted
@@ -92,11 +92,11 @@ def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -
 
 
 def test_keys_that_can_be_loaded_stay_while_others_lack_parts(cache: Cache) -> None:
-    _, narrow = space_of(cache, "c", 1, uid=3)
+    _, narrow = keyspace_of(cache, "c", 1, uid=3)
     store(cache, narrow, keys_of(*range(200)))  # the oldest: any policy would have them go first
-    _, wide = space_of(cache, "a", 1024, uid=1)
-    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
-    _, eights = space_of(cache, "d", 8, uid=4)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    fill(cache, wide, keyspace_of(cache, "b", 1024, uid=2)[1])
+    _, eights = keyspace_of(cache, "d", 8, uid=4)
     count = left(cache) // 8 + 100
     assert reserve(cache, eights, *range(count))[0] == [R] * count
     assert cache.find(narrow, keys_of(*range(200))).hits.all()
@@ -105,8 +105,8 @@ def test_keys_that_can_be_loaded_stay_while_others_lack_parts(cache: Cache) -> N
 
 
 def test_what_is_named_leased_or_in_flight_does_not_go_for_its_records(cache: Cache) -> None:
-    _, wide = space_of(cache, "a", 1024, uid=1, known=2)
-    _, others = space_of(cache, "b", 1024, uid=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
     mine = fill(cache, wide, others)
     in_flight = cache.reserve(wide, keys_of(*range(mine - 2)), np.array([1], np.uint16), 0).parts
     rows = cache.entries.find(others, keys_of(*range(100)))
@@ -126,13 +126,13 @@ def test_what_is_named_leased_or_in_flight_does_not_go_for_its_records(cache: Ca
 def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache) -> None:
     """Nothing lacks a part: then what can be loaded goes, for as many records in a row as are needed."""
     runs = cache.entries.parts.runs
-    _, narrow = space_of(cache, "c", 1, uid=3)
+    _, narrow = keyspace_of(cache, "c", 1, uid=3)
     store(cache, narrow, keys_of(*range(1000)))
     rest = runs.ready(BLOCK, 1 << 20)  # somebody else's: nothing but the first block is left
     kept = runs.allocate(BLOCK, rest)
     tail = runs.allocate(1, runs.ready(1, BLOCK))
     runs.free(1, tail[::2])
-    _, wide = space_of(cache, "a", 1000, uid=1)
+    _, wide = keyspace_of(cache, "a", 1000, uid=1)
     states, parts = reserve(cache, wide, 1, 2)
     assert states == [R, N]
     assert cache.find(narrow, keys_of(*range(1000))).hits.sum() <= 24
@@ -144,12 +144,12 @@ def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache
 
 def test_one_user_can_not_take_what_others_need(cache: Cache) -> None:
     """Though all of his keys are in flight, so that none of them can go."""
-    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
     states, parts = reserve(cache, wide, *range(200))
     took = states.count(R)
     assert states == [R] * took + [N] * (200 - took)
     assert took == cache.scarcity.share // 1024
-    _, narrow = space_of(cache, "b", 8, uid=2, known=8)
+    _, narrow = keyspace_of(cache, "b", 8, uid=2, known=8)
     every = np.arange(8, dtype=np.uint16)
     assert cache.reserve(narrow, keys_of(*range(100)), every, 0).states.tolist() == [R] * 100
     assert left(cache) >= capacity(cache) // 4 - 1024 - 800
@@ -161,8 +161,8 @@ def test_one_user_can_not_take_what_others_need(cache: Cache) -> None:
 
 
 def test_who_has_his_share_makes_room_for_his_own_keys_alone(cache: Cache) -> None:
-    _, wide = space_of(cache, "a", 1024, uid=1)
-    _, others = space_of(cache, "b", 1024, uid=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
     store(cache, others, keys_of(1, 2, 3), [0])
     mine = cache.scarcity.share // 1024
     store(cache, wide, keys_of(*range(mine)), [0])
@@ -171,16 +171,16 @@ def test_who_has_his_share_makes_room_for_his_own_keys_alone(cache: Cache) -> No
     store(cache, wide, keys_of(1000, 1001, 1002), [0])
     assert cache.eviction.keys_evicted == evicted + 3
     assert (wide.rows, others.rows) == (mine, 3)
-    _, small = space_of(cache, "c", 5, uid=1)
+    _, small = keyspace_of(cache, "c", 5, uid=1)
     assert reserve(cache, small, *range(10))[0] == [R] * 10
     assert wide.rows >= mine - 1
     assert check(cache, 0, reserved=10) == []
 
 
 def test_who_can_not_be_served_evicts_nothing(cache: Cache) -> None:
-    _, small = space_of(cache, "s", 2, uid=1)
+    _, small = keyspace_of(cache, "s", 2, uid=1)
     store(cache, small, keys_of(*range(10)), [0])
-    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
     reserve(cache, wide, *range(200))
     assert small.rows == 10 or wide.rows == cache.scarcity.share // 1024
     evicted, rows = cache.eviction.keys_evicted, small.rows
@@ -189,7 +189,7 @@ def test_who_can_not_be_served_evicts_nothing(cache: Cache) -> None:
 
 
 def test_keys_that_have_their_records_need_none(cache: Cache) -> None:
-    _, wide = space_of(cache, "a", 1024, uid=1, known=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
     took = reserve(cache, wide, *range(200))[0].count(R)
     again = [Wanted.from_first(wide, keys_of(*range(took + 5)), np.array([1], np.uint16), 0)]
     assert cache.reserve_all(again)[0].states.tolist() == [R] * took + [N] * 5
@@ -198,10 +198,10 @@ def test_keys_that_have_their_records_need_none(cache: Cache) -> None:
 def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
     monkeypatch.setattr(scarcity_module, "WINDOWS_MAX", 1)
-    _, wide = space_of(cache, "a", 1024, uid=1)
-    _, others = space_of(cache, "b", 1024, uid=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
     fill(cache, wide, others)
-    _, narrow = space_of(cache, "c", 1024, uid=3)
+    _, narrow = keyspace_of(cache, "c", 1024, uid=3)
     served = sum(reserve(cache, narrow, *range(10 * n, 10 * n + 3))[0].count(R) for n in range(6))
     assert served >= 6
     assert check(cache, 0, reserved=served) == []
@@ -209,8 +209,8 @@ def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: py
 
 def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in use has grown since one ended at its end, so that the next one begins amid a window."""
-    _, wide = space_of(cache, "a", 1024, uid=1)
-    _, others = space_of(cache, "b", 1024, uid=2)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
     store(cache, wide, keys_of(*range(8)), [0])
     reserved = reserve(cache, wide, *range(100, 160))[1]
     cache.begin(reserved)
@@ -241,29 +241,29 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
 
 def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
-    _, wide = space_of(cache, "a", 1024, uid=1)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
     took = reserve(cache, wide, *range(200))[0].count(R)  # none of them may go
-    values, asked = cache.entries.spaces.values, []
+    values, asked = cache.entries.keyspaces.values, []
 
-    def note() -> list[Space]:
+    def note() -> list[Keyspace]:
         asked.append(1)
         return values()
 
-    monkeypatch.setattr(cache.entries.spaces, "values", note)
+    monkeypatch.setattr(cache.entries.keyspaces, "values", note)
     assert reserve(cache, wide, 900)[0] == [N]
     assert 1 <= len(asked) <= 2 < took
 
 
 def test_a_late_hash_does_not_seal_a_record_that_is_of_another_width_by_now(cache: Cache) -> None:
-    namespace, wide = space_of(cache, "a", 1024, uid=1, known=2)
-    fill(cache, wide, space_of(cache, "b", 1024, uid=2)[1])
+    namespace, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
+    fill(cache, wide, keyspace_of(cache, "b", 1024, uid=2)[1])
     parts = np.flatnonzero(cache.entries.parts.state != PartState.EMPTY)
-    parts = parts[cache.entries.index.space[cache.entries.parts.row[parts]] == wide.id]
+    parts = parts[cache.entries.index.keyspace[cache.entries.parts.row[parts]] == wide.id]
     generations = cache.entries.parts.generation[parts]
     for _ in cache.clear(namespace):
         pass
     assert not cache.entries.parts.unverified.any()
-    _, narrow = space_of(cache, "c", 1, uid=3)
+    _, narrow = keyspace_of(cache, "c", 1, uid=3)
     fresh = store(cache, narrow, keys_of(*range(1024)), seals=False)
     late = np.isin(parts, fresh)
     assert late.any(), "a record is another key's now"

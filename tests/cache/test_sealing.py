@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.parts import PartState
+from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 
-from .fakes import keys_of, make_cache, make_space, num_waiters, store
+from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
 
 ENGINE, OTHER = Flow(1001, 1), Flow(1001, 2)
 
@@ -30,12 +30,12 @@ class Scene:
         self.gate = threading.Event()
         self.lane.submit(self.gate.wait, lambda _: None)
         self.cache: Cache = make_cache(256, 16)
-        self.space = make_space(self.cache)[1]
+        self.keyspace = make_keyspace(self.cache)[1]
         self.sealing = Sealing(self.cache, self.lane)
 
     def store(self, *numbers: int, flow: Flow = ENGINE) -> None:
         """Stored, and not sealed yet."""
-        self.sealing.add(flow, store(self.cache, self.space, keys_of(*numbers), seals=False))
+        self.sealing.add(flow, store(self.cache, self.keyspace, keys_of(*numbers), seals=False))
 
     async def until_sealed(self, last: int) -> None:
         self.gate.set()
@@ -115,7 +115,7 @@ async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene
     job = transfers.jobs.begin()
     draining = asyncio.ensure_future(transfers.drain(transfers.jobs, job, 20.0))
     assert not await transfers.drain(transfers.jobs, job, 0.01)
-    parts = store(scene.cache, scene.space, keys_of(1, 2), seals=False)
+    parts = store(scene.cache, scene.keyspace, keys_of(1, 2), seals=False)
     transfers.sealing.add(ENGINE, parts)
     transfers.jobs.end(job)
     assert not await transfers.drain(transfers.jobs, job, 0.01)

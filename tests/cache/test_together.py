@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.keys import keys_array
-from kvoffloadd.cache.namespace import Space
+from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.cache.together import begins_of, numbers_of, spans
 from kvoffloadd.cache.wanted import Reservation, Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
 
-from .fakes import keys_of, make_cache, make_space
+from .fakes import keys_of, make_cache, make_keyspace
 
 PAGE = 4096
 GROUPS = st.lists(
@@ -24,21 +24,21 @@ GROUPS = st.lists(
     max_size=5,
 )
 """Of each its parts, the bytes of one, and keys."""
-Asked = list[tuple[Space, U64Array]]
+Asked = list[tuple[Keyspace, U64Array]]
 
 
 def spaces_of(cache: Cache, groups: list[tuple[int, int, list[int]]]) -> Asked:
     namespace = cache.open_namespace(b"n" * 16, 0, "n", 32)
     asked = []
     for number, (parts, size, numbers) in enumerate(groups):
-        space = cache.declare(namespace, GroupSchema(number, GroupKind.FULL, 16, parts=parts))
-        cache.learn_parts(space, dict.fromkeys(range(parts), size))
-        asked.append((space, keys_of(*numbers)))
+        keyspace = cache.declare(namespace, GroupSchema(number, GroupKind.FULL, 16, parts=parts))
+        cache.set_part_bytes(keyspace, dict.fromkeys(range(parts), size))
+        asked.append((keyspace, keys_of(*numbers)))
     return asked
 
 
-def wanted_of(space: Space, keys: U64Array, first: int = 0) -> Wanted:
-    return Wanted.from_first(space, keys, np.arange(space.schema.parts, dtype=np.uint16), first)
+def wanted_of(keyspace: Keyspace, keys: U64Array, first: int = 0) -> Wanted:
+    return Wanted.from_first(keyspace, keys, np.arange(keyspace.schema.parts, dtype=np.uint16), first)
 
 
 def told(made: Reservation) -> list[list[int]]:
@@ -55,19 +55,19 @@ def test_groups_are_reserved_and_found_as_one_by_one(
     complete = [data.draw(st.booleans()) for _ in before]
     for number, cache in enumerate(caches):
         asked = spaces_of(cache, groups)
-        for (_, _, numbers), (space, _), done in zip(before, asked, complete, strict=False):
-            parts = cache.reserve_all([wanted_of(space, keys_of(*numbers))])[0].parts
+        for (_, _, numbers), (keyspace, _), done in zip(before, asked, complete, strict=False):
+            parts = cache.reserve_all([wanted_of(keyspace, keys_of(*numbers))])[0].parts
             if done:
                 cache.begin(parts)
                 cache.commit(parts)
         if number:
             founds = cache.find_all(asked)
-            made = cache.reserve_all([wanted_of(space, keys) for space, keys in asked])
+            made = cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked])
         else:
-            founds = [cache.find(space, keys) for space, keys in asked]
-            made = [cache.reserve_all([wanted_of(space, keys)])[0] for space, keys in asked]
-        for (space, keys), one in zip(asked, made, strict=True):
-            rows = cache.find(space, keys).rows[one.keys]
+            founds = [cache.find(keyspace, keys) for keyspace, keys in asked]
+            made = [cache.reserve_all([wanted_of(keyspace, keys)])[0] for keyspace, keys in asked]
+        for (keyspace, keys), one in zip(asked, made, strict=True):
+            rows = cache.find(keyspace, keys).rows[one.keys]
             assert (cache.entries.parts.row[one.parts] == rows).all(), "each part is of the key that it is told for"
         reserved = int((cache.entries.parts.state[: cache.entries.parts.runs.used] == 1).sum())
         assert check(cache, 0, reserved) == []
@@ -75,8 +75,8 @@ def test_groups_are_reserved_and_found_as_one_by_one(
             (
                 [(found.states.tolist(), found.hits.tolist(), (found.rows >= 0).tolist()) for found in founds],
                 [told(one) for one in made],
-                [cache.find(space, keys).states.tolist() for space, keys in asked],
-                [(space.rows, space.keys, space.bytes) for space, _ in asked],
+                [cache.find(keyspace, keys).states.tolist() for keyspace, keys in asked],
+                [(keyspace.rows, keyspace.keys, keyspace.bytes) for keyspace, _ in asked],
             )
         )
     assert answers[0] == answers[1]
@@ -85,7 +85,7 @@ def test_groups_are_reserved_and_found_as_one_by_one(
 def test_what_finds_no_room_is_at_the_end_of_all_groups() -> None:
     cache = make_cache(pages=16)
     asked = spaces_of(cache, [(1, PAGE, list(range(1, 7)))] * 4)
-    made = cache.reserve_all([wanted_of(space, keys) for space, keys in asked])
+    made = cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked])
     states = np.concatenate([one.states for one in made]).tolist()
     served = states.count(KeyState.RESERVED)
     assert 0 < served < len(states)
@@ -96,10 +96,10 @@ def test_what_finds_no_room_is_at_the_end_of_all_groups() -> None:
 def test_a_group_that_was_cleared_has_nothing() -> None:
     cache = make_cache()
     asked = spaces_of(cache, [(1, PAGE, [1, 2]), (1, PAGE, [1, 2])])
-    for made in cache.reserve_all([wanted_of(space, keys) for space, keys in asked]):
+    for made in cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked]):
         cache.begin(made.parts)
         cache.commit(made.parts)
-    cache.entries.spaces.retire(asked[0][0])
+    cache.entries.keyspaces.retire(asked[0][0])
     assert [found.hits.tolist() for found in cache.find_all(asked)] == [[False] * 2, [True] * 2]
 
 
@@ -107,14 +107,14 @@ def test_a_group_that_was_cleared_has_nothing() -> None:
 def test_places(counts: list[int]) -> None:
     assert [at.stop - at.start for at in spans(counts)] == counts
     cache = make_cache()
-    spaces = [space for space, _ in spaces_of(cache, [(1, PAGE, [])] * len(counts))]
+    keyspaces = [keyspace for keyspace, _ in spaces_of(cache, [(1, PAGE, [])] * len(counts))]
     if counts:
-        several = list(zip(spaces, counts, strict=True))
+        several = list(zip(keyspaces, counts, strict=True))
         numbers, begins = numbers_of(several), begins_of(several)
         if isinstance(numbers, int):
-            assert (numbers, begins) == (spaces[0].id, None)
+            assert (numbers, begins) == (keyspaces[0].id, None)
         else:
-            assert numbers.tolist() == [spaces[1].id] * 2 + [spaces[3].id]
+            assert numbers.tolist() == [keyspaces[1].id] * 2 + [keyspaces[3].id]
             assert begins is not None
             assert begins.tolist() == [0, 2]
 
@@ -124,9 +124,9 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
     cache = make_cache(pages=64)
     namespace = cache.open_namespace(b"n" * 16, 0, "n", 32)
     many = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=16))
-    cache.learn_parts(many, dict.fromkeys(range(16), PAGE))
+    cache.set_part_bytes(many, dict.fromkeys(range(16), PAGE))
     one = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
-    cache.learn_parts(one, {0: PAGE})
+    cache.set_part_bytes(one, {0: PAGE})
     made = cache.reserve_all([Wanted.from_first(many, keys_of(*range(1, 65)), np.zeros(1, np.uint16), 0)])[0]
     cache.begin(made.parts)
     cache.commit(made.parts)
@@ -142,13 +142,13 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
 def test_groups_without_keys_or_with_one(counts: list[int], key_bytes: int) -> None:
     """As they come from frames: numpy joins arrays of such shapes column by column."""
     cache = make_cache()
-    spaces = [make_space(cache, group=group)[1] for group in range(len(counts))]
+    keyspaces = [make_keyspace(cache, group=group)[1] for group in range(len(counts))]
     keys = [keys_array(bytes(range(key_bytes * n)), key_bytes) for n in counts]
-    wanted = [Wanted.from_first(s, k, np.zeros(1, np.uint16), 0) for s, k in zip(spaces, keys, strict=True)]
+    wanted = [Wanted.from_first(s, k, np.zeros(1, np.uint16), 0) for s, k in zip(keyspaces, keys, strict=True)]
     made = cache.reserve_all(wanted)
     assert [len(one.parts) for one in made] == counts
     parts = np.concatenate([one.parts for one in made])
     cache.begin(parts)
     cache.commit(parts)
-    asked = list(zip(spaces, keys, strict=True))
+    asked = list(zip(keyspaces, keys, strict=True))
     assert [found.hits.tolist() for found in cache.find_all(asked)] == [[True] * n for n in counts]

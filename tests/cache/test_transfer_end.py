@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.transfer import STUCK_LOOKS, LoadPlan, Terms, Transfer, TransferResult, Transfers
-from kvoffloadd.device.signals import Ready
+from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.lanes import DAEMON
 from kvoffloadd.model import Direction, Outcome
 
-from .fakes import keys_of, make_cache, make_space, store
+from .fakes import keys_of, make_cache, make_keyspace, store
 
 STUCK_S = 0.05
 
@@ -108,7 +108,7 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     nobody: Any = None
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     cache = make_cache()
-    parts = store(cache, make_space(cache)[1], keys_of(1))
+    parts = store(cache, make_keyspace(cache)[1], keys_of(1))
     transfers = Transfers(cache, lane, nobody, False)
     ended: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
 
@@ -125,8 +125,8 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])
-@pytest.mark.parametrize("ready", [None, Ready(8, 1)])
-async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: Ready | None) -> None:
+@pytest.mark.parametrize("ready", [None, ReadySignal(8, 1)])
+async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: ReadySignal | None) -> None:
     nobody: Any = None
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     short: Any = Short(error)

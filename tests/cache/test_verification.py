@@ -17,7 +17,7 @@ from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
 from kvoffloadd.tiers import hashing
 
-from .fakes import keys_of, make_cache, make_space, store
+from .fakes import keys_of, make_cache, make_keyspace, store
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ async def lane() -> AsyncIterator[tuple[Lane, threading.Event]]:
 
 def adopted(cache: Cache) -> LoadPlan:
     """Ten keys of which nobody knows whether they are still right."""
-    space = make_space(cache)[1]
-    parts = store(cache, space, keys_of(*range(10)))
+    keyspace = make_keyspace(cache)[1]
+    parts = store(cache, keyspace, keys_of(*range(10)))
     cache.entries.parts.unverified[parts] = 1
     nothing: Any = None  # no copy is ever made of it
     return LoadPlan(cache.entries.parts.row[parts], parts, nothing)
@@ -73,8 +73,8 @@ class SlowDevice:
 async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_valid() -> None:
     """A copy waits for its turn in the lane, for seconds; what it copies then is known to be wrong."""
     cache, device, nobody = make_cache(), SlowDevice(), Any
-    space = make_space(cache)[1]
-    parts = store(cache, space, keys_of(*range(10)))
+    keyspace = make_keyspace(cache)[1]
+    parts = store(cache, keyspace, keys_of(*range(10)))
     rows = cache.entries.parts.row[parts]
     transfers = Transfers(cache, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
     results: list[TransferResult] = []
@@ -88,7 +88,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     assert second.finished
     assert [result.outcome for result in results] == [Outcome.DONE, Outcome.PARTIAL]
     assert np.flatnonzero(results[1].bad).tolist() == [3, 4]
-    assert not cache.find(space, keys_of(3, 4)).hits.any()
+    assert not cache.find(keyspace, keys_of(3, 4)).hits.any()
     assert not cache.entries.leases.any()
 
 
@@ -98,15 +98,15 @@ async def test_what_goes_while_what_was_adopted_is_verified(
     """A root that comes late may end a whole namespace: nobody knows the sizes of its payloads any more."""
     monkeypatch.setattr(hashing, "TURN_BYTES", 1)
     cache = make_cache()
-    spaces = [make_space(cache, bytes([n]) * 16)[1] for n in range(2)]
-    for space in spaces:
-        cache.entries.parts.unverified[store(cache, space, keys_of(1))] = 1
+    keyspaces = [make_keyspace(cache, bytes([n]) * 16)[1] for n in range(2)]
+    for keyspace in keyspaces:
+        cache.entries.parts.unverified[store(cache, keyspace, keys_of(1))] = 1
     nobody: Any = None
     verified = asyncio.ensure_future(Transfers(cache, lane[0], nobody, False).verify_adopted())
     await asyncio.sleep(0)
-    cache.entries.retire(cache.find(spaces[1], keys_of(1)).hit_rows)
-    cache.close_namespace(spaces[1].namespace)
+    cache.entries.retire(cache.find(keyspaces[1], keys_of(1)).hit_rows)
+    cache.close_namespace(keyspaces[1].namespace)
     lane[1].set()
     await verified
     assert not cache.entries.parts.unverified.any()
-    assert len(cache.find(spaces[0], keys_of(1)).hit_rows) == 1
+    assert len(cache.find(keyspaces[0], keys_of(1)).hit_rows) == 1

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import AsyncClient, Client, Found, KvCache, Outcome
-from kvoffloadd.client.link import Link
-from kvoffloadd.client.ops import ping, prefetch
+from kvoffloadd.client.calls import ping, prefetch
+from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.codec import encode
-from kvoffloadd.protocol.state import State
+from kvoffloadd.protocol.state import ProtocolState
 from tests.client.fake_daemon import FakeDaemon, Peer
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof, fake_is_idle
@@ -411,8 +411,8 @@ def test_an_audit_of_the_disk(client: Any, fake: FakeDaemon) -> None:
 
 
 def test_a_seq_is_not_used_again_while_an_answer_is_due(keys: U8Array) -> None:
-    link = Link()
-    link.connection.state = State.READY
+    link = ConnectionState()
+    link.connection.state = ProtocolState.READY
     kept, _unanswered, _forgotten = (link.ask(op) for op in (prefetch({0: keys}, 0, 32), ping(), prefetch({}, 0, 32)))
     link.receive(encode(m.Found(seq=1, states=[b"\2\2\2\2"], boundaries=b"", promoting=4)), [])
     link.receive(encode(m.Found(seq=3, states=[], boundaries=b"", promoting=1)), [])
@@ -428,7 +428,7 @@ def test_a_seq_is_not_used_again_while_an_answer_is_due(keys: U8Array) -> None:
     assert [asked_as(link) for _ in range(3)] == [1, 3, 6]
 
 
-def asked_as(link: Link) -> int:
+def asked_as(link: ConnectionState) -> int:
     """The seq of one more request."""
     link.ask(ping())
     return link._seq

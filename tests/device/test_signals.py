@@ -16,7 +16,7 @@ from kvoffloadd.changes import Changes
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device import signals
 from kvoffloadd.device.copyruns import read_words
-from kvoffloadd.device.signals import Ready, Signals, Wait
+from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import BoolArray, Outcome, U64Array
 
@@ -33,8 +33,8 @@ class Scene:
         self.told: list[tuple[int, Outcome]] = []
         self.changes = Changes()
 
-    def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> Wait:
-        ready = Ready(self.words.ctypes.data + 8 * word, value)
+    def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> SignalWait:
+        ready = ReadySignal(self.words.ctypes.data + 8 * word, value)
         return self.signals.wait(ready, self.loop.time() + deadline_s, lambda outcome: self.tell(word, outcome))
 
     def tell(self, word: int, outcome: Outcome) -> None:
@@ -262,7 +262,7 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> Non
         told.append(number)
         time.sleep(TURN_S / 2)
 
-    ready = Ready(scene.words.ctypes.data, 1)
+    ready = ReadySignal(scene.words.ctypes.data, 1)
     for number in range(40):
         scene.signals.wait(ready, scene.loop.time() + SOON_S, lambda _, number=number: done(number))  # type: ignore[misc]
     scene.words[0] = 1
@@ -283,7 +283,7 @@ async def test_nothing_of_a_wait_that_is_over_is_kept(scene: Scene) -> None:
     over: list[Outcome] = []
     jobs = [Job() for _ in range(100)]
     alive = weakref.WeakSet(jobs)
-    ready = Ready(scene.words.ctypes.data, 1)
+    ready = ReadySignal(scene.words.ctypes.data, 1)
     scene.wait(0, 5)  # the word is waited for all the time
     for job in jobs:
         if scene.signals.cancel(scene.signals.wait(ready, scene.loop.time() + 600, job.done)):

@@ -76,8 +76,8 @@ def use(rank: Rank, seed: int) -> None:
         pytest.param("kvoffloadd.cache.index:Index:_place", id="a request, between rows and table"),
         pytest.param("kvoffloadd.cache.cache:Cache:_touch_slots", id="a completion, between states and events"),
         pytest.param("kvoffloadd.tiers.memory:MemoryTier:take", id="memory that the cache keeps"),
-        pytest.param("kvoffloadd.cache.ghosts:Ghosts:why", id="a callback of the loop"),
-        pytest.param("kvoffloadd.cache.entries:Entries:vacate", id="a request that goes on later"),
+        pytest.param("kvoffloadd.cache.missreasons:Ghosts:why", id="a callback of the loop"),
+        pytest.param("kvoffloadd.cache.keytable:Entries:vacate", id="a request that goes on later"),
         pytest.param("kvoffloadd.cache.demotion:Demotion:_append", id="a task that nobody waits for"),
     ],
 )

@@ -11,8 +11,8 @@ from _gpu import GpuBuffer
 
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
 from kvoffloadd.client.gpu import driver
-from kvoffloadd.integrations.vllm.carrier import Carrier, Ended, Transfer
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
+from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
 from tests.e2e import gpu_rank
 from tests.e2e.process import Daemon
@@ -33,7 +33,7 @@ class Cache:
         self.memory = GpuBuffer(gpu_rank.gpu(), 2 * MIB, chunk_bytes=2 * MIB)
         tensor = GpuTensor.adopt(self.memory.rows(0, 2 * COUNT, PAGE, PAGE))
         client = Client(daemon.socket, namespace=NamespaceSpec(model="sleep", key_bytes=KEY_BYTES))
-        self.carrier = Carrier(client, KvCache([tensor], SIMPLE), job_deadline_s=10.0)
+        self.carrier = TransferThread(client, KvCache([tensor], SIMPLE), job_deadline_s=10.0)
         self._number = 0
 
     def move(self, direction: Direction, first: int) -> Ended:

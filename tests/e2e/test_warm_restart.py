@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.tiers.pool import _ATTEMPTS_AT as ATTEMPTS_AT
-from kvoffloadd.tiers.pool import ATTEMPTS_MAX
+from kvoffloadd.tiers.arenafile import _ATTEMPTS_AT as ATTEMPTS_AT
+from kvoffloadd.tiers.arenafile import ATTEMPTS_MAX
 from tests.e2e.disk import MIB, disk, disk_settings, group_of, idle, served, store_all
 from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys

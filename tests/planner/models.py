@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.planner import CapacityPlan, Layout, ModelConfig, Rank, Terms, Trace, make_plan, read_model
+from kvoffloadd.planner import CapacityPlan, Layout, ModelConfig, PlanInputs, Rank, Trace, make_plan, read_model
 
 DATA = Path(__file__).parent / "data"
 GPT_OSS, GEMMA_2, GEMMA_3 = "gpt-oss-20b", "gemma-2-2b", "gemma-3-4b"
@@ -28,7 +28,7 @@ def rank(name: str, tp: int = 1, block_size: int = 16, **more: Any) -> Rank:
 
 
 def plan(name: str, trace: Trace | None = None, **terms: Any) -> CapacityPlan:
-    return make_plan(model(name), Terms(**terms), trace)
+    return make_plan(model(name), PlanInputs(**terms), trace)
 
 
 def layout(made: CapacityPlan, name: str) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import cli
-from kvoffloadd.planner import Terms, planning, trace
+from kvoffloadd.planner import PlanInputs, planning, trace
 from tests.planner.models import GPT_OSS, LLAMA, QWEN, TRACE, changed, path_of
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +114,9 @@ def test_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    for default in (planning.PROMPT_TOKENS, trace.TRACE_BLOCK_TOKENS, Terms().block_size, Terms().tp, "4GiB"):
+    for default in (planning.PROMPT_TOKENS, trace.TRACE_BLOCK_TOKENS, PlanInputs().block_size, PlanInputs().tp, "4GiB"):
         assert f"default: {default}" in said or f"default: the daemon's, {default}" in said
-    assert Terms().memory_bytes == 4 << 30
+    assert PlanInputs().memory_bytes == 4 << 30
 
 
 def test_torch_is_not_needed() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.planner import Terms, Trace, make_plan, read_model
+from kvoffloadd.planner import PlanInputs, Trace, make_plan, read_model
 from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES
 from tests.planner.models import DEEPSEEK, GEMMA_2, GEMMA_3, GIB, GPT_OSS, LLAMA, QWEN, changed, layout, plan
 
@@ -18,9 +18,9 @@ TIB = 1 << 40
 
 
 def test_terms_default_to_the_daemons() -> None:
-    assert Terms().slab_bytes == 0, "as the daemon's own default, which follows from the capacity"
-    assert Terms().memory_bytes == Config().memory.capacity_bytes
-    assert Terms().segment_bytes == Config().disk.segment_bytes
+    assert PlanInputs().slab_bytes == 0, "as the daemon's own default, which follows from the capacity"
+    assert PlanInputs().memory_bytes == Config().memory.capacity_bytes
+    assert PlanInputs().segment_bytes == Config().disk.segment_bytes
 
 
 def test_what_gpt_oss_takes() -> None:
@@ -156,7 +156,7 @@ def test_warnings(name: str, terms: dict[str, Any], warning: str) -> None:
 
 def test_padding_that_is_worth_a_word(tmp_path: Path) -> None:
     small = read_model(changed(tmp_path, LLAMA, num_hidden_layers=3, head_dim=8))
-    (found,) = make_plan(small, Terms(block_size=2)).warnings
+    (found,) = make_plan(small, PlanInputs(block_size=2)).warnings
     assert "a payload of 1.50 KiB takes a slot of 4 KiB" in found
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
-from kvoffloadd.protocol.state import State
+from kvoffloadd.protocol.state import ProtocolState
 
 EVERY: dict[str, type[m.Message]] = {**m.FROM_CLIENT, **m.FROM_DAEMON}
 PATHS = {
-    State.HELLO: (),
-    State.GREETING: ("hello",),
-    State.READY: ("hello", "welcome"),
-    State.LEAVING: ("hello", "welcome", "bye"),
+    ProtocolState.HELLO: (),
+    ProtocolState.GREETING: ("hello",),
+    ProtocolState.READY: ("hello", "welcome"),
+    ProtocolState.LEAVING: ("hello", "welcome", "bye"),
 }
 """What is said to come to a state."""
 
@@ -130,7 +130,7 @@ def fields(tag: str) -> dict[str, Any]:
     return found
 
 
-def in_state(state: State, *, daemon: bool) -> Connection:
+def in_state(state: ProtocolState, *, daemon: bool) -> Connection:
     """One side's connection in that state."""
     connection = Connection(daemon=daemon)
     peer = Connection(daemon=not daemon)

@@ -16,7 +16,7 @@ from kvoffloadd.errors import FramingError, MessageError, PeerError
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
-from kvoffloadd.protocol.state import State
+from kvoffloadd.protocol.state import ProtocolState
 from tests.protocol.samples import EVERY, fields, in_state, messages_of, sample, structs
 
 AMPLIFIED_BYTES_MAX = 64 << 20
@@ -153,7 +153,7 @@ def hostile_bodies() -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", hostile_bodies())
 def test_a_hostile_frame_costs_a_bounded_amount(kind: str) -> None:
     body = hostile_bodies()[kind]
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     frame = codec.PREFIX.pack(len(body)) + body
     tracemalloc.start()
     try:
@@ -181,8 +181,8 @@ def never_surprises(connection: Connection, data: bytes) -> None:
 
 
 @quick
-@given(st.binary(max_size=300), st.booleans(), st.sampled_from(list(State)))
-def test_random_bytes(data: bytes, daemon: bool, state: State) -> None:
+@given(st.binary(max_size=300), st.booleans(), st.sampled_from(list(ProtocolState)))
+def test_random_bytes(data: bytes, daemon: bool, state: ProtocolState) -> None:
     never_surprises(in_state(state, daemon=daemon), data)
     never_surprises(in_state(state, daemon=daemon), codec.PREFIX.pack(len(data)) + data)
 
@@ -199,7 +199,7 @@ def test_random_bytes(data: bytes, daemon: bool, state: State) -> None:
 def test_random_values(value: Any, tag: str) -> None:
     for body in (msgpack.packb(value), msgpack.packb({**fields(tag), "seq": value})):
         for daemon in (True, False):
-            never_surprises(in_state(State.READY, daemon=daemon), codec.PREFIX.pack(len(body)) + body)
+            never_surprises(in_state(ProtocolState.READY, daemon=daemon), codec.PREFIX.pack(len(body)) + body)
 
 
 @quick
@@ -209,7 +209,7 @@ def test_mutated_messages(message: m.Message, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(4, len(frame) - 1))] = data.draw(st.integers(0, 255))
     for daemon in (True, False):
-        never_surprises(in_state(State.READY, daemon=daemon), bytes(frame))
+        never_surprises(in_state(ProtocolState.READY, daemon=daemon), bytes(frame))
 
 
 def test_many_mutated_frames(rng: random.Random) -> None:
@@ -229,4 +229,4 @@ def test_many_mutated_frames(rng: random.Random) -> None:
                     start = rng.randrange(len(frame))
                     frame += frame[start : start + 20]
             frame = frame or bytearray(b"\0")
-        never_surprises(in_state(rng.choice(list(State)), daemon=rng.random() < 0.5), bytes(frame))
+        never_surprises(in_state(rng.choice(list(ProtocolState)), daemon=rng.random() < 0.5), bytes(frame))

@@ -10,7 +10,7 @@ from kvoffloadd.errors import FramingError, MessageError, PeerError
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, tag_of
-from kvoffloadd.protocol.state import State
+from kvoffloadd.protocol.state import ProtocolState
 from tests.protocol.samples import EVERY, SAMPLES, fds_of, in_state, sample
 
 REQUEST_TAGS = [tag for tag in m.REQUESTS if tag not in ("hello", "bye")]
@@ -18,7 +18,7 @@ REQUEST_TAGS = [tag for tag in m.REQUESTS if tag not in ("hello", "bye")]
 
 def conversation() -> tuple[bytes, list[m.Message]]:
     """All that a client may say, in one stream without descriptors."""
-    client = in_state(State.READY, daemon=False)
+    client = in_state(ProtocolState.READY, daemon=False)
     said = [sample(tag) for tag in REQUEST_TAGS if not fds_of(tag)] + [sample("bye")]
     return b"".join(map(client.send, said)), said
 
@@ -32,7 +32,7 @@ def heard(connection: Connection) -> list[m.Message]:
 
 def test_whole() -> None:
     stream, said = conversation()
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(stream)
     assert heard(daemon) == said
     assert not daemon.partial
@@ -40,7 +40,7 @@ def test_whole() -> None:
 
 def test_byte_by_byte() -> None:
     stream, said = conversation()
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     found = []
     for i in range(len(stream)):
         daemon.receive_data(stream[i : i + 1])
@@ -53,7 +53,7 @@ def test_in_random_pieces(rng: random.Random) -> None:
     stream, said = conversation()
     for _ in range(50):
         cuts = sorted(rng.sample(range(len(stream)), 10))
-        daemon = in_state(State.READY, daemon=True)
+        daemon = in_state(ProtocolState.READY, daemon=True)
         found = []
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             daemon.receive_data(memoryview(stream)[start:end])
@@ -63,7 +63,9 @@ def test_in_random_pieces(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("tag", EVERY)
 def test_every_truncation_waits_for_more(tag: str) -> None:
-    state = State.HELLO if tag == "hello" else State.GREETING if tag == "welcome" else State.READY
+    state = (
+        ProtocolState.HELLO if tag == "hello" else ProtocolState.GREETING if tag == "welcome" else ProtocolState.READY
+    )
     frame = in_state(state, daemon=tag in m.FROM_DAEMON).send(sample(tag))
     for end in range(len(frame)):
         receiver = in_state(state, daemon=tag in m.FROM_CLIENT)
@@ -87,7 +89,7 @@ def test_sizes_that_are_none_are_refused_on_the_prefix(size: int) -> None:
 
 
 def test_what_is_too_big_is_not_sent() -> None:
-    client = in_state(State.READY, daemon=False)
+    client = in_state(ProtocolState.READY, daemon=False)
     with pytest.raises(FramingError, match="cap"):
         client.send(sample("lookup", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX))]))
     client.send(sample("lookup", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX - 1000))]))
@@ -95,15 +97,15 @@ def test_what_is_too_big_is_not_sent() -> None:
 
 def test_a_refused_bye_does_not_leave() -> None:
     """What could not be encoded was not said."""
-    client = in_state(State.READY, daemon=False)
+    client = in_state(ProtocolState.READY, daemon=False)
     with pytest.raises(FramingError):
         client.send(sample("touch", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX))]))
-    assert client.state is State.READY
+    assert client.state is ProtocolState.READY
 
 
 def test_a_bad_message_is_skipped_and_says_which_request_it_was() -> None:
-    daemon = in_state(State.READY, daemon=True)
-    good = in_state(State.READY, daemon=False).send(sample("ping"))
+    daemon = in_state(ProtocolState.READY, daemon=True)
+    good = in_state(ProtocolState.READY, daemon=False).send(sample("ping"))
     for fields, seq in (
         ({"type": "ping", "seq": 5, "more": 1}, 5),
         ({"type": "nothing", "seq": 6}, 6),
@@ -130,11 +132,11 @@ def frame_of(fields: object) -> bytes:
 
 
 def attach(count: int) -> bytes:
-    return in_state(State.READY, daemon=False).send(sample("attach", fds=count))
+    return in_state(ProtocolState.READY, daemon=False).send(sample("attach", fds=count))
 
 
 def test_descriptors_go_with_their_frames() -> None:
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(attach(2) + attach(1), [10, 11, 12])
     assert daemon.next_message() == (sample("attach", fds=2), [10, 11])
     assert daemon.next_message() == (sample("attach", fds=1), [12])
@@ -143,7 +145,7 @@ def test_descriptors_go_with_their_frames() -> None:
 
 def test_descriptors_may_come_before_the_rest_of_their_frame() -> None:
     frame = attach(2)
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(frame[:3], [10, 11])
     assert daemon.next_message() is None
     daemon.receive_data(frame[3:])
@@ -152,7 +154,7 @@ def test_descriptors_may_come_before_the_rest_of_their_frame() -> None:
 
 @pytest.mark.parametrize(("stated", "came"), [(2, 1), (1, 0), (1, 2), (64, 63)])
 def test_too_few_or_too_many_descriptors(stated: int, came: int) -> None:
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(attach(stated), range(100, 100 + came))
     with pytest.raises(FramingError, match="descriptors"):
         daemon.next_message()
@@ -160,20 +162,20 @@ def test_too_few_or_too_many_descriptors(stated: int, came: int) -> None:
 
 
 def test_a_descriptor_that_no_frame_states() -> None:
-    daemon = in_state(State.READY, daemon=True)
-    daemon.receive_data(in_state(State.READY, daemon=False).send(sample("ping")), [10])
+    daemon = in_state(ProtocolState.READY, daemon=True)
+    daemon.receive_data(in_state(ProtocolState.READY, daemon=False).send(sample("ping")), [10])
     with pytest.raises(FramingError, match="no frame states"):
         daemon.next_message()
     assert daemon.take_fds() == [10]
 
 
 def test_more_descriptors_than_a_frame_may_carry() -> None:
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     with pytest.raises(FramingError, match="65 descriptors"):
         daemon.receive_data(b"", range(65))
     assert len(daemon.take_fds()) == 65
     with pytest.raises(MessageError):
-        lone = in_state(State.READY, daemon=True)
+        lone = in_state(ProtocolState.READY, daemon=True)
         lone.receive_data(frame_of({"type": "attach", "seq": 1, "kind": "shm", "fds": 0}))
         lone.next_message()
 
@@ -184,7 +186,7 @@ def test_more_descriptors_than_a_frame_may_carry() -> None:
     {"type": "no such", "seq": 1, "fds": 1},
 ])  # fmt: skip
 def test_descriptors_with_what_cannot_be_taken_end_the_stream(fields: dict[str, object]) -> None:
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(frame_of(fields), [10])
     with pytest.raises(FramingError, match="descriptors"):
         daemon.next_message()
@@ -193,7 +195,7 @@ def test_descriptors_with_what_cannot_be_taken_end_the_stream(fields: dict[str, 
 
 @pytest.mark.parametrize("fds", [True, -1, 1.0, "1", None, 1 << 62])
 def test_a_count_of_descriptors_that_is_none(fds: object) -> None:
-    daemon = in_state(State.READY, daemon=True)
+    daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(frame_of({"type": "attach", "seq": 1, "kind": "shm", "fds": fds}), [10])
     with pytest.raises(PeerError):
         daemon.next_message()

@@ -6,18 +6,18 @@ import pytest
 
 from kvoffloadd.errors import ForbiddenError, StateError
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, State, check_role, move
+from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, ProtocolState, check_role, move
 from tests.protocol.samples import EVERY, fds_of, in_state, sample
 
-PAIRS = [(state, tag) for state in State for tag in EVERY]
+PAIRS = [(state, tag) for state in ProtocolState for tag in EVERY]
 
 
-def moves(tag: str) -> dict[State, dict[str, State]]:
+def moves(tag: str) -> dict[ProtocolState, dict[str, ProtocolState]]:
     return CLIENT_MOVES if tag in m.FROM_CLIENT else DAEMON_MOVES
 
 
 @pytest.mark.parametrize(("state", "tag"), PAIRS)
-def test_the_sender_keeps_to_the_table(state: State, tag: str) -> None:
+def test_the_sender_keeps_to_the_table(state: ProtocolState, tag: str) -> None:
     sender = in_state(state, daemon=tag in m.FROM_DAEMON)
     after = moves(tag)[state].get(tag)
     if after is None:
@@ -30,7 +30,7 @@ def test_the_sender_keeps_to_the_table(state: State, tag: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "tag"), PAIRS)
-def test_the_receiver_holds_the_sender_to_it(state: State, tag: str) -> None:
+def test_the_receiver_holds_the_sender_to_it(state: ProtocolState, tag: str) -> None:
     receiver = in_state(state, daemon=tag in m.FROM_CLIENT)
     after = moves(tag)[state].get(tag)
     # Made by a sender who cares for nothing.
@@ -50,22 +50,22 @@ def test_the_receiver_holds_the_sender_to_it(state: State, tag: str) -> None:
         assert receiver.state is after
 
 
-def sender_state(tag: str) -> State:
+def sender_state(tag: str) -> ProtocolState:
     return next(state for state, allowed in moves(tag).items() if tag in allowed)
 
 
 def test_what_follows_a_refused_message_is_understood() -> None:
-    receiver = in_state(State.READY, daemon=True)
-    again = in_state(State.HELLO, daemon=False).send(sample("hello"))
-    receiver.receive_data(again + in_state(State.READY, daemon=False).send(sample("ping")))
+    receiver = in_state(ProtocolState.READY, daemon=True)
+    again = in_state(ProtocolState.HELLO, daemon=False).send(sample("hello"))
+    receiver.receive_data(again + in_state(ProtocolState.READY, daemon=False).send(sample("ping")))
     with pytest.raises(StateError):
         receiver.next_message()
     assert receiver.next_message() == (sample("ping"), [])
 
 
 def test_only_the_daemon_speaks_when_the_client_leaves() -> None:
-    assert CLIENT_MOVES[State.LEAVING] == {}
-    assert {"done", "completed", "error"} <= set(DAEMON_MOVES[State.LEAVING])
+    assert CLIENT_MOVES[ProtocolState.LEAVING] == {}
+    assert {"done", "completed", "error"} <= set(DAEMON_MOVES[ProtocolState.LEAVING])
 
 
 @pytest.mark.parametrize("tag", EVERY)
@@ -95,4 +95,4 @@ def test_roles() -> None:
 
 def test_moves_know_nothing_else() -> None:
     with pytest.raises(StateError):
-        move(State.READY, "no such message", by_client=True)
+        move(ProtocolState.READY, "no such message", by_client=True)

@@ -12,7 +12,7 @@ from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.tiers.memory import MemoryTier
-from tests.cache.fakes import make_space
+from tests.cache.fakes import make_keyspace
 from tests.server.scene import Scene, ids, keys
 
 MANY = 6000
@@ -68,7 +68,7 @@ def test_no_step_of_the_cache_is_long() -> None:
     """CPU time of each call that the loop makes, while the index grows, and while each store evicts another."""
     tier = MemoryTier(8 * BIG * PAGE_BYTES, 256 * PAGE_BYTES)
     cache = Cache(tier, partial(create_policy, DEFAULT_POLICY), seed=5)
-    namespace, space = make_space(cache)
+    namespace, keyspace = make_keyspace(cache)
     rng = np.random.default_rng(5)
     longest: dict[str, float] = {}
     begun = 0.0
@@ -81,7 +81,7 @@ def test_no_step_of_the_cache_is_long() -> None:
     for number in range(ROUNDS):
         asked: U64Array = rng.integers(0, 1 << 63, (BIG, 4), dtype=np.uint64)
         begun = time.thread_time()
-        reserved = cache.reserve(space, asked, np.zeros(1, np.uint16), 0)
+        reserved = cache.reserve(keyspace, asked, np.zeros(1, np.uint16), 0)
         took("reserve")
         assert len(reserved.parts) == BIG
         if number % 4 == 3:
@@ -94,11 +94,11 @@ def test_no_step_of_the_cache_is_long() -> None:
         generations = cache.entries.parts.generation[reserved.parts]
         cache.seal(reserved.parts, generations, np.zeros((BIG, 2), np.uint64))
         took("seal")
-        found = cache.find(space, asked)
+        found = cache.find(keyspace, asked)
         took("find")
         assert found.hits.all()
         cache.hold(found.hit_rows)
-        cache.use_all([(space, found, 0)])
+        cache.use_all([(keyspace, found, 0)])
         cache.unhold(found.hit_rows)
         took("use")
     cache.epochs.advance(namespace.fingerprint)

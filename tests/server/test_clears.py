@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache import entries
+from kvoffloadd.cache import keytable
 from kvoffloadd.cache.audit import check
 from kvoffloadd.config import Config
 from kvoffloadd.errors import LimitError
@@ -54,19 +54,19 @@ def session_of(context: Context) -> Session:
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
 async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """From the moment at which it was asked for, all of it is done, and told."""
-    monkeypatch.setattr(entries, "STEP_ROWS", 4)  # many steps
+    monkeypatch.setattr(keytable, "STEP_ROWS", 4)  # many steps
     cache = make_cache()
     context = context_of(cache)
     session = session_of(context)
     (namespace,) = cache.namespaces.values()
     namespace.listeners = 1
-    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
-    cache.learn_parts(space, {0: 4096})
-    store(cache, space, keys_of(*range(40)))
+    keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
+    cache.set_part_bytes(keyspace, {0: 4096})
+    store(cache, keyspace, keys_of(*range(40)))
     cache.entries.events.clear()
     answer = session.handle(m.Clear(seq=2), [])
     assert asyncio.iscoroutine(answer)
-    assert space.retired, "its turn has paid for the costly part"
+    assert keyspace.retired, "its turn has paid for the costly part"
     task = asyncio.ensure_future(answer)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -74,7 +74,7 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.gather(*context.clears)
-    assert space.rows == space.keys == 0
+    assert keyspace.rows == keyspace.keys == 0
     assert sum(len(event.removed) for event in cache.entries.events) == 40 * 32
     assert cache.epochs.of(namespace.fingerprint) == namespace.epoch != 0
     assert not context.clears
@@ -86,8 +86,8 @@ async def test_a_clear_over_the_cap_is_refused_by_its_handler() -> None:
     context = context_of(cache)
     session = session_of(context)
     (namespace,) = cache.namespaces.values()
-    space = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
-    cache.entries.spaces.groups_max = 0
+    keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
+    cache.entries.keyspaces.groups_max = 0
     with pytest.raises(LimitError):
         session.handle(m.Clear(seq=2), [])
-    assert (space.retired, namespace.epoch, len(context.clears)) == (False, 0, 0)
+    assert (keyspace.retired, namespace.epoch, len(context.clears)) == (False, 0, 0)

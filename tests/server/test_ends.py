@@ -14,7 +14,7 @@ from kvoffloadd.errors import FramingError, UsageError
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PARTIAL_LOOKS, PeerConnection
 from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.registration import Attached
+from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
@@ -53,7 +53,7 @@ async def test_an_unmapping_that_fails_costs_no_other_and_no_charge() -> None:
     for number in (1, 2):
         account.charge("fds")
         account.charge("mapped_bytes", 4096)
-        registry.attached[number] = Attached(Allocation("host", 4096, 0), device)  # type: ignore[arg-type]
+        registry.attached[number] = Attachment(Allocation("host", 4096, 0), device)  # type: ignore[arg-type]
     await registry.close()
     assert len(device.asked) == 2
     assert context.accounts.figures() == {}

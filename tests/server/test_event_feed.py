@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffloadd.cache.entries import Event
+from kvoffloadd.cache.keytable import Event
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol.connection import Encoded

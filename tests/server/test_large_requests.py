@@ -21,7 +21,7 @@ from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.registration import Attached
+from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
 from tests.cache.fakes import make_cache
 
@@ -77,7 +77,7 @@ async def room() -> Room:
     memory: Any = SimpleNamespace(
         base_address=1 << 30, size_bytes=1 << 20, charged_bytes=1 << 20, whole=True, kind="host"
     )
-    made.registry.attached[MEMORY] = Attached(memory, host)
+    made.registry.attached[MEMORY] = Attachment(memory, host)
     return made
 
 
@@ -122,7 +122,7 @@ async def test_what_is_refused_changes_nothing(room: Room, wrong: m.Register) ->
         await room.ask(wrong)
     assert not room.registry.registrations
     assert room.descriptors == room.registry.attached[MEMORY].uses == 0
-    assert not next(iter(room.cache.namespaces.values())).spaces
+    assert not next(iter(room.cache.namespaces.values())).keyspaces
 
 
 async def begun(room: Room) -> asyncio.Task[Any]:
@@ -316,7 +316,9 @@ async def test_a_clear_meanwhile(room: Room) -> None:
     await room.ask(m.Clear(seq=3))
     number = (await task).registration
     (namespace,) = room.cache.namespaces.values()
-    assert namespace.spaces[0].part_bytes == [room.registry.registrations[number].groups[0].held[0].plan.payload_bytes]
+    assert namespace.keyspaces[0].part_bytes == [
+        room.registry.registrations[number].groups[0].held[0].plan.payload_bytes
+    ]
 
 
 async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:

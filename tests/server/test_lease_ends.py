@@ -56,8 +56,8 @@ class Scene:
         self.first = self.session(b"0" * 16)
         self.first.handle(m.Register(seq=2, tensors=[], groups=[GROUP]), [])
         (namespace,) = self.cache.namespaces.values()
-        self.cache.learn_parts(namespace.spaces[0], {0: 4096})
-        store(self.cache, namespace.spaces[0], keys_of(*range(KEYS)))
+        self.cache.set_part_bytes(namespace.keyspaces[0], {0: 4096})
+        store(self.cache, namespace.keyspaces[0], keys_of(*range(KEYS)))
 
     def session(self, token: bytes) -> Session:
         made = Session(self.context, Peer(1, self.uid, 0, -1), Outbox(1 << 20), lambda message: None)
@@ -185,7 +185,7 @@ async def test_the_namespace_and_its_instances_go_behind_the_leases(scene: Scene
     assert namespace.sessions == 2
     assert not closing.done()
     await scene.watch(closing)
-    assert (namespace.sessions, namespace.spaces[0].rows) == (1, KEYS)
+    assert (namespace.sessions, namespace.keyspaces[0].rows) == (1, KEYS)
     await scene.close()
 
 

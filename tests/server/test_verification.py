@@ -14,7 +14,7 @@ from kvoffloadd.lanes import BACKGROUND, Flow, Lane
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.verification import verify
 from kvoffloadd.tiers import hashing
-from tests.cache.fakes import keys_of, make_cache, make_space, store
+from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 
 def daemon(findings: list[list[str]], *, verify_loads: bool = False) -> Any:
@@ -59,8 +59,8 @@ async def test_payloads_are_hashed_in_turns_of_so_many_bytes(monkeypatch: pytest
     """Each of which costs what it hashes; a payload whose memory is given up meanwhile is not looked at."""
     monkeypatch.setattr(hashing, "TURN_BYTES", 4 * PAGE_BYTES)
     cache = make_cache()
-    space, going = (make_space(cache, bytes([n]) * 16, pages=(n,))[1] for n in (3, 1))
-    store(cache, space, keys_of(*range(5)))
+    keyspace, going = (make_keyspace(cache, bytes([n]) * 16, pages=(n,))[1] for n in (3, 1))
+    store(cache, keyspace, keys_of(*range(5)))
     parts = store(cache, going, keys_of(1))
     lane = Lane("hash", 1, asyncio.get_running_loop())
     costs: list[int] = []

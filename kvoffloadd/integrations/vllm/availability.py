@@ -6,7 +6,7 @@ import logging
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from kvoffloadd.client.dialer import backoffs
+from kvoffloadd.client.connector import backoffs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

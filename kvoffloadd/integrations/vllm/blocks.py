@@ -27,7 +27,7 @@ KeysOfGroup = tuple[int, list[bytes]]
 """A group and its keys."""
 
 
-class BlockList(Protocol):
+class TransferBlocks(Protocol):
     """vLLM's GPULoadStoreSpec, which names the blocks of a transfer group by group: how many there are of each group,
     and the index, in the request, of the first one.
     """
@@ -38,7 +38,7 @@ class BlockList(Protocol):
 
 
 def load_chunks(
-    groups: Sequence[KeysOfGroup], blocks: BlockList, blocks_per_key: int, states: Collection[int] = ()
+    groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int, states: Collection[int] = ()
 ) -> Chunks:
     """`groups`: in vLLM's order. Blocks of a chunk that the request does not load are `NO_BLOCK`.
 
@@ -63,7 +63,7 @@ def load_chunks(
 
 
 def store_chunks(
-    groups: Sequence[KeysOfGroup], blocks: BlockList, blocks_per_key: int, states: Collection[int] = ()
+    groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int, states: Collection[int] = ()
 ) -> Chunks:
     """As `load_chunks`, with whole chunks alone.
 
@@ -98,7 +98,7 @@ def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) ->
     return ids[-1:]
 
 
-def _split(groups: Sequence[KeysOfGroup], blocks: BlockList) -> list[tuple[KeysOfGroup, npt.NDArray[Any], int]]:
+def _split(groups: Sequence[KeysOfGroup], blocks: TransferBlocks) -> list[tuple[KeysOfGroup, npt.NDArray[Any], int]]:
     sizes, starts = blocks.group_sizes, blocks.block_indices
     if not len(groups) == len(sizes) == len(starts):
         raise ValueError(f"{len(groups)} groups of keys, {len(sizes)} of blocks, {len(starts)} starts")

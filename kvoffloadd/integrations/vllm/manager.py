@@ -27,16 +27,16 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffloadd.integrations.vllm import metrics
-from kvoffloadd.integrations.vllm.asker import Asker, Question
+from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
 from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from kvoffloadd.integrations.vllm.names import by_group, hash_bytes_of, offload_key_of
-from kvoffloadd.integrations.vllm.promises import Answer, Promises, admitted
+from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from kvoffloadd.integrations.vllm.event_thread import EventThread
     from kvoffloadd.integrations.vllm.options import Options
-    from kvoffloadd.integrations.vllm.watcher import Watcher
 
 _ASK_AGAIN_S = 0.005
 _YIELD_S = 0.00005
@@ -44,10 +44,10 @@ _EVENT_KEYS = 512  # a step: vLLM makes an object of each
 _EVENTS_DUE_S = 0.2
 _CLOSE_S = 5.0
 _RESULTS = {
-    Answer.MISS: LookupResult.MISS,
-    Answer.HIT: LookupResult.HIT,
-    Answer.PENDING: LookupResult.HIT_PENDING,
-    Answer.ASKED: LookupResult.RETRY,
+    LookupState.MISS: LookupResult.MISS,
+    LookupState.HIT: LookupResult.HIT,
+    LookupState.PENDING: LookupResult.HIT_PENDING,
+    LookupState.ASKED: LookupResult.RETRY,
 }
 
 
@@ -55,7 +55,7 @@ class KVOffloaddManager(OffloadingManager):
     """One engine's. All methods are the scheduler thread's."""
 
     def __init__(
-        self, asker: Asker, group_ids: Sequence[int], options: Options, watcher: Watcher | None = None
+        self, asker: LookupThread, group_ids: Sequence[int], options: Options, watcher: EventThread | None = None
     ) -> None:
         """`group_ids`: the engine's groups, in vLLM's order. `watcher`: where vLLM's KV cache events are enabled."""
         self._asker = asker
@@ -66,9 +66,9 @@ class KVOffloaddManager(OffloadingManager):
         self._stored_anew: set[OffloadKey] | None = None
         self._group_ids = tuple(group_ids)
         self._options = options
-        self._requests: dict[str, Promises] = {}
-        self._fresh: dict[str, Promises] = {}
-        self._outstanding: set[Question] = set()
+        self._requests: dict[str, RequestState] = {}
+        self._fresh: dict[str, RequestState] = {}
+        self._outstanding: set[PinRequest] = set()
         self._generation = 0
         self._stats = OffloadingConnectorStats()
         self._connected: bool | None = None
@@ -86,7 +86,7 @@ class KVOffloaddManager(OffloadingManager):
         if promises is None:
             if not self._asker.connected:
                 return LookupResult.MISS
-            promises = self._requests[req_context.req_id] = Promises(req_context.req_id)
+            promises = self._requests[req_context.req_id] = RequestState(req_context.req_id)
         had_given_up = promises.given_up
         answer = promises.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
         if promises.fresh:
@@ -111,7 +111,7 @@ class KVOffloaddManager(OffloadingManager):
                 self._drop(promises)
         fresh, self._fresh = self._fresh, {}
         for promises in admitted(fresh.values(), self._requests.values(), self._asker.half_tier_keys, monotonic()):
-            question = Question(promises.request, by_group(promises.fresh, self._generation))
+            question = PinRequest(promises.request, by_group(promises.fresh, self._generation))
             self._hash_bytes = hash_bytes_of(promises.fresh[0])
             promises.fresh.clear()
             promises.asking = question
@@ -136,7 +136,7 @@ class KVOffloaddManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeysLoadStoreSpec:
         """The request's pins last until `complete_load`."""
-        promises = self._requests.setdefault(req_context.req_id, Promises(req_context.req_id))
+        promises = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
         promises.loading = True
         return KeysLoadStoreSpec(keys, self._group_ids, self._generation)
 
@@ -154,7 +154,7 @@ class KVOffloaddManager(OffloadingManager):
         """A request's load failed: nothing hits for it any more, or it might fail for ever."""
         self._stats.increase_counter(metrics.FAILED_LOADS)
         self._stats.increase_counter(metrics.RECOMPUTED, tokens)
-        promises = self._requests.setdefault(request, Promises(request))
+        promises = self._requests.setdefault(request, RequestState(request))
         self._drop(promises)
         promises.loaded.clear()
         promises.given_up = True
@@ -263,11 +263,11 @@ class KVOffloaddManager(OffloadingManager):
                 promises.asking = None
                 promises.again_at = monotonic() + _ASK_AGAIN_S
 
-    def _drop(self, promises: Promises) -> None:
+    def _drop(self, promises: RequestState) -> None:
         self._fresh.pop(promises.request, None)
         self._forget(promises.forget())
 
-    def _forget(self, questions: Iterable[Question]) -> None:
+    def _forget(self, questions: Iterable[PinRequest]) -> None:
         for question in questions:
             self._outstanding.discard(question)
             self._asker.forget(question)

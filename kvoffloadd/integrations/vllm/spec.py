@@ -12,13 +12,13 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import metrics, versions
-from kvoffloadd.integrations.vllm.asker import Asker
+from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.namespace import IDENTITY, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.options import Options
 from kvoffloadd.integrations.vllm.registration import announced
 from kvoffloadd.integrations.vllm.sleep import refuse_sleep
-from kvoffloadd.integrations.vllm.watcher import Watcher
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class KVOffloaddSpec(OffloadingSpec):
                 "kvoffloadd: block hashes differ from run to run; nothing will hit after a restart, nor in other "
                 "engines. Set PYTHONHASHSEED to a number, or --prefix-caching-hash-algo sha256"
             )
-        asker = Asker(self._client("scheduler"), announced(self.config, self.replicated_layout))
+        asker = LookupThread(self._client("scheduler"), announced(self.config, self.replicated_layout))
         groups = [group.group_id for group in self.config.groups]
-        watcher = Watcher(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
+        watcher = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
         return KVOffloaddManager(asker, groups, self._options, watcher)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

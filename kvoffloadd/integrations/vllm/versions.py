@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class VllmRelease:
     """`number`: major and minor. `tells_of_sleep`: connectors hear when the KV cache is unmapped, and mapped again."""
 
     number: str
@@ -19,8 +19,8 @@ class Release:
 
 
 RELEASES = {
-    "0.32": Release("0.32", tells_of_sleep=False),
-    "0.33": Release("0.33", tells_of_sleep=True),
+    "0.32": VllmRelease("0.32", tells_of_sleep=False),
+    "0.33": VllmRelease("0.33", tells_of_sleep=True),
 }
 SUPPORTED = tuple(RELEASES)
 
@@ -30,7 +30,7 @@ def release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def check() -> Release:
+def check() -> VllmRelease:
     """The installed release. Raises ImportError if there is no vLLM, or one that is not supported."""
     version = str(importlib.import_module("vllm").__version__)
     known = RELEASES.get(release(version))

@@ -9,9 +9,9 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, Transfer
 
 from kvoffloadd.client import Timeline
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
-from kvoffloadd.integrations.vllm.carrier import Carrier, Transfer
 from kvoffloadd.integrations.vllm.namespace import STATES
 from kvoffloadd.integrations.vllm.registration import registered
+from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
 from kvoffloadd.model import Direction
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class KVOffloaddWorker(OffloadingWorker):
         self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, replicated, self._points.timelines)
-        self._carrier = Carrier(client, caches, job_deadline_s=options.job_deadline_s)
+        self._carrier = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:

@@ -48,7 +48,7 @@ ENTRY = np.dtype(
         "itemsize": 64,
     }
 )
-"""A record as a footer lists it. `page`: of its header, in the file. `space`: index into the footer's spaces."""
+"""A record as a footer lists it. `page`: of its header, in the file. `keyspace`: index into the footer's keyspaces."""
 
 SPACE_FIELDS = ("fingerprint", "shape", "epoch", "group", "parts", "key_bytes")
 SPACE = np.dtype(
@@ -114,7 +114,7 @@ class Problem(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SpaceId:
+class KeyspaceId:
     """Which keys can meet. `fingerprint`: of the namespace; `shape`: of the group's schema and the sizes of its parts;
     both 16 bytes. `key_bytes`: how many of a key's 32 bytes are its own, the rest is zeros.
     """
@@ -210,9 +210,11 @@ def _problem(page: U8Array) -> Problem:
 # --- records ---
 
 
-def encode_records(out: U8Array, uuid: bytes, entries: Records, spaces: Records, digests: U64Array, now_s: int) -> None:
-    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `spaces`: of SPACE, one
-    of all entries or one of each. `now_s`: unix time.
+def encode_records(
+    out: U8Array, uuid: bytes, entries: Records, keyspaces: Records, digests: U64Array, now_s: int
+) -> None:
+    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `keyspaces`: of SPACE,
+    one of all entries or one of each. `now_s`: unix time.
     """
     out[:] = 0
     fields = out.view(RECORD)[:, 0]
@@ -221,7 +223,7 @@ def encode_records(out: U8Array, uuid: bytes, entries: Records, spaces: Records,
     for name in ("part", "sequence", "payload_bytes", "key"):
         fields[name] = entries[name]
     for name in SPACE_FIELDS:
-        fields[name] = spaces[name]
+        fields[name] = keyspaces[name]
     fields["digest"] = digests
     fields["written_s"] = now_s
     for page in out:
@@ -248,20 +250,20 @@ def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
 # --- footers ---
 
 
-def encode_spaces(spaces: Sequence[SpaceId]) -> Records:
-    """The spaces as an array of SPACE."""
-    table = np.zeros(len(spaces), SPACE)
-    for row, space in zip(table, spaces, strict=True):
-        row["fingerprint"], row["shape"] = _bytes(space.fingerprint), _bytes(space.shape)
-        row["epoch"], row["group"] = space.epoch, space.group
-        row["parts"], row["key_bytes"] = space.parts, space.key_bytes
+def encode_spaces(keyspaces: Sequence[KeyspaceId]) -> Records:
+    """The keyspaces as an array of SPACE."""
+    table = np.zeros(len(keyspaces), SPACE)
+    for row, keyspace in zip(table, keyspaces, strict=True):
+        row["fingerprint"], row["shape"] = _bytes(keyspace.fingerprint), _bytes(keyspace.shape)
+        row["epoch"], row["group"] = keyspace.epoch, keyspace.group
+        row["parts"], row["key_bytes"] = keyspace.parts, keyspace.key_bytes
     return table
 
 
-def decode_spaces(table: Records) -> list[SpaceId]:
-    """The spaces of an array with the fields of SPACE."""
+def decode_spaces(table: Records) -> list[KeyspaceId]:
+    """The keyspaces of an array with the fields of SPACE."""
     return [
-        SpaceId(
+        KeyspaceId(
             row["fingerprint"].tobytes(), row["shape"].tobytes(), int(row["epoch"]), int(row["group"]),
             int(row["parts"]), int(row["key_bytes"]),
         )
@@ -269,20 +271,22 @@ def decode_spaces(table: Records) -> list[SpaceId]:
     ]  # fmt: skip
 
 
-def encode_footer(uuid: bytes, number: int, entries: Records, spaces: Sequence[SpaceId], segment_bytes: int) -> U8Array:
+def encode_footer(
+    uuid: bytes, number: int, entries: Records, keyspaces: Sequence[KeyspaceId], segment_bytes: int
+) -> U8Array:
     """The last `footer_pages` pages of a sealed segment, as flat bytes. Entries come out by page."""
-    pages = footer_pages(len(entries), len(spaces))
+    pages = footer_pages(len(entries), len(keyspaces))
     out = np.zeros(pages * PAGE_BYTES, np.uint8)
     body, last = out[:-PAGE_BYTES], out[-PAGE_BYTES:]
     at = len(entries) * ENTRY.itemsize
     body[:at].view(ENTRY)[:] = entries[np.argsort(entries["page"], kind="stable")]
-    body[at : at + len(spaces) * SPACE.itemsize].view(SPACE)[:] = encode_spaces(spaces)
+    body[at : at + len(keyspaces) * SPACE.itemsize].view(SPACE)[:] = encode_spaces(keyspaces)
     trailer = last.view(TRAILER)[0]
     trailer["magic"], trailer["version"] = TRAILER_MAGIC, FORMAT_VERSION
     trailer["uuid"] = _bytes(uuid)
     trailer["number"], trailer["segment_bytes"] = number, segment_bytes
     trailer["footer_page"] = segment_bytes // PAGE_BYTES - pages
-    trailer["num_entries"], trailer["num_spaces"] = len(entries), len(spaces)
+    trailer["num_entries"], trailer["num_spaces"] = len(entries), len(keyspaces)
     trailer["footer_digest"] = _digest(body)
     _sign(last)
     return out
@@ -307,9 +311,9 @@ def decode_trailer(page: U8Array) -> Trailer | None:
     return trailer if trailer.footer_page == trailer.segment_bytes // PAGE_BYTES - pages else None
 
 
-def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[SpaceId]] | None:
-    """Entries and spaces of a footer, given as the flat bytes of all its pages; None if it is not whole, or of another
-    use of the segment.
+def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId]] | None:
+    """Entries and keyspaces of a footer, given as the flat bytes of all its pages; None if it is not whole, or of
+    another use of the segment.
     """
     trailer = decode_trailer(pages[-PAGE_BYTES:])
     if trailer is None or trailer.uuid != uuid:
@@ -325,7 +329,7 @@ def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[SpaceId]] 
 
 
 def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
-    """Whether the entries can be true: they lie behind one another before the footer, and their spaces exist."""
+    """Whether the entries can be true: they lie behind one another before the footer, and their keyspaces exist."""
     if not len(entries):
         return True
     if entries["payload_bytes"].max() > footer_page * PAGE_BYTES or (entries["payload_bytes"] == 0).any():

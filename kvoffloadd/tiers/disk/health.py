@@ -31,7 +31,7 @@ def said(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-class State:
+class RootState:
     """OK; FULL: no space for a first segment; READ_ONLY: writes fail, reads go on; OFF: not reachable. Plain text."""
 
     OK: Final = "ok"
@@ -49,7 +49,7 @@ class Health:
     """A root's state, why, and how often reading and writing failed in a row."""
 
     def __init__(self, path: Path) -> None:
-        self.state: str = State.OFF
+        self.state: str = RootState.OFF
         self.reason = "not opened yet"
         self.reads_failed = 0
         self.writes_failed = 0
@@ -61,12 +61,12 @@ class Health:
     def become(self, state: str, reason: str = "") -> None:
         """Change; logged."""
         if (state, reason) != (self.state, self.reason):
-            level = logging.INFO if state == State.OK else logging.WARNING
+            level = logging.INFO if state == RootState.OK else logging.WARNING
             log.log(level, "disk %s: %s%s", self._path, state, f": {reason}" if reason else "")
         now = time.monotonic()
-        if state == State.OK and self.state != State.OK:
+        if state == RootState.OK and self.state != RootState.OK:
             self._ok_since_s = now
-        elif self.state == State.OK and state != State.OK:
+        elif self.state == RootState.OK and state != RootState.OK:
             self._relapses = self._relapses + 1 if now - self._ok_since_s < LASTING_S else 0
         self.state, self.reason = state, reason
 
@@ -74,7 +74,7 @@ class Health:
         """How many times as long as usual to wait before a root that fails is tried again: one that fails again and
         again, soon after it has worked, is tried less and less often.
         """
-        return 1 if self.state == State.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
+        return 1 if self.state == RootState.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException) -> bool:
         """Count it, but for a bug, and give up writing where it makes no sense to go on. True: no space is left."""
@@ -84,14 +84,14 @@ class Health:
             log.error("disk %s: a write failed by a bug of ours", self._path, exc_info=error)
             return False
         self.write_errors += 1
-        if self.state == State.OFF or lacks_resources(error):
+        if self.state == RootState.OFF or lacks_resources(error):
             return False
         self.writes_failed += 1
         number = getattr(error, "errno", None)
         if number in _FULL_ERRORS:
             return True
         if self.writes_failed > 1 or number in _READ_ONLY_ERRORS:
-            self.become(State.READ_ONLY, said(error))
+            self.become(RootState.READ_ONLY, said(error))
         return False
 
     def wrote(self) -> None:

@@ -7,12 +7,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kvoffloadd.tiers.disk.health import State, said
+from kvoffloadd.tiers.disk.health import RootState, said
 
 if TYPE_CHECKING:
     from kvoffloadd.lanes import Lane
     from kvoffloadd.tiers.disk.health import Health
-    from kvoffloadd.tiers.disk.home import Home
+    from kvoffloadd.tiers.disk.rootdirectory import RootDirectory
 
 READ_FAILURES_MAX = 16
 """So many reads in a row that fail with an error: the root is taken off, and tried again later."""
@@ -28,7 +28,9 @@ class Probe:
     I/O may take.
     """
 
-    def __init__(self, home: Home, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float) -> None:
+    def __init__(
+        self, home: RootDirectory, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float
+    ) -> None:
         self._home = home
         self._health = health
         self._loop = lanes[0].loop
@@ -42,10 +44,10 @@ class Probe:
         """Wait until it is time to `look`: soon if the disk does not answer, and then the root is OFF."""
         left = self._retry_s * self._health.patience()
         until = self._loop.time() + left
-        while left > 0 and self._health.state != State.OFF:
+        while left > 0 and self._health.state != RootState.OFF:
             await asyncio.sleep(min(left, self._stuck_s / LOOKS))
             if self.hangs():
-                self._health.become(State.OFF, NO_ANSWER)
+                self._health.become(RootState.OFF, NO_ANSWER)
                 return
             left = until - self._loop.time()
         await asyncio.sleep(max(left, 0))
@@ -59,7 +61,7 @@ class Probe:
                 async with asyncio.timeout(self._stuck_s / LOOKS):
                     await came.wait()
             if not came.is_set() and self.stands_still():
-                self._health.become(State.OFF, NO_ANSWER)
+                self._health.become(RootState.OFF, NO_ANSWER)
                 return
 
     def hangs(self) -> bool:
@@ -84,7 +86,7 @@ class Probe:
 
     async def look(self) -> bool:
         """Whether the root is not OFF. It may have become so, or OK."""
-        if self._health.state == State.OFF:
+        if self._health.state == RootState.OFF:
             return False
         try:
             async with asyncio.timeout(self._stuck_s):
@@ -94,9 +96,9 @@ class Probe:
         if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
             trouble = "reads fail again and again"
         if trouble:
-            self._health.become(State.OFF, trouble)
+            self._health.become(RootState.OFF, trouble)
             return False
-        if self._health.state == State.READ_ONLY:  # FULL ends when a segment can be made
+        if self._health.state == RootState.READ_ONLY:  # FULL ends when a segment can be made
             await self._try_write()
         return True
 
@@ -105,9 +107,9 @@ class Probe:
             async with asyncio.timeout(self._stuck_s):
                 await self._home.perform(self.lane, self._home.try_write)
         except TimeoutError:
-            self._health.become(State.READ_ONLY, NO_ANSWER)
+            self._health.become(RootState.READ_ONLY, NO_ANSWER)
         except OSError as error:
-            self._health.become(State.READ_ONLY, said(error))
+            self._health.become(RootState.READ_ONLY, said(error))
         else:
             self._health.wrote()
-            self._health.become(State.OK)
+            self._health.become(RootState.OK)

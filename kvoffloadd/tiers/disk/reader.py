@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvoffloadd.lanes import Ticket
     from kvoffloadd.model import BoolArray, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.files import Files
-    from kvoffloadd.tiers.disk.format import SpaceId
+    from kvoffloadd.tiers.disk.format import KeyspaceId
     from kvoffloadd.tiers.disk.health import Health
-    from kvoffloadd.tiers.disk.home import Home
+    from kvoffloadd.tiers.disk.rootdirectory import RootDirectory
     from kvoffloadd.tiers.disk.segment import Records, Segment
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Reader:
     """`changes` hears when a read has ended. Counts what was read, and errors, since the start."""
 
-    def __init__(self, home: Home, files: Files, lane: Lane, health: Health, changes: Changes) -> None:
+    def __init__(self, home: RootDirectory, files: Files, lane: Lane, health: Health, changes: Changes) -> None:
         self.lane = lane
         self.read_bytes = 0
         self.read_errors = 0
@@ -46,7 +46,7 @@ class Reader:
     def read(
         self,
         segment: Segment,
-        space: SpaceId,
+        keyspace: KeyspaceId,
         wanted: Records,
         urgent: int,
         done: Callable[[U8Array, U64Array], None],
@@ -57,7 +57,7 @@ class Reader:
         """
         segment.readers += 1
         work = partial(
-            read_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, space, wanted,
+            read_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, keyspace, wanted,
             direct=self._home.is_direct,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import aligned_pages, lacks_resources
-from kvoffloadd.tiers.disk.format import Records, SpaceId, decode_records, encode_spaces, record_pages
+from kvoffloadd.tiers.disk.format import KeyspaceId, Records, decode_records, encode_spaces, record_pages
 from kvoffloadd.tiers.hashing import hash_payloads, in_turns
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def read_records(
     segments_fd: int,
     name: str,
     uuid: bytes,
-    space: SpaceId,
+    keyspace: KeyspaceId,
     wanted: Records,
     *,
     direct: bool,
@@ -95,7 +95,7 @@ def read_records(
                 files.drop_cached(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, size)
     finally:
         files.close(fd)
-    _check(wanted, headers, uuid, space, status, digests)
+    _check(wanted, headers, uuid, keyspace, status, digests)
     return status, digests
 
 
@@ -135,11 +135,13 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
     status[run] = np.where(ends <= came, OK, DAMAGED)
 
 
-def _check(wanted: Records, headers: U8Array, uuid: bytes, space: SpaceId, status: U8Array, digests: U64Array) -> None:
+def _check(
+    wanted: Records, headers: U8Array, uuid: bytes, keyspace: KeyspaceId, status: U8Array, digests: U64Array
+) -> None:
     """Takes OK away from what is not the wanted record, and notes the checksums of the others."""
     came = np.flatnonzero(status == OK)
     records, valid = decode_records(headers[came], uuid)
-    valid &= _matches(records, wanted[came], space)
+    valid &= _matches(records, wanted[came], keyspace)
     status[came[~valid]] = DAMAGED
     whole = came[valid]
     named = records["digest"][valid]
@@ -149,10 +151,10 @@ def _check(wanted: Records, headers: U8Array, uuid: bytes, space: SpaceId, statu
     digests[whole[good]] = found[good]
 
 
-def _matches(records: Records, wanted: Records, space: SpaceId) -> BoolArray:
+def _matches(records: Records, wanted: Records, keyspace: KeyspaceId) -> BoolArray:
     same: BoolArray = (records["part"] == wanted["part"]) & (records["payload_bytes"] == wanted["payload_bytes"])
     same &= (records["key"] == wanted["key"]).all(axis=1)
-    expected = encode_spaces([space])[0]
+    expected = encode_spaces([keyspace])[0]
     for name in ("fingerprint", "shape"):
         same &= (records[name] == expected[name]).all(axis=1)
     for name in ("epoch", "group", "parts", "key_bytes"):

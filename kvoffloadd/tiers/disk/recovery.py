@@ -20,10 +20,10 @@ from kvoffloadd.tiers.disk.format import (
     HEADER_PAGES,
     SPACE,
     SPACE_FIELDS,
+    KeyspaceId,
     Problem,
     Records,
     SegmentHeader,
-    SpaceId,
     Trailer,
     decode_footer,
     decode_records,
@@ -65,7 +65,7 @@ class Recovered:
     name: str
     kind: Kind
     header: SegmentHeader | None = None
-    spaces: list[SpaceId] = field(default_factory=list)
+    keyspaces: list[KeyspaceId] = field(default_factory=list)
     entries: Records = field(default_factory=lambda: np.zeros(0, ENTRY))
     end_page: int = HEADER_PAGES
     damaged: int = 0
@@ -78,7 +78,7 @@ class Recovered:
 class Walk:
     """What lies in a segment, whatever its footer says. `bad_pages`: whole headers whose payload is not theirs."""
 
-    spaces: list[SpaceId]
+    keyspaces: list[KeyspaceId]
     entries: Records
     bad_pages: tuple[int, ...]
 
@@ -117,14 +117,14 @@ def recover_open_segment(files: Files, fd: int, name: str, goes_on: Callable[[],
     known = replace(unknown, header=header, header_lost=header_lost)
     footer = _footer(files, fd, trailer) if trailer is not None else None
     if footer is not None:
-        entries, spaces = footer
-        return replace(known, kind=Kind.SEALED, entries=entries, spaces=spaces, end_page=_end_page(entries))
+        entries, keyspaces = footer
+        return replace(known, kind=Kind.SEALED, entries=entries, keyspaces=keyspaces, end_page=_end_page(entries))
     walk = walk_segment(files, fd, header.uuid, goes_on)
     return replace(
         known,
         kind=Kind.WALKED,
         entries=walk.entries,
-        spaces=walk.spaces,
+        keyspaces=walk.keyspaces,
         end_page=_end_page(walk.entries),
         damaged=len(walk.bad_pages),
         bad_pages=walk.bad_pages,
@@ -143,7 +143,7 @@ def _trailer(files: Files, fd: int, size: int, header: SegmentHeader | None) -> 
     return trailer
 
 
-def _footer(files: Files, fd: int, trailer: Trailer) -> tuple[Records, list[SpaceId]] | None:
+def _footer(files: Files, fd: int, trailer: Trailer) -> tuple[Records, list[KeyspaceId]] | None:
     count = trailer.segment_bytes // PAGE_BYTES - trailer.footer_page
     if trailer.footer_page < HEADER_PAGES or count < 1:
         return None
@@ -205,7 +205,7 @@ class _Walker:
         self._num_pages = files.size_bytes(fd) // PAGE_BYTES
         self._bad: list[int] = []
         self._entries: list[Records] = [np.zeros(0, ENTRY)]
-        self._spaces: list[Records] = [np.zeros(0, SPACE)]
+        self._keyspaces: list[Records] = [np.zeros(0, SPACE)]
         self._window = aligned_pages(min(WALK_BYTES // PAGE_BYTES, max(self._num_pages, 1)))
         self._piece: U8Array | None = None
 
@@ -217,7 +217,7 @@ class _Walker:
             if not len(window):
                 break
             page = self._look(window, page)
-        table = np.concatenate(self._spaces)
+        table = np.concatenate(self._keyspaces)
         entries = np.concatenate(self._entries)
         # As raw bytes: numpy does not sort structures that hold arrays.
         _, first, number = np.unique(table.view("V64"), return_index=True, return_inverse=True)
@@ -259,7 +259,7 @@ class _Walker:
         for name in SPACE_FIELDS:
             table[name] = records[name][kept]
         self._entries.append(entries)
-        self._spaces.append(table)
+        self._keyspaces.append(table)
 
     def _is_whole(self, rest: U8Array, page: int, end: int, record: Records) -> bool:
         """Whether the payload has the checksum that its header names. `rest`: the pages of the window behind it."""

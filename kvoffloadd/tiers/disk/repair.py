@@ -174,7 +174,7 @@ class _Check:
         for page in bad.tolist():
             self._files.write(fd, page * PAGE_BYTES, [empty])
         if found.kind is Kind.SEALED:
-            seal_segment(self._files, fd, header, found.entries[good], found.spaces)
+            seal_segment(self._files, fd, header, found.entries[good], found.keyspaces)
         else:
             self._files.sync(fd)
         self.report.repaired += len(bad)
@@ -191,7 +191,7 @@ def _confirmed(found: Recovered, walk: Walk) -> BoolArray:
     for name in ("sequence", "payload_bytes", "part"):
         good &= there[name][at] == entries[name]
     good &= (there["key"][at] == entries["key"]).all(axis=1)
-    numbers = {space: number for number, space in enumerate(walk.spaces)}
-    theirs = np.array([numbers.get(space, -1) for space in found.spaces], np.int64)
+    numbers = {keyspace: number for number, keyspace in enumerate(walk.keyspaces)}
+    theirs = np.array([numbers.get(keyspace, -1) for keyspace in found.keyspaces], np.int64)
     good &= theirs[entries["space"]] == there["space"][at]
     return good

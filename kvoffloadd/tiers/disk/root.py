@@ -21,13 +21,13 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import CancelledWork, Lane
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.tiers.disk.census import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.format import SegmentHeader, encode_records, footer_pages, record_pages
-from kvoffloadd.tiers.disk.health import Health, State, is_trouble, said
-from kvoffloadd.tiers.disk.home import FIRST, Home
+from kvoffloadd.tiers.disk.health import Health, RootState, is_trouble, said
 from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
+from kvoffloadd.tiers.disk.rootdirectory import FIRST, RootDirectory
+from kvoffloadd.tiers.disk.scan import may_seal, seal_found, take_census
 from kvoffloadd.tiers.disk.segment import SEGMENTS_MIN, Segment
 from kvoffloadd.tiers.disk.segments import seal_segment
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.disk.files import Files
     from kvoffloadd.tiers.disk.manifest import Manifest
     from kvoffloadd.tiers.disk.recovery import Recovered
-    from kvoffloadd.tiers.disk.segment import Batch, Numbers, Records
+    from kvoffloadd.tiers.disk.segment import Records, SequenceNumbers, WriteBatch
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class Root:
         settings: RootSettings,
         files: Files,
         loop: asyncio.AbstractEventLoop,
-        numbers: Numbers,
+        numbers: SequenceNumbers,
     ) -> None:
         self.path = path
-        self.home = Home(path, files, settings.direct, Lane(f"probe-{path.name}", 1, loop))
+        self.home = RootDirectory(path, files, settings.direct, Lane(f"probe-{path.name}", 1, loop))
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = min(settings.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES)
         self.health = Health(path)
@@ -115,7 +115,7 @@ class Root:
 
     @property
     def state(self) -> str:
-        """See `State`."""
+        """See `RootState`."""
         return self.health.state
 
     @property
@@ -134,7 +134,7 @@ class Root:
             self._trusted = await self.home.remember()
         except (OSError, KvOffloadError) as error:
             self.home.leave()
-            self.health.become(State.OFF, said(error))
+            self.health.become(RootState.OFF, said(error))
         return self.home.manifest
 
     async def recover(self) -> list[tuple[Segment, Recovered]]:
@@ -175,7 +175,7 @@ class Root:
         if result is not None:
             self._write_failed(result)
 
-    # --- space ---
+    # --- keyspace ---
 
     @property
     def used_bytes(self) -> int:
@@ -186,7 +186,7 @@ class Root:
     @property
     def wants_segment(self) -> bool:
         """The segment that comes after the open one is not ready."""
-        return self.state in (State.OK, State.FULL) and (self._spare is None or self._open is None)
+        return self.state in (RootState.OK, RootState.FULL) and (self._spare is None or self._open is None)
 
     @property
     def _may_create(self) -> bool:
@@ -216,12 +216,12 @@ class Root:
         return await self._prepare(name, size, self._header())
 
     async def _discard(self) -> bool:
-        """Remove the last file without contents: what counts is its space."""
+        """Remove the last file without contents: what counts is its keyspace."""
         void = self._void.pop()  # what others add meanwhile stays
         try:
             await self.home.perform(self.write_lane, partial(self._files.unlink, self.home.segments_fd, void[0]))
         except OSError as error:
-            if self.state != State.OFF:
+            if self.state != RootState.OFF:
                 self._void.append(void)
             self._write_failed(error)
             return False
@@ -229,10 +229,10 @@ class Root:
 
     async def recycle(self, segment: Segment) -> bool:
         """Make this closed segment, of which nobody wants anything any more, the next one; one of another size only
-        leaves its space to `grow`. False as in `grow`.
+        leaves its keyspace to `grow`. False as in `grow`.
         """
         await self.changes.wait_for(lambda: not segment.readers)
-        if self.state == State.OFF or self.segments.pop(segment.ordinal, None) is None:
+        if self.state == RootState.OFF or self.segments.pop(segment.ordinal, None) is None:
             return False  # it went meanwhile
         self.counters.segments_recycled += 1
         if segment.size_bytes != self.segment_bytes:
@@ -248,20 +248,20 @@ class Root:
         try:
             fd = await self.home.perform(self.write_lane, make)
         except (OSError, KvOffloadError) as error:
-            # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
+            # Also a new one: what made it fail may keep it from being removed, and then its keyspace is taken.
             size = partial(self.home.left_bytes, name, size_bytes)
             if left_bytes := await self.home.perform(self.write_lane, size):
                 self._void.append((name, left_bytes))
             self._write_failed(error)
             return False
-        if self.state == State.OFF:
+        if self.state == RootState.OFF:
             self._files.close(fd)
             return False
         segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
         self.segments[segment.ordinal] = segment
         self._open, self._spare = (segment, self._spare) if self._open is None else (self._open, segment)
-        if self.state == State.FULL:
-            self.health.become(State.OK)
+        if self.state == RootState.FULL:
+            self.health.become(RootState.OK)
         self.health.wrote()
         self.changes.notify_all()
         return True
@@ -294,7 +294,7 @@ class Root:
         return self.home.accepted
 
     def append(
-        self, batch: Batch, done: Callable[[Segment, Records, BaseException | None], None], *, moves: bool = False
+        self, batch: WriteBatch, done: Callable[[Segment, Records, BaseException | None], None], *, moves: bool = False
     ) -> int:
         """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
 
@@ -302,12 +302,12 @@ class Root:
         taken; with an error none of them is valid.
         """
         segment = self._open
-        if self.state != State.OK or segment is None or not self.home.has_noted(batch.space):
+        if self.state != RootState.OK or segment is None or not self.home.has_noted(batch.keyspace):
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
         room = segment.size_bytes // PAGE_BYTES
-        room -= footer_pages(segment.num_entries + len(pages), len(segment.spaces) + 1)
+        room -= footer_pages(segment.num_entries + len(pages), len(segment.keyspaces) + 1)
         if ends[0] > room or segment.broken:
             self._roll(segment)
             return 0
@@ -316,11 +316,11 @@ class Root:
             return 0
         entries = batch.entries[:count].copy()
         entries["page"] = ends[:count] - pages[:count]
-        entries["space"], space = segment.known(batch.space)
+        entries["space"], keyspace = segment.known(batch.keyspace)
         segment.next_page = int(ends[count - 1])
         segment.num_entries += count
         segment.writers += 1
-        work = partial(_write, self._files, segment, entries, space, batch.digests[:count], batch.addresses[:count])
+        work = partial(_write, self._files, segment, entries, keyspace, batch.digests[:count], batch.addresses[:count])
         self._next_batch += 1
         finish = partial(self._written, self._next_batch, segment, entries, done)
         self._batches[self._next_batch] = self.write_lane.submit(work, finish)
@@ -362,14 +362,14 @@ class Root:
         try:
             if entries is not None and not segment.broken:
                 entries = entries[np.argsort(entries["page"], kind="stable")]
-                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, list(segment.spaces))
+                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, list(segment.keyspaces))
                 await self.write_lane.perform(work, urgent=FIRST)
         except (OSError, KvOffloadError) as error:
             self._write_failed(error)
         finally:  # also after a bug: the loop logs it
             fd, segment.fd = segment.fd, -1
             self._files.close(fd)
-            segment.entries, segment.spaces = [], {}
+            segment.entries, segment.keyspaces = [], {}
             if entries is None:
                 del self.segments[segment.ordinal]
                 self._void.append((segment.name, segment.size_bytes))
@@ -381,7 +381,7 @@ class Root:
         if self.health.write_failed(error):
             self._grow_after = self._loop.time() + self._settings.retry_s
             if self.oldest() is None and self._open is None:
-                self.health.become(State.FULL, said(error))
+                self.health.become(RootState.FULL, said(error))
         self.changes.notify_all()
 
     def give_up(self) -> None:
@@ -394,7 +394,7 @@ class Root:
 
     def holds(self, segment: Segment) -> bool:
         """Whether what is in this segment can be read."""
-        return self.state != State.OFF and segment.ordinal in self.segments
+        return self.state != RootState.OFF and segment.ordinal in self.segments
 
     async def take_off(self) -> None:
         """Let the directory go; segments and contents are forgotten here, not on disk. Returns when no thread uses
@@ -429,7 +429,7 @@ class Root:
             "path": str(self.path),
             **self.health.figures(),
             "capacity_bytes": self.capacity_bytes,
-            "used_bytes": self.used_bytes if self.state != State.OFF else 0,
+            "used_bytes": self.used_bytes if self.state != RootState.OFF else 0,
             "segment_bytes": self.segment_bytes,
             "segments": len(self.segments),
             "direct": self.home.is_direct,
@@ -444,7 +444,7 @@ class Root:
 
     async def close(self, deadline_s: float) -> bool:
         """Seal what is open, and end the lanes. False: some I/O does not end, and its memory can't be released."""
-        if self.state != State.OFF:
+        if self.state != RootState.OFF:
             try:
                 async with asyncio.timeout(deadline_s):
                     await self.settle()
@@ -458,10 +458,10 @@ class Root:
 
 
 def _write(
-    files: Files, segment: Segment, entries: Records, space: Records, digests: U64Array, addresses: U64Array
+    files: Files, segment: Segment, entries: Records, keyspace: Records, digests: U64Array, addresses: U64Array
 ) -> None:
-    """In a thread of the write lane. `space`: of all the entries, see `Segment.spaces`."""
+    """In a thread of the write lane. `keyspace`: of all the entries, see `Segment.keyspaces`."""
     headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
-    encode_records(headers, segment.header.uuid, entries, space, digests, int(time.time()))
+    encode_records(headers, segment.header.uuid, entries, keyspace, digests, int(time.time()))
     sizes: I64Array = entries["payload_bytes"].astype(np.int64)
     write_records(files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)

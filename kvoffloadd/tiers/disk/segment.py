@@ -13,7 +13,7 @@ from kvoffloadd.tiers.disk.format import encode_spaces
 
 if TYPE_CHECKING:
     from kvoffloadd.model import U64Array
-    from kvoffloadd.tiers.disk.format import SegmentHeader, SpaceId
+    from kvoffloadd.tiers.disk.format import KeyspaceId, SegmentHeader
 
 Records = npt.NDArray[Any]
 """Of format.ENTRY or records.READ."""
@@ -26,7 +26,7 @@ SEGMENTS_MIN = 8
 class Segment:
     """A segment file of this run. `ordinal` is never used twice while the daemon runs. Open while `fd` is not -1.
 
-    `spaces`: of each its index in the footer, and how records name it (one row of format.SPACE, which never changes:
+    `keyspaces`: of each its index in the footer, and how records name it (one row of format.SPACE, which never changes:
     threads read it).
     """
 
@@ -36,35 +36,35 @@ class Segment:
     size_bytes: int
     fd: int = -1
     next_page: int = 1
-    spaces: dict[SpaceId, tuple[int, Records]] = field(default_factory=dict)
+    keyspaces: dict[KeyspaceId, tuple[int, Records]] = field(default_factory=dict)
     entries: list[Records] = field(default_factory=list)
     num_entries: int = 0
     writers: int = 0
     readers: int = 0
     broken: bool = False
 
-    def known(self, space: SpaceId) -> tuple[int, Records]:
-        """The entry of a space in `spaces`, made if it is new."""
-        known = self.spaces.get(space)
+    def known(self, keyspace: KeyspaceId) -> tuple[int, Records]:
+        """The entry of a keyspace in `keyspaces`, made if it is new."""
+        known = self.keyspaces.get(keyspace)
         if known is None:
-            known = self.spaces[space] = len(self.spaces), encode_spaces([space])
+            known = self.keyspaces[keyspace] = len(self.keyspaces), encode_spaces([keyspace])
         return known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Payloads of one space to be written: `entries` (format.ENTRY; page and space are filled in here), their
+class WriteBatch:
+    """Payloads of one keyspace to be written: `entries` (format.ENTRY; page and keyspace are filled in here), their
     checksums and their addresses, which stay valid until `done`.
     """
 
-    space: SpaceId
+    keyspace: KeyspaceId
     entries: Records
     digests: U64Array
     addresses: U64Array
 
 
 @dataclass(slots=True)
-class Numbers:
+class SequenceNumbers:
     """What all roots of a tier share: the count of segments of this run, of segments ever, of records ever; and
     `changes`: a root has more room, less to do, or another state.
     """

@@ -10,9 +10,9 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import DiskError, aligned_pages
 from kvoffloadd.tiers.disk.format import (
     HEADER_PAGES,
+    KeyspaceId,
     Records,
     SegmentHeader,
-    SpaceId,
     encode_footer,
     encode_segment_header,
     record_pages,
@@ -76,14 +76,16 @@ def recycle_segment(files: Files, segments_fd: int, name: str, header: SegmentHe
     return fd
 
 
-def seal_segment(files: Files, fd: int, header: SegmentHeader, entries: Records, spaces: Sequence[SpaceId]) -> None:
+def seal_segment(
+    files: Files, fd: int, header: SegmentHeader, entries: Records, keyspaces: Sequence[KeyspaceId]
+) -> None:
     """Write the footer, and make the whole segment durable.
 
     Raises:
         UsageError: the records leave no room for it.
         OSError: the segment may have no footer; its records are what they were.
     """
-    footer = encode_footer(header.uuid, header.number, entries, spaces, header.segment_bytes)
+    footer = encode_footer(header.uuid, header.number, entries, keyspaces, header.segment_bytes)
     start = header.segment_bytes - len(footer)
     end_page = int((entries["page"] + record_pages(entries["payload_bytes"])).max(initial=HEADER_PAGES))
     if end_page * PAGE_BYTES > start:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ref
-from kvoffloadd.integrations.vllm.asker import Asker
-from kvoffloadd.integrations.vllm.carrier import Carrier
-from kvoffloadd.integrations.vllm.watcher import Watcher
+from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
+from kvoffloadd.integrations.vllm.transfer_thread import TransferThread
 from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, PAGE, Rank
 
@@ -37,21 +37,21 @@ class Lines:
         """Not of this engine, and registered by itself."""
         return self.daemon.welcome(Rank(self.daemon.socket, registered(refs=True), num_blocks=256, **options))
 
-    def asker(self) -> Asker:
-        asker = Asker(self._client("scheduler"), KvCache((), registered(refs=False)))
+    def asker(self) -> LookupThread:
+        asker = LookupThread(self._client("scheduler"), KvCache((), registered(refs=False)))
         self._stack.callback(asker.close, CLOSE_S)
         return asker
 
-    def carrier(self, job_deadline_s: float = 60.0) -> tuple[Carrier, Rank]:
+    def carrier(self, job_deadline_s: float = 60.0) -> tuple[TransferThread, Rank]:
         """With the rank whose memory it carries."""
         rank = Rank(self.daemon.socket, registered(refs=True), num_blocks=256, register=False)
         rank.client.close()
-        carrier = Carrier(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)
+        carrier = TransferThread(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)
         self._stack.callback(carrier.close, CLOSE_S)
         return carrier, rank
 
-    def watcher(self) -> Watcher:
-        watcher = Watcher(self._client("observer"), GROUPS)
+    def watcher(self) -> EventThread:
+        watcher = EventThread(self._client("observer"), GROUPS)
         self._stack.callback(watcher.close, CLOSE_S)
         return watcher
 

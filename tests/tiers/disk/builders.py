@@ -12,9 +12,9 @@ from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U64Array
 from kvoffloadd.tiers.disk.files import Files, aligned_pages
 from kvoffloadd.tiers.disk.format import (
     ENTRY,
+    KeyspaceId,
     Records,
     SegmentHeader,
-    SpaceId,
     encode_records,
     encode_spaces,
     record_pages,
@@ -26,8 +26,8 @@ from kvoffloadd.tiers.hashing import hash_payloads
 
 NAME = "00000000000000aa"
 SEGMENT_BYTES = 64 * PAGE_BYTES
-SPACE_A = SpaceId(b"A" * 16, b"s" * 16, 1, 0, 2, 16)
-SPACE_B = SpaceId(b"B" * 16, b"t" * 16, 2, 3, 1, 32)
+SPACE_A = KeyspaceId(b"A" * 16, b"s" * 16, 1, 0, 2, 16)
+SPACE_B = KeyspaceId(b"B" * 16, b"t" * 16, 2, 3, 1, 32)
 
 
 def header_of(uuid: bytes = b"\x01" * 16, number: int = 1, segment_bytes: int = SEGMENT_BYTES) -> SegmentHeader:
@@ -40,7 +40,7 @@ def payload_of(entry: Records, epoch: int) -> bytes:
     return np.random.default_rng(seed).bytes(int(entry["payload_bytes"]))
 
 
-def entries_of(sizes: list[int], first_page: int = 1, first_key: int = 1, space: int = 0) -> Records:
+def entries_of(sizes: list[int], first_page: int = 1, first_key: int = 1, keyspace: int = 0) -> Records:
     """Records of these payload sizes behind one another."""
     entries = np.zeros(len(sizes), ENTRY)
     entries["key"][:, 0] = np.arange(first_key, first_key + len(sizes))
@@ -48,7 +48,7 @@ def entries_of(sizes: list[int], first_page: int = 1, first_key: int = 1, space:
     pages = record_pages(entries["payload_bytes"])
     entries["page"] = first_page + np.cumsum(pages) - pages
     entries["sequence"] = np.arange(100 + first_key, 100 + first_key + len(sizes))
-    entries["space"] = space
+    entries["space"] = keyspace
     return entries
 
 
@@ -91,52 +91,54 @@ class Folder:
     def create(self, header: SegmentHeader, name: str = NAME) -> int:
         return create_segment(self.files, self.fd, name, header, direct=False)
 
-    def write(self, fd: int, header: SegmentHeader, entries: Records, spaces: list[SpaceId]) -> None:
+    def write(self, fd: int, header: SegmentHeader, entries: Records, keyspaces: list[KeyspaceId]) -> None:
         """Entries that lie behind one another, with the payloads that `payload_of` says."""
         slots = Slots(entries)
         for at in range(len(entries)):
             slots.payload(at)[:] = np.frombuffer(
-                payload_of(entries[at], spaces[int(entries["space"][at])].epoch), np.uint8
+                payload_of(entries[at], keyspaces[int(entries["space"][at])].epoch), np.uint8
             )
         sizes = entries["payload_bytes"].astype(np.int64)
         headers = aligned_pages(len(entries))
         digests = hash_payloads(slots.addresses, sizes)
-        encode_records(headers, header.uuid, entries, encode_spaces(spaces)[entries["space"]], digests, 1_700_000_001)
+        encode_records(
+            headers, header.uuid, entries, encode_spaces(keyspaces)[entries["space"]], digests, 1_700_000_001
+        )
         write_records(self.files, fd, int(entries["page"][0]), headers, slots.addresses, sizes)
 
     def build(
         self,
         entries: Records,
         *,
-        spaces: list[SpaceId] | None = None,
+        keyspaces: list[KeyspaceId] | None = None,
         header: SegmentHeader | None = None,
         sealed: bool = True,
         name: str = NAME,
     ) -> SegmentHeader:
         """A segment file with these records."""
-        spaces, header = spaces or [SPACE_A], header or header_of()
+        keyspaces, header = keyspaces or [SPACE_A], header or header_of()
         fd = self.create(header, name)
         if len(entries):
-            self.write(fd, header, entries, spaces)
+            self.write(fd, header, entries, keyspaces)
         if sealed:
-            seal_segment(self.files, fd, header, entries, spaces)
+            seal_segment(self.files, fd, header, entries, keyspaces)
         os.close(fd)
         return header
 
     def recover(self, name: str = NAME) -> Recovered:
         return recover_segment(self.files, self.fd, name, direct=False)
 
-    def read(self, uuid: bytes, entries: Records, space: SpaceId, name: str = NAME) -> tuple[list[int], Slots]:
+    def read(self, uuid: bytes, entries: Records, keyspace: KeyspaceId, name: str = NAME) -> tuple[list[int], Slots]:
         """Status of each entry, and the slots they were read to. What is OK is compared with what was written."""
         slots = Slots(entries)
         wanted = np.zeros(len(entries), READ)
         for field_name in ("page", "part", "payload_bytes", "key"):
             wanted[field_name] = entries[field_name]
         wanted["address"] = slots.addresses
-        status, digests = read_records(self.files, self.fd, name, uuid, space, wanted, direct=False)
+        status, digests = read_records(self.files, self.fd, name, uuid, keyspace, wanted, direct=False)
         for at, found in enumerate(status.tolist()):
             if found == 0:
-                assert slots.payload(at).tobytes() == payload_of(entries[at], space.epoch)
+                assert slots.payload(at).tobytes() == payload_of(entries[at], keyspace.epoch)
                 expected = hash_payloads(
                     slots.addresses[at : at + 1], entries["payload_bytes"][at : at + 1].astype(int)
                 )

@@ -15,9 +15,9 @@ from kvoffloadd.tiers.disk import format as disk_format
 from kvoffloadd.tiers.disk.files import aligned_pages
 from kvoffloadd.tiers.disk.format import (
     ENTRY,
+    KeyspaceId,
     Problem,
     SegmentHeader,
-    SpaceId,
     decode_footer,
     decode_records,
     decode_segment_header,
@@ -36,8 +36,8 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "DISK_FORMAT.md"
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)
 uuids = st.binary(min_size=16, max_size=16)
-spaces = st.builds(
-    SpaceId,
+keyspaces = st.builds(
+    KeyspaceId,
     fingerprint=uuids,
     shape=uuids,
     epoch=u64,
@@ -93,9 +93,9 @@ def test_no_page_makes_a_decoder_fail(number: int, magic: int, version: int, sig
     assert not decode_records(page.reshape(1, PAGE_BYTES), b"\0" * 16)[1][0]
 
 
-@given(data=st.data(), uuid=uuids, table=st.lists(spaces, min_size=1, max_size=3), now=u64)
+@given(data=st.data(), uuid=uuids, table=st.lists(keyspaces, min_size=1, max_size=3), now=u64)
 @settings(max_examples=40, deadline=None)
-def test_records_come_back(data: st.DataObject, uuid: bytes, table: list[SpaceId], now: int) -> None:
+def test_records_come_back(data: st.DataObject, uuid: bytes, table: list[KeyspaceId], now: int) -> None:
     count = data.draw(st.integers(1, 5))
     entries = np.zeros(count, ENTRY)
     for at in range(count):
@@ -139,9 +139,9 @@ def test_records_of_impossible_size_or_part_are_not_valid() -> None:
     assert decode_records(out, b"u" * 16)[1].tolist() == [False, False, True, False]
 
 
-@given(sizes=st.lists(st.integers(1, 3 * PAGE_BYTES), max_size=80), table=st.lists(spaces, min_size=1, max_size=3))
+@given(sizes=st.lists(st.integers(1, 3 * PAGE_BYTES), max_size=80), table=st.lists(keyspaces, min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_footers_come_back(sizes: list[int], table: list[SpaceId]) -> None:
+def test_footers_come_back(sizes: list[int], table: list[KeyspaceId]) -> None:
     entries = entries_of(sizes)
     pages = footer_pages(len(entries), len(table))
     segment_bytes = (int(record_pages(entries["payload_bytes"]).sum()) + 1 + pages) * PAGE_BYTES

@@ -14,14 +14,14 @@ import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import Files
-from kvoffloadd.tiers.disk.format import Records, SegmentHeader, SpaceId
+from kvoffloadd.tiers.disk.format import KeyspaceId, Records, SegmentHeader
 from kvoffloadd.tiers.disk.recovery import Kind
 from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment, seal_segment
 from tests.tiers.disk.builders import NAME, SPACE_A, Folder, entries_of
 
 SECTOR_BYTES = 512
 SEGMENT_BYTES = 40 * PAGE_BYTES
-Record = tuple[SpaceId, int, int]  # space, key, part
+Record = tuple[KeyspaceId, int, int]  # keyspace, key, part
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class RecordingFiles(Files):
         self.moments.append(Moment(bytes(self.durable), tuple(self.pending), frozenset(self.promised)))
 
 
-def space_of(epoch: int) -> SpaceId:
-    return SpaceId(SPACE_A.fingerprint, SPACE_A.shape, epoch, 0, 2, 16)
+def keyspace_of(epoch: int) -> KeyspaceId:
+    return KeyspaceId(SPACE_A.fingerprint, SPACE_A.shape, epoch, 0, 2, 16)
 
 
-def names(entries: Records, space: SpaceId) -> set[Record]:
-    return {(space, int(key), int(part)) for key, part in zip(entries["key"][:, 0], entries["part"], strict=True)}
+def names(entries: Records, keyspace: KeyspaceId) -> set[Record]:
+    return {(keyspace, int(key), int(part)) for key, part in zip(entries["key"][:, 0], entries["part"], strict=True)}
 
 
 def live(folder: Folder, files: RecordingFiles, rng: np.random.Generator, uses: int) -> None:
@@ -84,7 +84,7 @@ def live(folder: Folder, files: RecordingFiles, rng: np.random.Generator, uses: 
         else:
             os.close(fd)
             fd = recycle_segment(files, folder.fd, NAME, header, direct=False)
-        space, page, key = space_of(use), 1, 1
+        keyspace, page, key = keyspace_of(use), 1, 1
         written = []
         while True:
             sizes = rng.integers(1, 3 * PAGE_BYTES, int(rng.integers(1, 5))).tolist()
@@ -95,13 +95,13 @@ def live(folder: Folder, files: RecordingFiles, rng: np.random.Generator, uses: 
             key += len(entries)
             if page > SEGMENT_BYTES // PAGE_BYTES - 3:
                 break
-            folder.write(fd, header, entries, [space])
+            folder.write(fd, header, entries, [keyspace])
             written.append(entries)
-            files.written |= names(entries, space)
+            files.written |= names(entries, keyspace)
             if rng.random() < 0.3:
                 files.sync(fd)
         if written and rng.random() < 0.8:
-            seal_segment(files, fd, header, np.concatenate(written), [space])
+            seal_segment(files, fd, header, np.concatenate(written), [keyspace])
     os.close(fd)
 
 
@@ -126,13 +126,13 @@ def check(folder: Folder, moment: Moment, state: bytes) -> Kind:
     if found.header is not None:
         # Nothing of an earlier use.
         assert set((found.entries["sequence"] // 1000).tolist()) <= {found.header.number}
-        for number, space in enumerate(found.spaces):
+        for number, keyspace in enumerate(found.keyspaces):
             entries = found.entries[found.entries["space"] == number]
-            status, _ = folder.read(found.header.uuid, entries, space)
+            status, _ = folder.read(found.header.uuid, entries, keyspace)
             assert set(status) <= {0, 1}
             if found.kind is Kind.WALKED:
                 assert set(status) <= {0}
-            good |= names(entries[np.array(status) == 0], space)
+            good |= names(entries[np.array(status) == 0], keyspace)
     missing = moment.promised - good
     assert not missing, f"{found.kind}: {missing}"
     return found.kind

@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk import records as disk_records
 from kvoffloadd.tiers.disk.files import Files, probe_direct
-from kvoffloadd.tiers.disk.format import SpaceId, record_pages
+from kvoffloadd.tiers.disk.format import KeyspaceId, record_pages
 from kvoffloadd.tiers.disk.records import DAMAGED, FAILED, OK, READ, read_records
 from tests.tiers.disk.builders import NAME, SPACE_A, SPACE_B, Folder, Slots, entries_of, header_of
 
@@ -100,8 +100,8 @@ def test_each_flipped_byte_costs_exactly_its_record(folder: Folder) -> None:
 )
 def test_a_record_of_another_space_is_not_served(folder: Folder, change: dict[str, Any]) -> None:
     folder.build(entries_of([300]))
-    fields = {name: getattr(SPACE_A, name) for name in SpaceId.__slots__}
-    other = SpaceId(**{**fields, **change})
+    fields = {name: getattr(SPACE_A, name) for name in KeyspaceId.__slots__}
+    other = KeyspaceId(**{**fields, **change})
     assert folder.read(UUID, entries_of([300]), other)[0] == [DAMAGED]
 
 
@@ -159,9 +159,9 @@ def test_a_file_that_is_gone_fails_all(folder: Folder) -> None:
 
 
 def test_spaces_in_one_segment_do_not_mix(folder: Folder) -> None:
-    first = entries_of([300, 300], space=0)
-    second = entries_of([300, 300], first_page=5, space=1)
-    folder.build(np.concatenate([first, second]), spaces=[SPACE_A, SPACE_B])
+    first = entries_of([300, 300], keyspace=0)
+    second = entries_of([300, 300], first_page=5, keyspace=1)
+    folder.build(np.concatenate([first, second]), keyspaces=[SPACE_A, SPACE_B])
     assert folder.read(UUID, first, SPACE_A)[0] == [OK, OK]
     assert folder.read(UUID, second, SPACE_B)[0] == [OK, OK]
     assert folder.read(UUID, second, SPACE_A)[0] == [DAMAGED, DAMAGED]

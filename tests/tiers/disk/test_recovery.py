@@ -47,12 +47,12 @@ def end_of(entries: Records) -> list[int]:
 def test_a_sealed_segment_is_known_from_its_footer(folder: Folder) -> None:
     entries = entries_of(SIZES)
     entries["space"][3:] = 1
-    header = folder.build(entries, spaces=[SPACE_A, SPACE_B])
+    header = folder.build(entries, keyspaces=[SPACE_A, SPACE_B])
     found = folder.recover()
     assert found.kind is Kind.SEALED
     assert found.header == header
     assert (found.entries == entries).all()
-    assert found.spaces == [SPACE_A, SPACE_B]
+    assert found.keyspaces == [SPACE_A, SPACE_B]
     assert (found.end_page, found.damaged, found.size_bytes) == (end_of(entries)[-1], 0, SEGMENT_BYTES)
 
 
@@ -61,13 +61,13 @@ def test_any_other_is_walked(folder: Folder, monkeypatch: pytest.MonkeyPatch, wi
     monkeypatch.setattr(recovery, "WALK_BYTES", window_pages * PAGE_BYTES)
     entries = entries_of(SIZES)
     entries["space"][3:] = 1
-    header = folder.build(entries, spaces=[SPACE_A, SPACE_B], sealed=False)
+    header = folder.build(entries, keyspaces=[SPACE_A, SPACE_B], sealed=False)
     found = folder.recover()
     assert found.kind is Kind.WALKED
     assert found.header == header
     for name in ("key", "sequence", "payload_bytes", "page", "part"):
         assert (found.entries[name] == entries[name]).all()
-    assert [found.spaces[at] for at in found.entries["space"].tolist()] == [SPACE_A] * 3 + [SPACE_B] * 4
+    assert [found.keyspaces[at] for at in found.entries["space"].tolist()] == [SPACE_A] * 3 + [SPACE_B] * 4
     assert (found.end_page, found.damaged) == (end_of(entries)[-1], 0)
 
 

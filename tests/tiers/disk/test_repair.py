@@ -50,8 +50,8 @@ def contents(folder: Folder) -> dict[str, bytes]:
 def test_a_sound_root(root: Path, folder: Folder) -> None:
     entries = entries_of(SIZES)
     entries["space"][2:] = 1
-    folder.build(entries, spaces=[SPACE_A, SPACE_B])
-    folder.build(entries, spaces=[SPACE_A, SPACE_B], sealed=False, name="1" * 16)
+    folder.build(entries, keyspaces=[SPACE_A, SPACE_B])
+    folder.build(entries, keyspaces=[SPACE_A, SPACE_B], sealed=False, name="1" * 16)
     before = contents(folder)
     seen: list[tuple[int, int]] = []
     for repair in (False, True):

@@ -1,0 +1,356 @@
+"""Every operation of the clients: how to ask, and what the answer means. Pure; shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
+from kvoffloadd.client.promotion import Promotion
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
+from kvoffloadd.errors import MessageError, UsageError
+from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.protocol import messages
+from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Request
+
+if TYPE_CHECKING:
+    from kvoffloadd.client.gpu import IpcMemory, VmmMemory
+    from kvoffloadd.client.job import Job
+    from kvoffloadd.client.registration import Registration
+    from kvoffloadd.client.timeline import Ready
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One operation.
+
+    `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
+    formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
+    `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)`: what takes the value back, for
+    one that comes after its caller has given up. `promotion(value)`: what a later `ready` will settle, if one is due.
+    """
+
+    build: Callable[[int], Request]
+    parse: Callable[[Any, bytes], R]
+    repeatable: bool = False
+    fds: tuple[int, ...] = ()
+    owner: object = None
+    undo: Callable[[R], Call[None] | None] | None = None
+    promotion: Callable[[R], Promotion | None] | None = None
+
+
+Groups = Mapping[int, Keys]
+First = int | Mapping[int, int]
+Transfers = Mapping[int, tuple[Keys, BlockIds]]
+
+
+def _nothing(_reply: messages.Done, _boot_id: bytes) -> None:
+    return None
+
+
+def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[GroupKeys], tuple[int, ...]]:
+    """The packed lists, in the mapping's order, and their counts."""
+    lists = []
+    for group, keys in groups.items():
+        start = first if isinstance(first, int) else first.get(group, 0)
+        lists.append(GroupKeys(group=int(group), keys=pack_keys(keys, key_bytes), first=int(start)))
+    return lists, tuple(len(one.keys) // key_bytes for one in lists)
+
+
+def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) -> Call[messages.Welcome]:
+    """The session's first request."""
+
+    def build(seq: int) -> Request:
+        return messages.Hello(seq=seq, version=messages.VERSION, role=role, instance=instance, namespace=namespace)
+
+    def parse(reply: messages.Welcome, _boot_id: bytes) -> messages.Welcome:
+        if reply.version not in messages.VERSIONS:
+            raise MessageError(f"welcome in version {reply.version}, which was not offered")
+        if reply.fds != 1:
+            raise MessageError("welcome without the daemon's pidfd: nobody could tell when its copies have ended")
+        return reply
+
+    return Call(build, parse)
+
+
+_PING: Call[None] = Call(lambda seq: messages.Ping(seq=seq), _nothing, repeatable=True)
+_STATUS: Call[dict[str, Any]] = Call(
+    lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True
+)
+_SUBSCRIBE: Call[None] = Call(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
+_BYE: Call[None] = Call(lambda seq: messages.Bye(seq=seq), _nothing)
+
+
+def ping() -> Call[None]:
+    """Answered at once."""
+    return _PING
+
+
+def status() -> Call[dict[str, Any]]:
+    """Counters and gauges."""
+    return _STATUS
+
+
+def subscribe() -> Call[None]:
+    """Events from now on."""
+    return _SUBSCRIBE
+
+
+def bye() -> Call[None]:
+    """Answered when the session's copies have ended."""
+    return _BYE
+
+
+def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
+    """Announces one frame's worth of shared memory; the value is the allocation ids."""
+
+    def parse(reply: messages.Attached, _boot_id: bytes) -> list[int]:
+        if len(reply.allocations) != len(fds) or len(reply.sizes_bytes) != len(fds):
+            raise MessageError(f"{len(fds)} descriptors were attached, {len(reply.allocations)} answered")
+        return reply.allocations
+
+    return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
+
+
+def attach_ipc(memory: IpcMemory) -> Call[list[int]]:
+    """Announces memory of a GPU by its handle; the value is one allocation id."""
+
+    def build(seq: int) -> Request:
+        return messages.AttachIpc(seq=seq, device=memory.uuid, handles=memory.handle)
+
+    return Call(build, _one_allocation)
+
+
+def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]]:
+    """Announces some chunks of a GPU's memory; the value is the id of the allocation that they are part of.
+
+    Raises UsageError where the driver gives no descriptors.
+    """
+    descriptors = memory.export(chunks.start, len(chunks))
+    sizes = np.array(memory.chunks[chunks.start : chunks.stop], "<u8").tobytes()
+
+    def build(seq: int) -> Request:
+        return messages.AttachVmm(
+            seq=seq,
+            device=memory.uuid,
+            fds=len(chunks),
+            chunks=sizes,
+            total_bytes=memory.size_bytes,
+            extends=extends,
+        )
+
+    return Call(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors)
+
+
+def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
+    if len(reply.allocations) != 1:
+        raise MessageError(f"one allocation was attached, {len(reply.allocations)} answered")
+    return reply.allocations
+
+
+def register(registration: Registration, allocations: Mapping[Hashable, int]) -> Call[int]:
+    """Names the tensors in `allocations` (identity of the memory -> id) and the groups; the value is the id."""
+    caches = registration.caches
+    signals = [allocations[timeline.allocation.identity] for timeline in caches.timelines]
+    tensors = [tensor.spec(allocations[tensor.allocation.identity]) for tensor in caches.tensors]
+    groups = [group.spec() for group in caches.groups]
+
+    def build(seq: int) -> Request:
+        return messages.Register(seq=seq, tensors=tensors, groups=groups, signals=signals)
+
+    return Call(build, lambda reply, _boot_id: int(reply.registration), undo=_unregister_number)
+
+
+def _unregister_number(number: int) -> Call[None]:
+    return Call(lambda seq: messages.Unregister(seq=seq, registration=number), _nothing)
+
+
+def _release_leased(value: Found | Reserved) -> Call[None] | None:
+    return release(value.lease) if value.lease else None
+
+
+def unregister(registration: Registration) -> Call[None]:
+    """Answered when the memory is unmapped."""
+    return Call(lambda seq: messages.Unregister(seq=seq, registration=registration.named_id()), _nothing)
+
+
+def lookup(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
+    """Which keys hit, which prefixes can be restored."""
+    return _find(messages.Lookup, groups, first, key_bytes, promotes=False)
+
+
+def pin(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
+    """Lookup, and a read lease on what hits and on what comes from disk."""
+    return _find(messages.Pin, groups, first, key_bytes)
+
+
+def prefetch(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
+    """Lookup that brings keys into memory."""
+    return _find(messages.Prefetch, groups, first, key_bytes)
+
+
+def _find(
+    kind: Callable[..., Request], groups: Groups, first: First, key_bytes: int, promotes: bool = True
+) -> Call[Found]:
+    lists, counts = _group_keys(groups, first, key_bytes)
+
+    def parse(reply: messages.Found, boot_id: bytes) -> Found:
+        if reply.promoting and not promotes:
+            raise MessageError(f"{reply.promoting} keys on their way from disk after a lookup, which brings none")
+        states, lease = unpack_states(reply.states, counts), Lease(reply.lease, boot_id)
+        promotion = Promotion(reply.seq, counts, lease) if reply.promoting else None
+        return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, promotion)
+
+    return Call(
+        lambda seq: kind(seq=seq, groups=lists),
+        parse,
+        repeatable=not promotes,
+        undo=_release_leased,
+        promotion=lambda found: found.promotion,
+    )
+
+
+def touch(groups: Groups, first: First, key_bytes: int) -> Call[None]:
+    """Keys were used."""
+    lists, _counts = _group_keys(groups, first, key_bytes)
+    return Call(lambda seq: messages.Touch(seq=seq, groups=lists), _nothing)
+
+
+def release(lease: int) -> Call[None]:
+    """Ends a lease."""
+    return Call(lambda seq: messages.Release(seq=seq, lease=int(lease)), _nothing)
+
+
+def reserve(groups: Groups, first: First, parts: list[int] | None, key_bytes: int) -> Call[Reserved]:
+    """Slots for keys that are to be stored."""
+    lists, counts = _group_keys(groups, first, key_bytes)
+
+    def parse(reply: messages.Reserved, boot_id: bytes) -> Reserved:
+        return Reserved(unpack_states(reply.states, counts), Lease(reply.lease, boot_id))
+
+    return Call(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=parts), parse, undo=_release_leased)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How a job is asked for; see `Client.store` and `Client.load`."""
+
+    first: First = 0
+    lease: int = 0
+    deadline_s: float = 60.0
+    ready: Ready | None = None
+    expedited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A store or load, packed and checked, before it is a job."""
+
+    direction: Direction
+    registration: Registration
+    lists: list[GroupBlocks]
+    counts: tuple[int, ...]
+    terms: JobOptions
+
+    @property
+    def lease(self) -> int:
+        """The lease that it names; 0: none."""
+        return self.terms.lease
+
+
+def transfer(
+    direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, terms: JobOptions
+) -> JobSpec:
+    """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
+    lists, counts = [], []
+    for group, (keys, block_ids) in groups.items():
+        packed = pack_keys(keys, key_bytes)
+        count = len(packed) // key_bytes
+        blocks = pack_blocks(block_ids, count, registration.caches.group(group).blocks_per_key)
+        start = terms.first if isinstance(terms.first, int) else terms.first.get(group, 0)
+        lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
+        counts.append(count)
+    if not terms.deadline_s > 0:
+        raise UsageError(f"a job's deadline is above 0 seconds, not {terms.deadline_s}")
+    if terms.ready is not None:
+        registration.caches.ready_spec(terms.ready)
+    return JobSpec(direction, registration, lists, tuple(counts), terms)
+
+
+def submit(what: JobSpec, job: Job) -> Call[list[U8Array]]:
+    """The request that makes `job`; the value is the key states at admission."""
+
+    def build(seq: int) -> Request:
+        terms = what.terms
+        common: dict[str, Any] = {
+            "seq": seq,
+            "job": job.id,
+            "registration": what.registration.named_id(),
+            "groups": what.lists,
+            "lease": int(terms.lease),
+            "deadline_s": float(terms.deadline_s),
+            "ready": None if terms.ready is None else what.registration.caches.ready_spec(terms.ready),
+        }
+        if what.direction is Direction.STORE:
+            return messages.Store(**common)
+        return messages.Load(**common, expedited=terms.expedited)
+
+    def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
+        if reply.job != job.id:
+            raise MessageError(f"asked for job {job.id}, accepted was {reply.job}")
+        return unpack_states(reply.states, what.counts)
+
+    return Call(build, parse)
+
+
+def cancel(job: Job) -> Call[None]:
+    """Ends a job early."""
+    return Call(lambda seq: messages.Cancel(seq=seq, job=job.id), _nothing)
+
+
+def clear(everything: bool) -> Call[Cleared]:
+    """Drops keys."""
+    return Call(
+        lambda seq: messages.Clear(seq=seq, everything=everything),
+        lambda reply, _boot_id: Cleared(reply.keys, reply.bytes),
+    )
+
+
+def drain(everything: bool, deadline_s: float) -> Call[Drained]:
+    """Waits, on the daemon's side, for jobs and seals."""
+    return Call(
+        lambda seq: messages.Drain(seq=seq, everything=everything, deadline_s=deadline_s),
+        lambda reply, _boot_id: Drained(reply.jobs, reply.unsealed),
+    )
+
+
+def verify(payloads: bool, disk: bool, repair: bool) -> Call[Audit]:
+    """Self-audit. Raises UsageError for a repair of what is not looked at."""
+    if repair and not disk:
+        raise UsageError("`repair` drops bad records on disk: it needs `disk`")
+    return Call(
+        lambda seq: messages.Verify(seq=seq, payloads=payloads, disk=disk, repair=repair),
+        lambda reply, _boot_id: Audit(tuple(reply.findings), reply.slots, reply.payloads, reply.records),
+    )
+
+
+def snapshot(group: int, cursor: int, key_bytes: int) -> Call[tuple[U8Array, int]]:
+    """Some complete keys, u8 (keys, key_bytes), and where to go on; 0: those were the last."""
+
+    def parse(reply: messages.Listing, _boot_id: bytes) -> tuple[U8Array, int]:
+        return unpack_keys(reply.keys, key_bytes), reply.cursor
+
+    return Call(lambda seq: messages.Snapshot(seq=seq, group=group, cursor=cursor), parse, repeatable=True)
+
+
+def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:
+    """One u8 (keys, key_bytes) of a snapshot's pages; each key once, though memory and disk may both have named it."""
+    keys = np.concatenate([np.empty((0, key_bytes), np.uint8), *pages])
+    _, first = np.unique(keys.view(np.dtype((np.void, key_bytes))).ravel(), return_index=True)
+    once: U8Array = keys[np.sort(first)]
+    return once

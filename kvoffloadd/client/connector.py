@@ -1,0 +1,202 @@
+"""Getting, and getting back, a usable connection: connect, greet, compare boot ids, register everything again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+from kvoffloadd.client import calls
+from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.gpu import IpcMemory, VmmMemory
+from kvoffloadd.client.waiting import Gen, Wait, Waitable
+from kvoffloadd.client.wire import TRANSIENT, unreachable
+from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, NamespaceSpec
+from kvoffloadd.sockets import PATH_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from kvoffloadd.client.calls import Call
+    from kvoffloadd.client.connection import ConnectionState, Pending
+    from kvoffloadd.client.lines import Lines
+    from kvoffloadd.client.registration import Registration
+    from kvoffloadd.client.session import Session
+
+R = TypeVar("R")
+
+_BACKOFF_FIRST_S = 0.002
+_BACKOFF_DOUBLINGS = 7
+
+
+def backoffs() -> Iterator[float]:
+    """Seconds to pause before each further attempt: 2 ms, doubling up to a quarter of a second."""
+    steps = [_BACKOFF_FIRST_S * 2**n for n in range(_BACKOFF_DOUBLINGS)]
+    return itertools.chain(steps, itertools.repeat(steps[-1] * 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a client connects and how long it tries; see `Client`."""
+
+    socket_path: str
+    namespace: NamespaceSpec | None
+    role: str
+    instance: bytes
+    deadline_s: float
+    connect_deadline_s: float
+    reconnect: bool
+    retry_busy: bool
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
+            raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
+        if len(self.instance) != 16:
+            raise UsageError(f"an instance is named by 16 bytes, not {len(self.instance)}")
+        if self.role not in ("worker", "scheduler", "observer"):
+            raise UsageError(f"a client is a worker, a scheduler or an observer, not a {self.role!r}")
+        if self.namespace is None and self.role != "observer":
+            raise UsageError("only an observer can do without a namespace")
+        if self.deadline_s <= 0 or self.connect_deadline_s < 0:
+            raise UsageError("deadline_s is above 0, connect_deadline_s at least 0")
+
+
+class Connector:
+    """Keeps one connection usable."""
+
+    def __init__(self, settings: Settings, session: Session, lines: Lines) -> None:
+        self._settings = settings
+        self._session = session
+        self._lines = lines
+        self._dialing: Waitable | None = None
+        self._connected_once = False
+
+    def connected(self, until: float, *, explicit: bool = False) -> Gen[ConnectionState]:
+        """The usable connection; makes one if there is none, trying for `connect_deadline_s` at most.
+
+        Raises DaemonUnreachableError, DeadlineError, RemoteError (the greeting or a registration was refused), or
+        ConnectionLostError (also where the connection was lost and the client may not reconnect by itself).
+        """
+        while True:
+            link = self._session.link
+            if link is not None and link.usable:
+                return link
+            if self._connected_once and not (explicit or self._settings.reconnect):
+                raise ConnectionLostError("the connection was lost; `connect()` makes a new one")
+            if self._dialing is None:
+                return (yield from self.dial(min(until, monotonic() + self._settings.connect_deadline_s), until))
+            yield Wait((self._dialing,), until)
+            if monotonic() >= until:
+                raise DeadlineError("another task was still connecting when the deadline passed")
+
+    @property
+    def dialing(self) -> Waitable | None:
+        """Settles when the attempt that is being made now is over."""
+        return self._dialing
+
+    def dial(self, attempts_until: float, until: float) -> Gen[ConnectionState]:
+        """Make a new connection: at least one attempt, further ones until `attempts_until`. Raises as `connected`."""
+        over = self._dialing = Waitable()
+        pauses = backoffs()
+        try:
+            yield from self._await_close(until)
+            while True:
+                try:
+                    return (yield from self._attempt(until))
+                except (OSError, KvOffloadError) as error:
+                    again_at = monotonic() + next(pauses)
+                    if not _may_pass(error) or again_at > attempts_until:
+                        raise self._explained(error) from error
+                yield Wait((), again_at)
+        finally:
+            self._dialing = None
+            over.settle()
+
+    def ask_on(self, link: ConnectionState, op: Call[R], until: float) -> Gen[R]:
+        """Ask once, on this connection. Raises RemoteError, ConnectionLostError, DeadlineError."""
+        pending = self._lines.ask(link, op)
+        yield from self.settled(pending, until)
+        if pending.error is not None:
+            raise pending.error
+        value: R = pending.value
+        return value
+
+    def settled(self, pending: Pending, until: float) -> Gen[None]:
+        """Wait for the reply. Raises DeadlineError; a reply that comes later is dropped."""
+        try:
+            if not pending.done:
+                yield Wait((pending,), until)
+            if not pending.done:
+                raise DeadlineError(f"no {pending.reply_type.__name__.lower()!r} from the daemon in time")
+        finally:
+            pending.abandoned = not pending.done
+
+    def enroll(self, link: ConnectionState, registration: Registration, until: float) -> Gen[None]:
+        """Attach a registration's memory and register its tensors and groups on this connection. Raises as `ask_on`."""
+        numbers: dict[Hashable, int] = {}
+        allocations = registration.caches.allocations()
+        allowed = FDS_PER_FRAME_MAX if link.limits is None else link.limits.fds_per_frame
+        at_once = max(1, min(FDS_PER_FRAME_MAX, allowed))
+        shared = [allocation for allocation in allocations if isinstance(allocation, Allocation)]
+        for start in range(0, len(shared), at_once):
+            batch = shared[start : start + at_once]
+            fds = tuple(allocation.fd for allocation in batch)
+            found = yield from self.ask_on(link, calls.attach(fds, registration), until)
+            numbers.update(zip((allocation.identity for allocation in batch), found, strict=True))
+        for memory in allocations:
+            if isinstance(memory, IpcMemory):
+                (numbers[memory.identity],) = yield from self.ask_on(link, calls.attach_ipc(memory), until)
+            elif isinstance(memory, VmmMemory):
+                numbers[memory.identity] = yield from self._attach_chunks(link, memory, at_once, until)
+        registration.id = yield from self.ask_on(link, calls.register(registration, numbers), until)
+
+    def _attach_chunks(self, link: ConnectionState, memory: VmmMemory, at_once: int, until: float) -> Gen[int]:
+        number = 0
+        for start in range(0, len(memory.chunks), at_once):
+            chunks = range(start, min(start + at_once, len(memory.chunks)))
+            (number,) = yield from self.ask_on(link, calls.attach_vmm(memory, chunks, number), until)
+        return number
+
+    def _await_close(self, until: float) -> Gen[None]:
+        # A greeting proves that old copies have ended only if it comes after the daemon closed their connection.
+        for link in list(self._session.old):
+            if self._lines.awaits_close(link):
+                yield Wait((link.closed, link.dead), until)
+                if not (link.closed.done or link.dead.done):
+                    raise DeadlineError("the daemon has not closed the connection that was broken off before")
+
+    def _attempt(self, until: float) -> Gen[ConnectionState]:
+        link = self._lines.open()
+        try:
+            hello = calls.hello(self._settings.role, self._settings.instance, self._settings.namespace)
+            welcome = yield from self.ask_on(link, hello, until)
+            self._session.greeted(link, welcome)
+            self._lines.watch_daemon(link)
+            self._lines.reap()
+            for registration in list(self._session.registrations):
+                yield from self.enroll(link, registration, until)
+            if self._session.subscribed:
+                yield from self.ask_on(link, calls.subscribe(), until)
+            if link.ended.done:
+                raise ConnectionLostError("the daemon closed the connection after its greeting")
+            link.usable = self._connected_once = True
+            return link
+        finally:
+            if not link.usable:
+                self._lines.break_off(link, "the connection did not become usable")
+
+    def _explained(self, error: OSError | KvOffloadError) -> Exception:
+        if isinstance(error, KvOffloadError):
+            return error
+        return unreachable(self._settings.socket_path, error)
+
+
+def _may_pass(error: OSError | KvOffloadError) -> bool:
+    """Whether another attempt may do better."""
+    if isinstance(error, RemoteError):
+        return error.retryable
+    return isinstance(error, ConnectionLostError) or (isinstance(error, OSError) and error.errno in TRANSIENT)

@@ -1,0 +1,162 @@
+"""The scheduler's second line to the daemon, where routers want to know: a thread that learns which keys come and go.
+
+It has a client of its own, so that a long list never delays a lookup. Ownership: the thread alone has client and
+ledger; the scheduler's thread queues commands and takes news.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvoffloadd.client import EventGap
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.vllm.published_keys import PublishedKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from kvoffloadd.client import Client, Event
+
+_EVENTS_S = 0.1
+_ROOM_S = 0.05
+_CLOSE_S = 2.0
+_NEWS_KEYS = 256
+_NEWS_MAX = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class News:
+    """Keys of a group that can be loaded from now on, or, `removed`, no more. `generation`: of their names."""
+
+    generation: int
+    group: int
+    keys: list[bytes]
+    removed: bool
+
+
+class EventThread:
+    """Keys that the daemon has for this engine. All methods but `close` return at once.
+
+    After a gap in the daemon's events, and at the start, what it has is listed and the difference told; while it can't
+    be reached, everything is told as removed. News that nobody takes are kept up to a bound; then the thread waits, and
+    a gap comes of it.
+    """
+
+    def __init__(self, client: Client, groups: Sequence[int]) -> None:
+        """`client`: an observer of the engine's namespace."""
+        self._client = client
+        self._ledger = PublishedKeys(groups)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._news: deque[News] = deque()
+        self._gap = True
+        self._daemon = Availability()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvoffloadd-watcher", daemon=True)
+        self._thread.start()
+
+    # --- for the scheduler's thread ----------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `news` would yield any."""
+        return bool(self._news)
+
+    def news(self, most: int) -> Iterator[News]:
+        """What came since the last call, in order; of more than `most` keys the rest later."""
+        taken = 0
+        while self._news and taken < most:
+            one = self._news.popleft()
+            taken += len(one.keys)
+            yield one
+
+    def expect(self, groups: Mapping[int, Iterable[bytes]]) -> None:
+        """The engine is about to store these keys."""
+        self._commands.put(partial(self._expect, groups))
+
+    def renew(self, generation: int) -> None:
+        """The engine was reset, and has other names from now on."""
+        self._commands.put(partial(self._renew, generation))
+
+    def close(self, deadline_s: float) -> None:
+        """End the session."""
+        self._closing.set()
+        self._thread.join(deadline_s)
+
+    # --- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._obey()
+            try:
+                if self._gap:
+                    self._catch_up()
+                events = self._client.events(_EVENTS_S)
+                self._obey()  # what the engine stored, it has said before
+                for event in events:
+                    self._take(event)
+            except KvOffloadError as error:
+                self._lost(error)
+        with suppress(KvOffloadError):
+            self._client.close(_CLOSE_S, force=True)
+
+    def _obey(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+
+    def _expect(self, groups: Mapping[int, Iterable[bytes]]) -> None:
+        for group, keys in groups.items():
+            self._ledger.expect(group, keys)
+
+    def _renew(self, generation: int) -> None:
+        for group, keys in self._ledger.renew(generation):
+            self._tell(group, keys, removed=True)
+        self._news.append(News(generation, 0, [], removed=True))  # nothing older comes any more
+
+    def _catch_up(self) -> None:
+        self._client.subscribe()  # before the list: what comes or goes meanwhile is told after it
+        self._gap = False
+        for group in self._ledger.groups:
+            self._list(group)
+        self._daemon.succeeded()
+
+    def _list(self, group: int) -> None:
+        """Page by page: a disk may hold more keys than are remembered here."""
+        there: set[bytes] = set()
+        cursor, last = 0, False
+        while not last:
+            page, cursor = self._client.snapshot_page(group, cursor)
+            last = not cursor
+            self._obey()
+            keys = [key.tobytes() for key in page]
+            self._tell(group, self._ledger.came(group, keys), removed=False)
+            there |= self._ledger.told(group, keys)
+        self._tell(group, self._ledger.amiss(group, there), removed=True)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, EventGap):
+            self._gap = True
+            return
+        self._tell(event.group, self._ledger.went(event.group, map(bytes, event.removed)), removed=True)
+        self._tell(event.group, self._ledger.came(event.group, map(bytes, event.added)), removed=False)
+
+    def _lost(self, error: KvOffloadError) -> None:
+        """No daemon, of which the asker warns; or the groups are not registered yet, which the scheduler will do."""
+        self._gap = True
+        for group, keys in self._ledger.forget():
+            self._tell(group, keys, removed=True)
+        self._daemon.failed(error)
+        self._closing.wait(self._daemon.retry_in_s)
+
+    def _tell(self, group: int, keys: list[bytes], *, removed: bool) -> None:
+        for at in range(0, len(keys), _NEWS_KEYS):
+            while len(self._news) >= _NEWS_MAX and not self._closing.is_set():
+                self._closing.wait(_ROOM_S)
+            self._news.append(News(self._ledger.generation, group, keys[at : at + _NEWS_KEYS], removed))

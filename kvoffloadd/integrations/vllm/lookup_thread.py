@@ -1,0 +1,302 @@
+"""The scheduler's line to the daemon: a thread that asks what was queued, so that the scheduler never waits.
+
+Ownership: the thread alone has the client. The scheduler's thread queues commands and takes answers; a `PinRequest` is
+the scheduler's until it is queued, the thread's until it is answered, and the scheduler's again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from kvoffloadd.client import KeyState
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
+from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvoffloadd.client import Client, Found, KvCache, Registration
+    from kvoffloadd.integrations.vllm.pieces import Piece
+
+logger = logging.getLogger("vllm.kvoffloadd")
+
+_PROMOTION_POLL_S = 0.002
+_HEARTBEAT_S = 1.0
+_WEIGH_S = 0.5
+_REFUSAL_TOLD_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class PinRequest:
+    """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
+
+    `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
+    last answer, how many it may. `pins` and `leases` are the thread's: what was asked in which pin, what to release.
+    """
+
+    request: str
+    groups: dict[int, list[bytes]]
+    states: dict[int, bytes] = field(default_factory=dict)
+    promoting: bool = False
+    holds: int = 0
+    abandoned: bool = False
+    pins: list[tuple[Piece, Found]] = field(default_factory=list)
+    leases: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.holds = sum(map(len, self.groups.values()))
+
+
+class LookupThread:
+    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: what came since the last."""
+
+    def __init__(self, client: Client, groups: KvCache) -> None:
+        """`groups`: what the engine's ranks register, without memory."""
+        self._client = client
+        self._groups = groups
+        self._registration: Registration | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._answers: deque[PinRequest] = deque()
+        self._promoting: list[PinRequest] = []
+        self._unreleased: list[int] = []
+        self._clearing = False
+        self._closing = False
+        self._daemon = Availability()
+        self._refusal_told_at = -_REFUSAL_TOLD_S
+        self._weigh_at = 0.0
+        # Both written by the thread, read by anybody.
+        self.connected = False
+        """Whether the daemon could be asked last."""
+        self.half_tier_keys = sys.maxsize
+        """How many keys, as large as those that are there, fill half of the daemon's memory."""
+        self._commands.put(self._begin)
+        self._thread = threading.Thread(target=self._run, name="kvoffloadd-asker", daemon=True)
+        self._thread.start()
+
+    # --- for the scheduler's thread ----------------------------------------------------------------
+
+    def ask(self, question: PinRequest) -> None:
+        """Pin its keys."""
+        self._commands.put(lambda: self._ask(question))
+
+    def forget(self, question: PinRequest) -> None:
+        """Release its leases, whenever they come."""
+        question.abandoned = True
+        self._commands.put(lambda: self._release(question))
+
+    def clear(self, wait_s: float) -> None:
+        """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
+
+        `wait_s`: to wait for one that answers. Until it has answered, nothing hits and nothing is stored.
+        """
+        was_connected, self.connected = self.connected, False
+        attempted = threading.Event()
+
+        def begin() -> None:
+            self._clearing = True
+            self._clear()
+            attempted.set()
+
+        self._commands.put(begin)
+        if was_connected:
+            attempted.wait(wait_s)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether `answers` has any."""
+        return bool(self._answers)
+
+    def answers(self) -> Iterator[PinRequest]:
+        """Questions that were answered, once or anew."""
+        while self._answers:
+            yield self._answers.popleft()
+
+    def close(self, deadline_s: float) -> None:
+        """End the session, and with it every lease."""
+
+        def stop() -> None:
+            self._closing = True
+
+        self._commands.put(stop)
+        self._thread.join(deadline_s)
+
+    # --- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception as error:  # the thread's boundary: the engine goes on, without a cache
+                logger.exception("kvoffloadd: a bug, please report it")
+                waiting, self._promoting = self._promoting, []
+                for question in waiting:
+                    self._answer_nothing(question)
+                self._lost(error)
+        with suppress(KvOffloadError):
+            self._client.close(_HEARTBEAT_S, force=True)
+
+    def _begin(self) -> None:
+        self._attempt(self._connect)
+
+    def _turn(self) -> None:
+        with suppress(queue.Empty):
+            self._commands.get(timeout=_PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S)()
+        if not self.connected and not self._daemon.retry_in_s:
+            self._recover()
+        if self._promoting:
+            self._look_for_promotions()
+        if self._unreleased:
+            self._release_all()
+        if self.connected and monotonic() >= self._weigh_at:
+            self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
+
+    def _connect(self) -> None:
+        if self._registration is None:
+            self._registration = self._client.register(self._groups)  # from now on after every reconnect again
+        else:
+            self._client.connect()
+        self._weigh()  # a connection that still stands does not prove that anybody answers
+
+    def _recover(self) -> None:
+        if self._clearing:
+            self._clear()
+        else:
+            self._attempt(self._connect)
+
+    def _weigh(self) -> None:
+        self._weigh_at = monotonic() + _WEIGH_S
+        status = self._client.status()
+        memory, keys = status["memory"], status["cache"]["keys"]
+        used = memory["used_bytes"]
+        self.half_tier_keys = memory["capacity_bytes"] * keys // (2 * used) if used else sys.maxsize
+
+    def _ask(self, question: PinRequest) -> None:
+        if question.abandoned:
+            return
+        asked = False
+        try:
+            asked = self.connected and not self._clearing and self._attempt(partial(self._pin, question))
+        finally:
+            if not asked:
+                self._answer_nothing(question)
+        if not asked:
+            return
+        question.promoting = not all(found.ready for _, found in question.pins)
+        self._answer(question)
+        if question.promoting:
+            self._promoting.append(question)
+
+    def _pin(self, question: PinRequest) -> None:
+        most = most_keys(self._client.limits, self._groups, len(question.groups))
+        for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
+            packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
+            found = self._client.pin(packed, {group: some.start for group, some in piece.items()})
+            question.pins.append((piece, found))
+            if found.lease:
+                question.leases.append(found.lease)
+
+    def _answer_nothing(self, question: PinRequest) -> None:
+        question.pins.clear()
+        question.promoting = False
+        self._answer(question)
+        self._unreleased += question.leases
+        question.leases = []
+
+    def _answer(self, question: PinRequest) -> None:
+        """What its pins found; without any, nothing."""
+        if question.pins:
+            states = {group: bytearray() for group in question.groups}
+            for piece, found in question.pins:
+                for group, some in zip(piece, found.states, strict=True):
+                    states[group] += some.tobytes()
+            question.states = {group: bytes(some) for group, some in states.items()}
+        else:
+            question.states = {group: bytes(len(keys)) for group, keys in question.groups.items()}
+        if not question.promoting:
+            question.holds = sum(some.count(KeyState.HIT) for some in question.states.values())
+        self._answers.append(question)
+
+    def _look_for_promotions(self) -> None:
+        self._promoting = [question for question in self._promoting if not question.abandoned]
+        due = [found for question in self._promoting for _, found in question.pins if not found.ready]
+        if due:
+            with suppress(KvOffloadError):
+                self._client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
+        for question in list(self._promoting):
+            if not all(found.ready for _, found in question.pins):
+                continue
+            try:
+                question.pins = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in question.pins]
+            except KvOffloadError as error:
+                self._failed(error)
+                question.pins.clear()
+            self._promoting.remove(question)
+            question.promoting = False
+            self._answer(question)
+
+    def _release(self, question: PinRequest) -> None:
+        self._unreleased += question.leases
+        question.leases = []
+        self._release_all()
+
+    def _release_all(self) -> None:
+        """Those of a daemon that does not answer now, later: each attempt would hang as long as a call may."""
+        while self._unreleased and self._daemon.error is None:
+            # One that ended with its daemon, or its instance, is none to release; the library knows.
+            if self._attempt(partial(self._client.release, self._unreleased[-1])) or self.connected:
+                self._unreleased.pop()
+
+    def _clear(self) -> None:
+        if self._registration is None and not self._attempt(self._connect):
+            return
+        if self._attempt(self._client.clear):
+            self._clearing = False
+            self.connected = True
+
+    def _attempt(self, call: Callable[[], object]) -> bool:
+        """Whether it was done."""
+        try:
+            call()
+        except ConnectionLostError:
+            # A daemon that was started anew may be there already. What was asked counts as a miss all the same.
+            self._attempt_once(self._connect)
+            return False
+        except KvOffloadError as error:
+            self._failed(error)
+            return False
+        self._succeeded()
+        return True
+
+    def _attempt_once(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except KvOffloadError as error:
+            self._failed(error)
+        else:
+            self._succeeded()
+
+    def _succeeded(self) -> None:
+        self._daemon.succeeded()
+        self.connected = not self._clearing
+
+    def _failed(self, error: KvOffloadError) -> None:
+        if isinstance(error, RemoteError) and self.connected:
+            if monotonic() - self._refusal_told_at >= _REFUSAL_TOLD_S:
+                self._refusal_told_at = monotonic()
+                logger.warning("kvoffloadd: a lookup was refused: %s", error)
+            return
+        self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        self.connected = False
+        self._daemon.failed(error, "no cache until the daemon answers")

@@ -1,0 +1,65 @@
+"""Which process writes to a pool, so that its successor can wait for its end.
+
+A killed process lets go of its locks before its GPUs have let go of its memory: what they still copy then would land in
+what the successor has long given to another key. The kernel reports a process as dead only after both.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+from pathlib import Path
+
+_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: nobody
+OWNER_BYTES = _OWNER.size
+_NOBODY = bytes(16)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def this_process() -> bytes:
+    """`OWNER_BYTES` that name it."""
+    pid = os.getpid()
+    return _OWNER.pack(pid, _start_ticks(pid), _boot())
+
+
+def is_of_another_boot(owner: bytes) -> bool:
+    """Whether the kernel that it ran under is gone, and with it perhaps what it wrote last to a file on a disk."""
+    boot = _OWNER.unpack(owner)[2] if len(owner) == OWNER_BYTES else _NOBODY
+    return boot not in (_NOBODY, _boot())
+
+
+def await_end(owner: bytes, patience_s: float) -> int:
+    """Its pid, if that process still lives after so many seconds; 0 if it is dead.
+
+    One of another pid namespace can't be seen, and counts as dead.
+    """
+    pid, start_ticks, boot = _OWNER.unpack(owner)
+    if boot != _boot() or not 0 < pid < 1 << 31 or pid == os.getpid():
+        return 0
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return 0
+    try:
+        if _start_ticks(pid) != start_ticks:  # the number has been given anew
+            return 0
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return 0 if poll.poll(1000 * patience_s) else int(pid)
+    finally:
+        os.close(pidfd)
+
+
+def _boot() -> bytes:
+    """Of the kernel, new at each boot."""
+    return bytes.fromhex(BOOT_ID.read_text().strip().replace("-", ""))
+
+
+def _start_ticks(pid: int) -> int:
+    """Field 22 of proc(5)'s stat; the name before it may hold keyspaces. 0: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return 0

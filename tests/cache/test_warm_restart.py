@@ -1,0 +1,230 @@
+"""What a successor takes over from an arena, and what it leaves: see also the stateful test."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.warm_restart import SavedState, adopt, read_saved_state
+from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
+from kvoffloadd.tiers import arenafile as pool_module
+from kvoffloadd.tiers.arenafile import ArenaFile
+
+from .fakes import keys_of, make_cache, make_keyspace, store
+
+PAGES, SLAB_PAGES = 64, 16
+NAME = b"n" * 16
+
+
+def heir(cache: Cache, **changes: int) -> tuple[Cache, SavedState]:
+    """What a daemon starts with after this cache's process was killed; the estate with these changes."""
+    pool = ArenaFile(os.dup(cache.tier.pool.fd), PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES, is_old=True)
+    successor = make_cache(PAGES, SLAB_PAGES, pool)
+    saved = read_saved_state(pool.names()) or SavedState(0, 0, {}, [])
+    successor.epochs.merge(
+        changes.get("base", saved.base), changes.get("last", saved.last), saved.epochs if not changes else {}
+    )
+    return successor, saved
+
+
+def hits(cache: Cache, keys: U64Array, pages: tuple[int, ...] = (1,)) -> list[bool]:
+    """Of the keys, as a worker that registers anew would be told."""
+    found: list[bool] = cache.find(make_keyspace(cache, NAME, pages=pages)[1], keys).hits.tolist()
+    return found
+
+
+def test_what_was_sealed_is_taken_over() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    store(cache, keyspace, keys_of(1, 2, 3))
+    store(cache, keyspace, keys_of(4), seals=False)
+    cache.reserve(keyspace, keys_of(5), np.array([0], np.uint16), 0)
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 3
+    assert check(after, 0, 0) == []
+    assert hits(after, keys_of(1, 2, 3, 4, 5)) == [True, True, True, False, False]
+    figures = after.figures()
+    assert (figures["keys_adopted"], figures["parts_not_adopted"]) == (3, 0)
+
+
+def test_nothing_is_taken_over_twice() -> None:
+    """Of keys whose parts were not all there nothing is left for the successor's successor."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME, pages=(1, 2))[1]
+    store(cache, keyspace, keys_of(1), [0])
+    store(cache, keyspace, keys_of(2), [1])
+    store(cache, keyspace, keys_of(3))
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 1
+    assert after.figures()["parts_not_adopted"] == 2
+    assert check(after, 0, 0) == []
+    again, saved = heir(after)
+    assert len(adopt(again, saved)) == 1
+    assert again.figures()["parts_not_adopted"] == 0
+    assert hits(again, keys_of(1, 2, 3), (1, 2)) == [False, False, True]
+
+
+def test_what_was_dropped_while_a_lease_held_it() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    store(cache, keyspace, keys_of(1, 2))
+    rows = cache.find(keyspace, keys_of(1, 2)).hit_rows
+    cache.hold(rows)
+    cache.drop(rows[:1])
+    after, saved = heir(cache)
+    adopt(after, saved)
+    assert hits(after, keys_of(1, 2)) == [False, True]
+
+
+def test_a_late_checksum_of_what_was_dropped() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    parts = store(cache, keyspace, keys_of(1), seals=False)
+    rows = cache.find(keyspace, keys_of(1)).hit_rows
+    cache.hold(rows)
+    cache.drop(rows)
+    cache.seal(parts, cache.entries.parts.generation[parts], np.zeros((1, 2), np.uint64))
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 0
+
+
+def test_a_clear_holds_from_its_first_step_on() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    namespace, keyspace = make_keyspace(cache, NAME)
+    store(cache, keyspace, keys_of(1))
+    cache.epochs.advance(NAME)
+    next(cache.clear(namespace))
+    cache.remember()
+    store(cache, namespace.keyspaces[0], keys_of(2))
+    after, saved = heir(cache)
+    adopt(after, saved)
+    assert hits(after, keys_of(1, 2)) == [False, True]
+    assert check(after, 0, 0) == []
+
+
+def test_a_clear_that_only_the_disk_remembers() -> None:
+    """It was made while this arena was out of use."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    after, saved = heir(cache, base=7, last=7)
+    assert len(adopt(after, saved)) == 0
+    assert hits(after, keys_of(1)) == [False]
+    assert check(after, 0, 0) == []
+
+
+def test_without_names_nothing_is_anybody_s() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    cache.tier.pool.save_names(b"")
+    pool = ArenaFile(os.dup(cache.tier.pool.fd), PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES, is_old=True)
+    after = make_cache(PAGES, SLAB_PAGES, pool)
+    assert read_saved_state(pool.names()) is None
+    assert len(adopt(after, None)) == 0
+    assert after.figures()["parts_not_adopted"] == 1
+    assert after.tier.num_free(1) == PAGES
+    assert check(after, 0, 0) == []
+
+
+def test_a_place_that_changed_its_size() -> None:
+    """A record that says another size than its slab has is nobody's."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1, 2))
+    cache.tier.pool.slabs[0] = 2
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 0
+    assert check(after, 0, 0) == []
+
+
+def test_the_latest_go_last() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    for key in (5, 3, 9):
+        store(cache, keyspace, keys_of(key))
+    after, saved = heir(cache)
+    rows = adopt(after, saved)
+    assert after.entries.index.keys[rows, 1].tolist() == [5, 3, 9]
+
+
+def test_names_are_written_before_a_key_is_and_not_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    written = []
+    save = cache.tier.pool.save_names
+
+    def count(names: bytes) -> bool:
+        written.append(names)
+        return save(names)
+
+    monkeypatch.setattr(cache.tier.pool, "save_names", count)
+    keyspaces = [make_keyspace(cache, NAME, group=group)[1] for group in range(50)]
+    assert written == [], "nobody has a key yet"
+    store(cache, keyspaces[0], keys_of(1), seals=False)
+    assert written == []
+    store(cache, keyspaces[0], keys_of(2))
+    assert len(written) == 1
+    for keyspace in keyspaces:
+        store(cache, keyspace, keys_of(3))
+    assert len(written) == 1, "nothing has changed"
+    store(cache, make_keyspace(cache, NAME, group=50)[1], keys_of(3))
+    assert len(written) == 2
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 52
+
+
+def test_a_number_that_changed_hands_before_any_key_was_sealed() -> None:
+    """The names that a successor finds are those of whose keys they are, not of who had the number before: also if
+    the new one has told only some of its sizes.
+    """
+    cache = make_cache(PAGES, SLAB_PAGES)
+    old, keyspace = make_keyspace(cache, NAME)
+    store(cache, keyspace, keys_of(1))
+    rows = cache.find(keyspace, keys_of(1)).hit_rows
+    cache.drop(rows)
+    number = keyspace.id
+    cache.close_namespace(old)
+    del old, keyspace
+    cache.entries.keyspaces._next = number
+    other = cache.open_namespace(b"o" * 16, 0, "test", 32)
+    half = cache.declare(other, GroupSchema(0, GroupKind.FULL, 16, parts=2))
+    cache.set_part_bytes(half, {0: PAGE_BYTES})
+    assert half.id == number
+    store(cache, half, keys_of(1), [0])
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 0
+    assert hits(after, keys_of(1)) == [False]
+
+
+def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One user's restarts are cold then, not everybody's."""
+    monkeypatch.setattr(pool_module, "NAMES_BYTES", 4000)
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    many = cache.open_namespace(b"m" * 16, 7, "test", 32)
+    for group in range(100):
+        keyspace = cache.declare(many, GroupSchema(group, GroupKind.FULL, 16))
+        cache.set_part_bytes(keyspace, {0: PAGE_BYTES})
+    store(cache, keyspace, keys_of(2))
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 1
+    assert hits(after, keys_of(1)) == [True]
+    assert check(after, 0, 0) == []
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_successor_goes_on(groups: int) -> None:
+    """It stores, evicts and is succeeded as if it had stored all of it itself."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    for group in range(groups):
+        store(cache, make_keyspace(cache, NAME, group=group)[1], keys_of(*range(20)))
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 20 * groups
+    for group in range(groups):
+        store(after, make_keyspace(after, NAME, group=group)[1], keys_of(*range(100, 150)))
+        assert check(after, 0, 0) == []
+    assert after.eviction.keys_evicted > 0
+    again, saved = heir(after)
+    assert len(adopt(again, saved)) == PAGES
+    assert check(again, 0, 0) == []

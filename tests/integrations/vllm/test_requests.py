@@ -1,0 +1,140 @@
+"""What a request is told about a key, from the first question to the end."""
+
+from __future__ import annotations
+
+from kvoffloadd.client import KeyState
+from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
+from kvoffloadd.integrations.vllm.names import by_group
+from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
+
+KEYS = [bytes([at]) * 32 + bytes(4) for at in range(3)]
+
+
+def asked(promises: RequestState, now: float = 0.0) -> PinRequest:
+    """Looks every key up, as a step does, and asks."""
+    assert [promises.lookup(key, now, 1.0, 10.0) for key in KEYS] == [LookupState.ASKED] * 3
+    question = PinRequest("r", by_group(promises.fresh))
+    promises.fresh.clear()
+    promises.asking = question
+    promises.questions.append(question)
+    return question
+
+
+def answers(promises: RequestState, now: float) -> list[LookupState]:
+    return [promises.lookup(key, now, 1.0, 10.0) for key in KEYS]
+
+
+def test_answers_are_kept() -> None:
+    promises = RequestState("r")
+    question = asked(promises)
+    question.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
+    assert promises.learn(question, 0) == 1
+    assert answers(promises, 5.0) == [LookupState.HIT, LookupState.MISS, LookupState.PENDING]
+
+
+def test_a_pending_key_is_asked_for_again_once_its_answer_is_there() -> None:
+    promises = RequestState("r")
+    question = asked(promises)
+    question.states = {0: bytes([KeyState.HIT, KeyState.HIT, KeyState.PENDING])}
+    promises.learn(question, 0)
+    answers(promises, 0.5)
+    assert promises.fresh == []
+    promises.asking = None
+    answers(promises, 0.5)
+    assert promises.fresh == [KEYS[2]]
+
+
+def test_nobody_waits_for_ever() -> None:
+    promises = RequestState("r")
+    asked(promises)
+    assert answers(promises, 0.9) == [LookupState.ASKED] * 3
+    assert answers(promises, 1.1) == [LookupState.MISS] * 3
+    assert promises.given_up
+
+
+def test_keys_from_disk_may_take_longer() -> None:
+    promises = RequestState("r")
+    question = asked(promises)
+    question.states = {0: bytes([KeyState.PENDING] * 3)}
+    promises.learn(question, 0)
+    assert answers(promises, 9.0) == [LookupState.PENDING] * 3
+    assert answers(promises, 11.0) == [LookupState.MISS] * 3
+
+
+def test_what_is_forgotten_is_to_be_released() -> None:
+    promises = RequestState("r")
+    question = asked(promises)
+    assert promises.forget() == [question]
+    assert promises.questions == []
+    assert promises.answers == {}
+
+
+def test_who_computes_pins_nothing_and_knows_what_it_knew() -> None:
+    promises = RequestState("r")
+    question = asked(promises)
+    question.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.MISS])}
+    promises.learn(question, 0)
+    assert promises.settle() == [question]
+    assert (promises.waiting_keys, promises.answers[KEYS[0]]) == (0, LookupState.HIT)
+
+
+def wanting(count: int = 3) -> list[RequestState]:
+    """Each wants three keys."""
+    found = [RequestState(f"r{at}") for at in range(count)]
+    for promises in found:
+        answers(promises, 0.0)
+    return found
+
+
+def ask_all(admit: list[RequestState]) -> None:
+    for promises in admit:
+        promises.asking = PinRequest(promises.request, by_group(promises.fresh))
+        promises.questions.append(promises.asking)
+        promises.fresh.clear()
+
+
+def test_pins_of_those_who_wait_are_bounded() -> None:
+    everyone = wanting()
+    first = admitted(everyone, everyone, 6, 0.0)
+    assert first == everyone[:2]
+    ask_all(first)
+    assert admitted(everyone, everyone, 6, 0.1) == []
+    assert answers(everyone[2], 5.0) == [LookupState.ASKED] * 3, "it waits for room longer than for an answer"
+    everyone[0].loading = True  # what loads has its room in the engine, too
+    assert admitted(everyone, everyone, 6, 5.0) == everyone[2:]
+    assert answers(everyone[2], 5.9) == [LookupState.ASKED] * 3
+    assert answers(everyone[2], 6.1) == [LookupState.MISS] * 3
+
+
+def test_what_misses_takes_no_room() -> None:
+    everyone = wanting()
+    ask_all(admitted(everyone, everyone, 3, 0.0))
+    assert everyone[0].asking is not None
+    everyone[0].asking.holds = 0
+    assert admitted(everyone, everyone, 3, 0.0) == everyone[1:2]
+
+
+def test_one_is_always_asked_for_and_who_has_pins_may_have_more() -> None:
+    everyone = wanting(2)
+    first = admitted(everyone, everyone, 1, 0.0)
+    assert first == everyone[:1]
+    ask_all(first)
+    first[0].asking = None
+    more = bytes([9]) * 32 + bytes(4)
+    first[0].lookup(more, 0.0, 1.0, 10.0)
+    assert admitted(everyone, everyone, 1, 0.0) == first
+
+
+def test_who_finds_no_room_gives_up_at_last() -> None:
+    everyone = wanting(2)
+    ask_all(admitted(everyone, everyone, 3, 0.0))
+    for at in range(10):
+        assert answers(everyone[1], float(at)) == [LookupState.ASKED] * 3
+        assert admitted(everyone, everyone, 3, float(at)) == []
+    assert answers(everyone[1], 10.1) == [LookupState.MISS] * 3
+
+
+def test_time_in_which_nobody_looks_does_not_count() -> None:
+    everyone = wanting(2)
+    ask_all(admitted(everyone, everyone, 3, 0.5))
+    assert answers(everyone[1], 50.0) == [LookupState.ASKED] * 3
