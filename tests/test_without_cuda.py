@@ -46,7 +46,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     """An environment in which these packages can't be imported, by any process."""
     for name in ("cuda", "cupy", "torch"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
-    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"}
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
 def python(bare: dict[str, str], code: str, *arguments: str) -> str:

@@ -24,12 +24,22 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import KEY_BYTES, at_least, judged, keys_of, median_ratio, p50, p99, print_bounds, print_grid
-from _daemon import DaemonProcess, private_folder, spawn
-from _output import Live, print_json
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.harness.daemon import DaemonProcess, module, private_folder, spawn
+from scripts.harness.figures import (
+    KEY_BYTES,
+    at_least,
+    judged,
+    keys_of,
+    median_ratio,
+    p50,
+    p99,
+    print_bounds,
+    print_grid,
+)
+from scripts.harness.output import Live, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,7 +210,7 @@ def ping_until_told(socket: str) -> None:
 
 def measure_lag(bench: Bench, daemon: DaemonProcess, log: Path, jobs: int) -> dict[str, Any]:
     """Round trips of another session, microseconds: idle, during stores, during loads."""
-    command = [sys.executable, __file__, "--ping", str(daemon.socket)]
+    command = module("scripts.bench.copy", "--ping", str(daemon.socket))
     with spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
 
         def during(work: Callable[[], object]) -> dict[str, float]:

@@ -27,14 +27,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import KEY_BYTES, Bound, at_least, at_most, judged, keys_of, median_ratio, p50, print_bounds, print_grid
-from _daemon import DaemonProcess, end, private_folder, spawn
-from _disk import disk_folder, file_system
-from _fio import Fio, has_fio
-from _output import Live, print_json
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.bench.fio import Fio, has_fio
+from scripts.harness.daemon import DaemonProcess, end, module, private_folder, spawn
+from scripts.harness.disk import disk_folder, file_system
+from scripts.harness.figures import (
+    KEY_BYTES,
+    Bound,
+    at_least,
+    at_most,
+    judged,
+    keys_of,
+    median_ratio,
+    p50,
+    print_bounds,
+    print_grid,
+)
+from scripts.harness.output import Live, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +180,7 @@ class Noise:
     """An idle process that beats as the daemon's loop does."""
 
     def __init__(self, log: Path) -> None:
-        self._child = spawn([sys.executable, __file__, "--beat"], log, stdout=subprocess.PIPE)
+        self._child = spawn(module("scripts.bench.disk", "--beat"), log, stdout=subprocess.PIPE)
 
     def end(self) -> float:
         """Its worst delay, ms."""

@@ -24,12 +24,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import KEY_BYTES, at_most, judged, keys_of, median_ratio, p50, p99, print_bounds, print_grid
-from _daemon import end, private_folder, rss_anon_bytes, spawn, tail
-from _output import Live, print_json
 
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
+from scripts.harness.daemon import end, module, private_folder, rss_anon_bytes, spawn, tail
+from scripts.harness.figures import (
+    KEY_BYTES,
+    at_most,
+    judged,
+    keys_of,
+    median_ratio,
+    p50,
+    p99,
+    print_bounds,
+    print_grid,
+)
+from scripts.harness.output import Live, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +154,7 @@ class Echo:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "echo.sock"
-        self._child = spawn([sys.executable, __file__, "--echo", str(path)], folder / "echo.log")
+        self._child = spawn(module("scripts.bench.lookup", "--echo", str(path)), folder / "echo.log")
         self._socket = socket.socket(socket.AF_UNIX)
         self._request = bytes(REQUEST_BYTES)
         until = time.monotonic() + START_S
@@ -172,8 +182,8 @@ class Level:
         self._echo = echo
         self._socket = folder / f"{count}.sock"
         self._log = folder / f"{count}.log"
-        command = [sys.executable, __file__, "--serve", str(self._socket), "--keys", str(count), "--policy", policy]
-        self._child = spawn(command, self._log, stdout=subprocess.PIPE)
+        options = ("--serve", str(self._socket), "--keys", str(count), "--policy", policy)
+        self._child = spawn(module("scripts.bench.lookup", *options), self._log, stdout=subprocess.PIPE)
         self._client = Client(self._socket, namespace=NAMESPACE, deadline_s=30.0)
         self.filled: dict[str, Any] = {}
 

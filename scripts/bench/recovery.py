@@ -18,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _bench import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid
-from _daemon import DaemonProcess, private_folder, rss_anon_bytes
-from _disk import disk_folder
-from _output import Live, print_json
 
 from kvoffloadd.client import Client
 from kvoffloadd.model import PAGE_BYTES
@@ -29,6 +25,10 @@ from kvoffloadd.tiers.disk.files import Files
 from kvoffloadd.tiers.disk.format import ENTRY, SegmentHeader, SpaceId, footer_pages
 from kvoffloadd.tiers.disk.manifest import Manifest, write_manifest
 from kvoffloadd.tiers.disk.segments import create_segment, seal_segment
+from scripts.harness.daemon import DaemonProcess, private_folder, rss_anon_bytes
+from scripts.harness.disk import disk_folder
+from scripts.harness.figures import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid
+from scripts.harness.output import Live, print_json
 
 LEVELS = (1_000_000, 2_000_000, 4_000_000)
 SEGMENT_BYTES = 256 << 20

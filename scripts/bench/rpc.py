@@ -32,10 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from scripts.harness.daemon import module
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -273,7 +271,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         os.sched_setaffinity(0, server_cpus)  # children inherit it
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvo-"))
         echo = f"{folder}/echo"
-        stack.enter_context(process([sys.executable, __file__, "--echo-server", echo], echo))
+        stack.enter_context(process(module("scripts.bench.rpc", "--echo-server", echo), echo))
         daemon = arguments.socket
         if daemon is None:
             daemon = f"{folder}/daemon"

@@ -15,15 +15,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from _daemon import DaemonError, obey_signals, private_folder
-from _demo_report import print_report
-from _demo_run import Options, Run
-from _demo_worker import KV_HEADS
-from _disk import disk_folder
-from _output import print_json
-
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import parse_bytes
+from scripts.demo.report import print_report
+from scripts.demo.run import Options, Run
+from scripts.demo.worker import KV_HEADS
+from scripts.harness.daemon import DaemonError, obey_signals, private_folder
+from scripts.harness.disk import disk_folder
+from scripts.harness.output import print_json
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from _demo_worker import KV_HEADS, WINDOW_TOKENS, Answer, Speed
-from _output import format_ms, print_table, ratio
-from _watch import DaemonCounters
-
 from kvoffloadd.units import format_bytes
+from scripts.demo.worker import KV_HEADS, WINDOW_TOKENS, Answer, Speed
+from scripts.harness.output import format_ms, print_table, ratio
+from scripts.harness.watch import DaemonCounters
 
 if TYPE_CHECKING:
-    from _chat import Turn
-    from _counters import Counters
+    from scripts.demo.chat import Turn
+    from scripts.harness.counters import Counters
 
 SHOWN = 20
 Rows = list[tuple[str, str, str]]

@@ -6,22 +6,25 @@ import os
 import select
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from _chat import Turn, chat
-from _counters import Counters
-from _daemon import DaemonProcess, unmapped_within
-from _demo_report import Report
-from _demo_worker import Answer, Speed, gpt_oss_20b
-from _demo_worker import Options as WorkerOptions
-from _disk import disk_settings, used_bytes
-from _leaks import Held, held, leaks, unreturned_slots
-from _output import Live
-from _watch import DaemonCounters, bad_entries
-from _worker_process import WorkerProcess
 
 from kvoffloadd.client import Client
+from scripts.demo.chat import Turn, chat
+from scripts.demo.report import Report
+from scripts.demo.worker import Answer, Speed, gpt_oss_20b
+from scripts.demo.worker import Options as WorkerOptions
+from scripts.harness.counters import Counters
+from scripts.harness.daemon import DaemonProcess, unmapped_within
+from scripts.harness.disk import disk_settings, used_bytes
+from scripts.harness.leaks import Held, held, leaks, unreturned_slots
+from scripts.harness.output import Live
+from scripts.harness.watch import DaemonCounters, bad_entries
+from scripts.harness.worker import WorkerProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORKERS = 2
 START_S = 60.0
@@ -112,8 +115,7 @@ class Run:
             cache_blocks=CACHE_BLOCKS,
             memory_name=self._names[row],
         )
-        script = Path(__file__).with_name("_demo_worker.py")
-        self._workers[row] = WorkerProcess(script, asdict(worker_options), self._log(row))
+        self._workers[row] = WorkerProcess("scripts.demo.worker", asdict(worker_options), self._log(row))
         self._workers[row].answer(START_S)
 
     def _log(self, row: int) -> Path:

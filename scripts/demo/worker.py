@@ -14,22 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _chat import ROOT_TOKENS, ROOTS, Turn
-from _counters import Counters
-from _disk import is_idle
-from _engine import Engine
-from _geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
-from _oracle import Oracle
 
 from kvoffloadd.client import GroupKind, KeyState
+from scripts.demo.chat import ROOT_TOKENS, ROOTS, Turn
+from scripts.harness.counters import Counters
+from scripts.harness.disk import is_idle
+from scripts.harness.engine import Engine
+from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
+from scripts.harness.oracle import Oracle
 
 if TYPE_CHECKING:
-    from _open_jobs import Share
-
     from kvoffloadd.client import Found
+    from scripts.harness.jobs import Share
 
 if TYPE_CHECKING:
-    from _open_jobs import OpenJob
+    from scripts.harness.jobs import OpenJob
 
 LAYERS, SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 24, 12, 8, 64, 128
 """gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""

@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import at_most, judged, print_bounds, print_grid
-from _daemon import DaemonProcess, private_folder
-from _disk import disk_folder, disk_settings
-from _extreme_cases import CASES
-from _extreme_refusals import REFUSALS
-from _extreme_scene import KEYS, MIB, PAGE, Scene
-from _extreme_tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
-from _output import Live, print_json
 
 from kvoffloadd.client import Client
 from kvoffloadd.server.lag import WINDOW_S
+from scripts.extremes.cases import CASES
+from scripts.extremes.refusals import REFUSALS
+from scripts.extremes.scene import KEYS, MIB, PAGE, Scene
+from scripts.extremes.tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
+from scripts.harness.daemon import DaemonProcess, private_folder
+from scripts.harness.disk import disk_folder, disk_settings
+from scripts.harness.figures import at_most, judged, print_bounds, print_grid
+from scripts.harness.output import Live, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from _extreme_scene import Case
+    from scripts.extremes.scene import Case
 
 TURN_MAX_S = 0.020
 BEAT_S = 0.005

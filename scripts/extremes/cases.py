@@ -8,7 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _extreme_scene import (
+
+from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
+from scripts.extremes.scene import (
     FRAME_IDS,
     GROUPS,
     KEYS,
@@ -27,13 +29,11 @@ from _extreme_scene import (
     shares,
 )
 
-from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from _extreme_scene import Case, Scene
-    from _raw_peer import RawPeer
+    from scripts.extremes.scene import Case, Scene
+    from scripts.harness.peer import RawPeer
 
 
 DRAINS = 256

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _extreme_scene import FRAME_IDS, KEYS, MIB, REPLY_S, ask, completed, group, refused, register, run
 
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
+from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, REPLY_S, ask, completed, group, refused, register, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from _extreme_scene import Case, Scene
+    from scripts.extremes.scene import Case, Scene
 
 FRAME_BYTES = (4 << 20) - 4096
 KEYED = ("lookup", "pin", "prefetch", "touch", "reserve")

@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import keys_of
-from _raw_peer import RawPeer
+
+from scripts.harness.figures import keys_of
+from scripts.harness.peer import RawPeer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import keys_of
-from _extreme_scene import (
+
+from scripts.extremes.scene import (
     GROUPS,
     KEYS,
     PAGE,
@@ -24,12 +24,13 @@ from _extreme_scene import (
     shares,
     written,
 )
+from scripts.harness.figures import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from _extreme_scene import Case, Scene
-    from _raw_peer import RawPeer
+    from scripts.extremes.scene import Case, Scene
+    from scripts.harness.peer import RawPeer
 
 NAMESPACES = 1000
 CROWD = 2000

@@ -15,15 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from _bystander import MEMORY_NAME, Bystander, Cost, excerpts
-from _daemon import DaemonError, DaemonProcess, obey_signals, private_folder
-from _fuzz_sessions import REPLY_S, Fuzzer, Tally
-from _leaks import held, leaks
-from _output import Live, format_ms, print_json, print_table
-
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
+from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, excerpts
+from scripts.fuzz.sessions import REPLY_S, Fuzzer, Tally
+from scripts.harness.daemon import DaemonError, DaemonProcess, obey_signals, private_folder
+from scripts.harness.leaks import held, leaks
+from scripts.harness.output import Live, format_ms, print_json, print_table
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 DAEMON_MEMORY_BYTES = 64 << 20

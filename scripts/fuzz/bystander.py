@@ -1,7 +1,8 @@
 """An honest worker beside dishonest ones, which must not notice them; and a watch over what they cost the daemon.
 
-As a program (`_bystander.py SOCKET SEED EXPEDITED`) it says when it works, goes on until its standard input ends, and
-then says as JSON what it went through: in a process of its own, since its round trips must not wait for our threads.
+As a program (`-m scripts.fuzz.bystander SOCKET SEED EXPEDITED`) it says when it works, goes on until its standard
+input ends, and then says as JSON what it went through: in a process of its own, since its round trips must not wait
+for our threads.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from _daemon import open_fds, rss_anon_bytes, spawn, tail
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import KvOffloadError
+from scripts.harness.daemon import module, open_fds, rss_anon_bytes, spawn, tail
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Registration
@@ -62,7 +63,7 @@ class Bystander:
     """
 
     def __init__(self, socket_path: Path, seed: int, log: Path, *, expedited: bool = False) -> None:
-        command = [sys.executable, __file__, str(socket_path), str(seed), str(int(expedited))]
+        command = module("scripts.fuzz.bystander", str(socket_path), str(seed), str(int(expedited)))
         self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._first_line = b""
         self._log = log

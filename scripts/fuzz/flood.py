@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _bystander import MEMORY_NAME, Bystander, Cost, excerpts
-from _daemon import DaemonError, DaemonProcess, obey_signals, private_folder
-from _flooder import KINDS, REPLY_S, Flooder
-from _leaks import held, leaks
-from _output import Live, format_ms, print_json, print_table
-from _raw_peer import SilenceError
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
+from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, excerpts
+from scripts.fuzz.flooder import KINDS, REPLY_S, Flooder
+from scripts.harness.daemon import DaemonError, DaemonProcess, obey_signals, private_folder
+from scripts.harness.leaks import held, leaks
+from scripts.harness.output import Live, format_ms, print_json, print_table
+from scripts.harness.peer import SilenceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

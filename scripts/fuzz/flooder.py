@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import msgpack
 import numpy as np
-from _daemon import DaemonError
-from _raw_peer import PREFIX, RawPeer, SilenceError
 
 from kvoffloadd.sharedmem import create_memfd
+from scripts.harness.daemon import DaemonError
+from scripts.harness.peer import PREFIX, RawPeer, SilenceError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from _raw_peer import Fields
+    from scripts.harness.peer import Fields
 
 
 REPLY_S = 60.0

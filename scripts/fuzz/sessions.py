@@ -11,17 +11,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from _fuzz_frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
-from _raw_peer import RawPeer, SilenceError
-
 from kvoffloadd.sharedmem import create_memfd
+from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
+from scripts.harness.peer import RawPeer, SilenceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from _output import Live
-    from _raw_peer import Fields
+    from scripts.harness.output import Live
+    from scripts.harness.peer import Fields
 
 REPLY_S = 60.0
 """Patience with a hang: nothing legal takes as long, on the busiest machine."""

@@ -22,14 +22,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from _gpu_parts import Ended, Part, adopt_orphans, run
-from _gpu_report import machine, write
+from scripts.gpu.parts import Ended, Part, adopt_orphans, run
+from scripts.gpu.report import machine, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = 520.0
 GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
 """Fewer that ran and passed prove nothing. The software driver can't do those of torch."""
@@ -46,10 +45,10 @@ def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
 
     def bench(name: str, title: str, limit_s: float, missing: str = "") -> Part:
         options = ("--quick",) if arguments.quick else ("--seconds", f"{CASES_SHARE * limit_s:.0f}")
-        command = (sys.executable, str(SCRIPTS / f"_gpu_bench_{name}.py"), "--json", *options)
+        command = (sys.executable, "-m", f"scripts.gpu.bench_{name}", "--json", *options)
         return Part(name, title, command, limit_s, missing=missing)
 
-    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "_gpu_results", "-p", "no:cacheprovider")
+    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "scripts.gpu.results", "-p", "no:cacheprovider")
     no_torch = "" if importlib.util.find_spec("torch") else "torch is not installed"
     yield bench("contact", "What the machine and its driver say", 60)
     yield bench("copy", "Stores and loads by size of rows", 90)
@@ -64,30 +63,24 @@ def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
 
 def _stress(arguments: argparse.Namespace) -> Part:
     seconds = QUICK_STRESS_S if arguments.quick else STRESS_S
-    command = [sys.executable, str(SCRIPTS / "stress.py"), "--device", "cuda", "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "scripts.stress", "--device", "cuda", "--seconds", str(seconds)]
     command += ["--workers", "4", "--kill-workers", "--json", *(["--software-driver"] if arguments.soft else [])]
-    supported = '"--device"' in (SCRIPTS / "stress.py").read_text(encoding="utf-8")
-    missing = "" if supported else "stress.py has no --device"
-    return Part("stress", "Stress with killed workers", command, seconds + 40, min_s=seconds + 15, missing=missing)
+    return Part("stress", "Stress with killed workers", command, seconds + 40, min_s=seconds + 15)
 
 
 def _e2e(arguments: argparse.Namespace, pytest: tuple[str, ...]) -> Part:
     tests = ROOT / "tests" / "e2e"
-    missing = "" if arguments.soft else "tests/e2e has GPU memory of the software driver alone"
-    if any(SOFT_VARIABLE in path.read_text(encoding="utf-8") for path in tests.glob("*.py")):
-        missing = ""
     command = (*pytest, "-k", "cuda", f"{tests}/test_smoke.py" if arguments.quick else str(tests))
     title = "End-to-end tests with GPU memory"
-    return Part("e2e", title, command, 150, min_s=30, tests=True, may_be_cut=True, missing=missing)
+    return Part("e2e", title, command, 150, min_s=30, tests=True, may_be_cut=True)
 
 
 def environment_of(soft: bool) -> dict[str, str]:
     """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for."""
     found = dict(os.environ)
-    found["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
     found[SOFT_VARIABLE] = "1" if soft else "0"
     if soft:
-        sys.path.insert(0, str(ROOT))
         from tests import softcuda
 
         found.update(softcuda.environment())

@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from _bench import KEY_BYTES, judged, keys_of, print_bounds, print_grid
-from _daemon import DaemonProcess, private_folder
-from _gpu import Gpu, GpuBuffer, gpu_is_usable
-from _gpu_memory import Pinned
-from _gpu_results import keep
-from _output import print_json
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Outcome, Ref, Timeline
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.gpu.results import keep
+from scripts.harness.daemon import DaemonProcess, private_folder
+from scripts.harness.figures import KEY_BYTES, judged, keys_of, print_bounds, print_grid
+from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
+from scripts.harness.gpumemory import Pinned
+from scripts.harness.output import print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from _bench import Bound
-
     from kvoffloadd.client import Ready
     from kvoffloadd.model import I64Array
+    from scripts.harness.figures import Bound
 
 T = TypeVar("T")
 

@@ -18,16 +18,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
-from _gpu_bench import GIB, KIB, MIB, done, parse, parser, table, tell
-from _gpu_memory import Pinned
-
 from kvoffloadd.client.gpu import IpcMemory, VmmMemory, driver, gpu_allocation
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
+from scripts.gpu.bench import GIB, KIB, MIB, done, parse, parser, table, tell
+from scripts.harness.daemon import module
+from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
+from scripts.harness.gpumemory import Pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +106,8 @@ def sharing(_quick: bool) -> dict[str, Any]:
     """Memory of another process: opened, opened again, and with which error it is refused."""
     gpu = Gpu()
     memory = SharedMemory(Driver(), gpu.ordinal)
-    child = subprocess.Popen([sys.executable, __file__, "export"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = module("scripts.gpu.bench_contact", "export")
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     told = json.loads(child.stdout.readline())
     handle = bytes.fromhex(told["handle"])
@@ -158,7 +159,7 @@ STEPS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 def run_step(name: str, quick: bool) -> dict[str, Any]:
     """In a process of its own; what it found, or how it failed."""
-    command = [sys.executable, __file__, name, *(["quick"] if quick else [])]
+    command = module("scripts.gpu.bench_contact", name, *(["quick"] if quick else []))
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)
         found: dict[str, Any] = json.loads(ended.stdout)

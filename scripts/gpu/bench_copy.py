@@ -10,9 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from _bench import at_least, at_most, median_ratio
-from _gpu import Gpu
-from _gpu_bench import (
+from scripts.gpu.bench import (
     KIB,
     MIB,
     Ceiling,
@@ -29,12 +27,14 @@ from _gpu_bench import (
     table,
     tell,
 )
+from scripts.harness.figures import at_least, at_most, median_ratio
+from scripts.harness.gpu import Gpu
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from _bench import Bound
+    from scripts.harness.figures import Bound
 
 ROW_BYTES = tuple(size * KIB for size in (4, 8, 16, 24, 32, 64, 256, 2048))
 LARGE_ROW_BYTES = 64 * KIB

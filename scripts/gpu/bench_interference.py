@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _bench import median_ratio
-from _daemon import private_folder
-from _gpu import Gpu, software_driver
-from _gpu_bench import KIB, GpuWorkload, Shape, await_pinned, daemon, done, in_time, parse, parser, table, tell
-from _worker_process import WorkerProcess
+from scripts.gpu.bench import KIB, GpuWorkload, Shape, await_pinned, daemon, done, in_time, parse, parser, table, tell
+from scripts.harness.daemon import private_folder
+from scripts.harness.figures import median_ratio
+from scripts.harness.gpu import Gpu, software_driver
+from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,8 +84,7 @@ def main() -> int:
     left_out: list[str] = []
     with private_folder() as folder, daemon(arguments.bytes) as socket:
         options = {"cpu": software_driver() is not None}
-        script = Path(__file__).with_name("_gpu_kernels.py")
-        kernels = WorkerProcess(script, options, Path(folder) / "kernels.log")
+        kernels = WorkerProcess("scripts.gpu.kernels", options, Path(folder) / "kernels.log")
         kernels.answer(START_S)
         for row_bytes in in_time(ROW_BYTES, arguments.seconds, left_out):
             worker = GpuWorkload(gpu, socket, Shape(row_bytes), arguments.bytes)

@@ -13,17 +13,30 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _bench import at_most, p50, p99
-from _daemon import private_folder
-from _gpu import Gpu, software_driver
-from _gpu_bench import GIB, KIB, MIB, WAIT_S, GpuWorkload, Shape, await_pinned, daemon, done, parse, parser, table, tell
-from _gpu_memory import Pinned, Rows
-from _gpu_results import keep
-from _gpu_worker_process import GpuWorker
-
 from kvoffloadd.client import Client
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from scripts.gpu.bench import (
+    GIB,
+    KIB,
+    MIB,
+    WAIT_S,
+    GpuWorkload,
+    Shape,
+    await_pinned,
+    daemon,
+    done,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.gpu.results import keep
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.daemon import private_folder
+from scripts.harness.figures import at_most, p50, p99
+from scripts.harness.gpu import Gpu, software_driver
+from scripts.harness.gpumemory import Pinned, Rows
 
 if TYPE_CHECKING:
     import argparse

@@ -12,15 +12,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import at_most, p50
-from _gpu import Gpu, GpuBuffer
-from _gpu_bench import LAYERS, MIB, done, parse, parser, table, tell
-from _gpu_memory import Pinned
 
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, cut, piece_ends
 from kvoffloadd.device.plan import GroupPlan, make_copies, split
 from kvoffloadd.model import Direction, Ref
+from scripts.gpu.bench import LAYERS, MIB, done, parse, parser, table, tell
+from scripts.harness.figures import at_most, p50
+from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.gpumemory import Pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable

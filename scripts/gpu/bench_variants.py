@@ -10,9 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from _bench import median_ratio
-from _gpu import Gpu
-from _gpu_bench import (  # fmt: skip
+from scripts.gpu.bench import (  # fmt: skip
     KIB,
     MIB,
     Ceiling,
@@ -29,6 +27,8 @@ from _gpu_bench import (  # fmt: skip
     table,
     tell,
 )
+from scripts.harness.figures import median_ratio
+from scripts.harness.gpu import Gpu
 
 if TYPE_CHECKING:
     import argparse

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "aiofiles", "hypothesis", "msgpack", "msgspec", "prometheus-client", "psutil", "pytest", "pytest-asyncio",
     "pytest-timeout", "rich", "uvloop", "xxhash",

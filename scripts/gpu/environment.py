@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels.
 
-    python3 _gpu_environment.py VENV BUNDLE
+    python3 -m scripts.gpu.environment VENV BUNDLE
 
 Works for a Python that is itself a venv's, and for one without ensurepip.
 """

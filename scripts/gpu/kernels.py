@@ -1,6 +1,6 @@
 """An engine as far as a GPU's time goes: torch kernels in a loop, in a process of its own.
 
-    python _gpu_kernels.py '{"cpu": false}'    (then a line {"kind": "matmul" or "memory", "seconds": S} each)
+    python -m scripts.gpu.kernels '{"cpu": false}'    (then a line {"kind": "matmul" or "memory", "seconds": S} each)
 
 It answers {"per_s": kernels per second}. `cpu`: the loop runs on the CPU, and means nothing (software driver).
 """

@@ -9,13 +9,13 @@ import platform
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from _gpu_plot import bandwidth
+from scripts.gpu.plot import bandwidth
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from _gpu_parts import Ended
+    from scripts.gpu.parts import Ended
 
 PACKAGES = ("torch", "cupy-cuda13x", "cuda-bindings", "numpy", "msgspec", "msgpack", "uvloop", "pytest")
 _QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.gen.current,pcie.link.width.current,memory.total,memory.used"

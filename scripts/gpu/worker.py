@@ -1,6 +1,6 @@
 """A worker with a KV cache on a GPU, as a child process that does one thing after the other as it is told.
 
-    python _gpu_worker.py OPTIONS    (see `Options`; then a line of JSON with "call" and its arguments each)
+    python -m scripts.gpu.worker OPTIONS    (see `Options`; then a line of JSON with "call" and its arguments each)
 
 It answers {"value": ...} or {"error": "Class: message"}, with a traceback where the error is none of ours, and goes on;
 the first line, {"value": "ready"}, comes unasked.
@@ -19,12 +19,12 @@ import traceback
 from typing import Any
 
 import numpy as np
-from _bench import KEY_BYTES, keys_of
-from _gpu import Gpu
-from _gpu_memory import CacheMemory, Gate, Pinned, Rows
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Ref, Timeline
 from kvoffloadd.errors import KvOffloadError
+from scripts.harness.figures import KEY_BYTES, keys_of
+from scripts.harness.gpu import Gpu
+from scripts.harness.gpumemory import CacheMemory, Gate, Pinned, Rows
 
 WAIT_S = 30.0
 _DUMPABLE = 4

@@ -1,19 +1,18 @@
-"""The other end of `_gpu_worker.py`."""
+"""The other end of `worker.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _worker_process import WorkerProcess
+from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-    from _gpu_memory import Rows
+    from scripts.harness.gpumemory import Rows
 
 START_S, ANSWER_S = 45.0, 45.0
-_SCRIPT = Path(__file__).with_name("_gpu_worker.py")
 
 
 class WorkerError(Exception):
@@ -25,11 +24,11 @@ class GpuWorker:
 
     def __init__(self, socket: Path, log: Path, *, variables: Mapping[str, str] | None = None, uid: int = 0) -> None:
         options = {"socket": str(socket), "variables": dict(variables or {}), "uid": uid}
-        self._child = WorkerProcess(_SCRIPT, options, log)
+        self._child = WorkerProcess("scripts.gpu.worker", options, log)
         self._child.answer(START_S)
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """A method of `_gpu_worker.Worker`. Raises WorkerError; DaemonError: it does not answer."""
+        """A method of `worker.Worker`. Raises WorkerError; DaemonError: it does not answer."""
         self._child.ask({"call": name, **arguments})
         answer = self._child.answer(ANSWER_S)
         if "error" in answer:

@@ -18,6 +18,7 @@ from kvoffloadd.errors import ClientError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
 STOP_S = 30.0
 _SHM = "/dev/shm"
@@ -58,6 +59,16 @@ def memory_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvo-", dir=_SHM if os.access(_SHM, os.W_OK) else None)
 
 
+def module(name: str, *arguments: str) -> list[str]:
+    """The command of a module of this repository, for `spawn`, or for what has the `search_path`."""
+    return [sys.executable, "-m", name, *arguments]
+
+
+def search_path() -> str:
+    """PYTHONPATH for children: this repository first, then what this process has."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def spawn(
     command: Sequence[str],
     log: Path,
@@ -70,7 +81,7 @@ def spawn(
 
     `environment`: variables beside those that this process has.
     """
-    variables = {**os.environ, **(environment or {})}
+    variables = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
     launched = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command]
     with log.open("ab") as stream:
         return subprocess.Popen(

@@ -11,24 +11,23 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _kvmemory import KvMemory
-from _open_jobs import Epoch, OpenJob, Rank, Share
-from _promises import Findings, broken_in_result
 
 from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
 from kvoffloadd.errors import ClientError, ConnectionLostError
 from kvoffloadd.model import NO_BLOCK, Direction
+from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
+from scripts.harness.kvmemory import KvMemory
+from scripts.harness.promises import Findings, broken_in_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from _counters import Counters
-    from _geometry import Geometry, GroupShape
-    from _oracle import Oracle
-    from _stress_places import Lines
-
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from scripts.harness.counters import Counters
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.oracle import Oracle
+    from scripts.harness.places import Lines
 
 CALL_S = 30.0
 JOB_S = 60.0

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _oracle import mixed
-from _output import COLUMNS
 from rich.console import Console
 from rich.table import Table
+
+from scripts.harness.oracle import mixed
+from scripts.harness.output import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

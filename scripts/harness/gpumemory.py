@@ -10,18 +10,17 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from _gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
-from _oracle import digest, mixed
 
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
+from scripts.harness.oracle import digest, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from _gpu import Gpu
-
     from kvoffloadd.model import U8Array
+    from scripts.harness.gpu import Gpu
 
 KINDS = ("ipc", "vmm", "vmm-private", "torch")
 WIPED = 0xEE

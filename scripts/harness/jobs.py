@@ -10,11 +10,10 @@ from kvoffloadd.model import NO_BLOCK, Direction
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from _geometry import GroupShape
-    from _kvmemory import KvMemory
-
     from kvoffloadd.client import Client, Job, Registration
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from scripts.harness.geometry import GroupShape
+    from scripts.harness.kvmemory import KvMemory
 
 Epoch = tuple[str, int]
 """The daemon's run, and how often the namespace was cleared in it."""

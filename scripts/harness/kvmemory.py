@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _stress_places import HostPlace, Layout, Runs
 from numpy.lib.stride_tricks import as_strided
 
 from kvoffloadd.client import Group, KvCache, Ref
 from kvoffloadd.model import NO_BLOCK
+from scripts.harness.places import HostPlace, Layout, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from _geometry import Geometry, GroupShape
-    from _stress_places import Line
-
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.places import Line
 
 
 _memcmp = ctypes.CDLL(None).memcmp

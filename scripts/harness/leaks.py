@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from _daemon import mapped_memfds, open_fds
+from scripts.harness.daemon import mapped_memfds, open_fds
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Client

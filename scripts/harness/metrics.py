@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from _counters import Counters
+    from scripts.harness.counters import Counters
 
 SCRAPE_S = 30.0
 

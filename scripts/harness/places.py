@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-from _gpu import CHUNK_BYTES, Gpu, GpuBuffer, count_gpus
 
 from kvoffloadd.client import GpuTensor, SharedTensor, Timeline
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.device.cuda.driver import Driver
+from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

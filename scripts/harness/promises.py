@@ -6,18 +6,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _geometry import BLOCK_TOKENS, PROMPT_TOKENS
 
 from kvoffloadd.client import KeyState, Outcome
+from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
 
 if TYPE_CHECKING:
-    from _counters import Counters
-    from _geometry import Geometry, GroupShape
-    from _kvmemory import Wrong
-    from _open_jobs import OpenJob
-
     from kvoffloadd.client import Found, JobResult
     from kvoffloadd.model import U8Array
+    from scripts.harness.counters import Counters
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.jobs import OpenJob
+    from scripts.harness.kvmemory import Wrong
 
 _LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
 _STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)

@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from _daemon import rss_anon_bytes
-
 from kvoffloadd.errors import ClientError
+from scripts.harness.daemon import rss_anon_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

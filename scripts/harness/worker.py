@@ -6,10 +6,9 @@ import json
 import select
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
-from _daemon import DaemonError, end, spawn, tail
+from scripts.harness.daemon import DaemonError, end, module, spawn, tail
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,12 +17,11 @@ END_S = 60.0
 
 
 class WorkerProcess:
-    """Runs `script` with `options`, its only argument. At most one question is open at a time."""
+    """Runs the module `name` with `options`, its only argument. At most one question is open at a time."""
 
-    def __init__(self, script: Path, options: dict[str, Any], log: Path) -> None:
+    def __init__(self, name: str, options: dict[str, Any], log: Path) -> None:
         self._log = log
-        command = [sys.executable, str(script), json.dumps(options)]
-        self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._child = spawn(module(name, json.dumps(options)), log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._child.stdin is not None and self._child.stdout is not None
         self._questions, self._answers = self._child.stdin, self._child.stdout
 

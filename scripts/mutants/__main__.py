@@ -23,13 +23,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from _mutations import Mutant, found, written
-from _output import Live, print_json, print_table
+from scripts.harness.output import Live, print_json, print_table
+from scripts.mutants.mutations import Mutant, found, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "tests/mutants.toml"
 ROOMS = {
     "kvoffloadd/cache": ("tests/cache",),

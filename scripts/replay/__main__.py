@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import print_grid
-from _daemon import DaemonError, DaemonProcess, private_folder
-from _output import Live, print_json
-from _replay_worker import MODELS, WAIT_S, Geometry, Tally, Task, Turn, work
-from _trace import belady_hits, ceiling_hits, load_trace, lru_hits
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.harness.daemon import DaemonError, DaemonProcess, private_folder
+from scripts.harness.figures import print_grid
+from scripts.harness.output import Live, print_json
+from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
+from scripts.replay.worker import MODELS, WAIT_S, Geometry, Tally, Task, Turn, work
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -16,12 +16,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from _output import Live, print_json
-from _trace import TraceError, belady_hits, ceiling_hits, load_trace, lru_hits, num_blocks, num_references, simulate
-
 from kvoffloadd.cache.policy import POLICIES
+from scripts.harness.output import Live, print_json
+from scripts.replay.trace import (
+    TraceError,
+    belady_hits,
+    ceiling_hits,
+    load_trace,
+    lru_hits,
+    num_blocks,
+    num_references,
+    simulate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _bench import KEY_BYTES, keys_of
-from _oracle import digest, key_digests, mixed
 
 from kvoffloadd.client import Client, Group, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.model import PAGE_BYTES, slot_pages
+from scripts.harness.figures import KEY_BYTES, keys_of
+from scripts.harness.oracle import digest, key_digests, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,17 +17,16 @@ import secrets
 import sys
 from pathlib import Path
 
-from _daemon import DaemonError, memory_folder, obey_signals, private_folder
-from _disk import disk_folder
-from _output import print_json
-from _stress_driver import NoDriverError, driver_of
-from _stress_options import Options
-from _stress_report import print_report
-from _stress_run import Run
-
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.harness.daemon import DaemonError, memory_folder, obey_signals, private_folder
+from scripts.harness.disk import disk_folder
+from scripts.harness.output import print_json
+from scripts.stress.driver import NoDriverError, driver_of
+from scripts.stress.options import Options
+from scripts.stress.report import print_report
+from scripts.stress.run import Run
 
 EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 MEMORY_BYTES_MIN = 4 << 20

@@ -9,16 +9,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from _disk import Planted, Planter, disk_settings, file_system, used_bytes
-
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from scripts.harness.disk import Planted, Planter, disk_settings, file_system, used_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-    from _watch import Watch
+
+    from scripts.harness.watch import Watch
 
 AUDIT_S = 120.0
 FOUND_AGAIN_MIN = 0.5

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from _gpu import gpu_is_usable, software_driver
+from scripts.harness.gpu import gpu_is_usable, software_driver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from _stress_options import Options
+    from scripts.stress.options import Options
 
-_PACKAGE = Path(__file__).parent.parent / "tests" / "softcuda" / "__init__.py"
 _ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after"}
 CORRUPT_EVERY_COPIES = 2000
@@ -60,7 +57,8 @@ def driver_of(options: Options) -> Driver:
         return Driver()
     faults = _faults(options)
     if options.software_driver:
-        softcuda = _softcuda()
+        from tests import softcuda  # which builds it: not for a run on a GPU
+
         try:
             return Driver(softcuda.environment(",".join(faults)), softcuda.environment(), faults)
         except softcuda.SoftCudaError as error:
@@ -79,14 +77,3 @@ def _faults(options: Options) -> list[str]:
     if options.slow_copies_s:
         faults.append(f"delay_copies_ns={round(options.slow_copies_s * 1e9)}")
     return faults + [fault for fault in options.driver_faults.split(",") if fault]  # of two the last one holds
-
-
-def _softcuda() -> Any:
-    """The package, by its path: scripts run without the repository as a package."""
-    if not _PACKAGE.exists():
-        raise NoDriverError(f"--software-driver: it is part of the repository's tests, and {_PACKAGE} is not there")
-    spec = importlib.util.spec_from_file_location("softcuda", _PACKAGE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

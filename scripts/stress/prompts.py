@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _geometry import BLOCK_TOKENS, PROMPT_TOKENS
+
+from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
 
 if TYPE_CHECKING:
-    from _geometry import Geometry, GroupShape
-    from _oracle import Oracle
-
     from kvoffloadd.model import U8Array
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.oracle import Oracle
 
 ROOTS = 4
 """Conversations share one of so many beginnings."""

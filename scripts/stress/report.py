@@ -6,14 +6,13 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from _output import format_ms, print_table, ratio
-from _watch import DaemonCounters
-
 from kvoffloadd.units import format_bytes
+from scripts.harness.output import format_ms, print_table, ratio
+from scripts.harness.watch import DaemonCounters
 
 if TYPE_CHECKING:
-    from _counters import Counters
-    from _stress_disk import DiskReport
+    from scripts.harness.counters import Counters
+    from scripts.stress.disk import DiskReport
 
 SHOWN = 20
 

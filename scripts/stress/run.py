@@ -7,30 +7,30 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from _counters import Counters
-from _daemon import DaemonError, DaemonProcess, end, mapped_memfds, spawn, tail, unmapped_within
-from _geometry import PROMPT_TOKENS, random_geometry
-from _leaks import Held, held, leaks, unreturned_slots
-from _metrics import Scraped, disagreements
-from _output import Live, ratio
-from _prompts import ROOTS
-from _stress_disk import StressDisk
-from _stress_options import Options, WorkerOptions
-from _stress_report import Report
-from _watch import Watch, bad_entries
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from scripts.harness.counters import Counters
+from scripts.harness.daemon import DaemonError, DaemonProcess, end, mapped_memfds, module, spawn, tail, unmapped_within
+from scripts.harness.geometry import PROMPT_TOKENS, random_geometry
+from scripts.harness.leaks import Held, held, leaks, unreturned_slots
+from scripts.harness.metrics import Scraped, disagreements
+from scripts.harness.output import Live, ratio
+from scripts.harness.watch import Watch, bad_entries
+from scripts.stress.disk import StressDisk
+from scripts.stress.options import Options, WorkerOptions
+from scripts.stress.prompts import ROOTS
+from scripts.stress.report import Report
 
 if TYPE_CHECKING:
-    from _stress_driver import Driver
+    from pathlib import Path
+
+    from scripts.stress.driver import Driver
 
 MIB = 1 << 20
 TICK_S = 0.05
@@ -278,8 +278,7 @@ class Run:
             device=self._options.device,
             jobs_may_fail=self._driver.fails_jobs,
         )
-        script = str(Path(__file__).with_name("_stress_worker.py"))
-        command = [sys.executable, script, json.dumps(asdict(options))]
+        command = module("scripts.stress.worker", json.dumps(asdict(options)))
         child = spawn(command, self._log(row), environment=self._driver.workers)
         self._slots[row] = Slot(row, generation, self._counters.get(row, "operations"), memory_name, child)
 

@@ -15,25 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from _counters import Counters
-from _engine import CALL_S, JOB_S, Engine
-from _geometry import Geometry, GroupShape, random_geometry
-from _oracle import Oracle
-from _promises import Findings, broken_in_answer
-from _prompts import ROOT_TOKENS, ROOTS, Prompts
-from _stress_options import WorkerOptions
-from _stress_places import Lines
 
 from kvoffloadd.client import JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
+from scripts.harness.counters import Counters
+from scripts.harness.engine import CALL_S, JOB_S, Engine
+from scripts.harness.geometry import Geometry, GroupShape, random_geometry
+from scripts.harness.oracle import Oracle
+from scripts.harness.places import Lines
+from scripts.harness.promises import Findings, broken_in_answer
+from scripts.stress.options import WorkerOptions
+from scripts.stress.prompts import ROOT_TOKENS, ROOTS, Prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from _open_jobs import Epoch, OpenJob, Rank, Share
-
     from kvoffloadd.client import Found
     from kvoffloadd.model import I64Array, U8Array
+    from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 
 PATIENT = 0.8
 """How often a turn waits for what comes from disk."""

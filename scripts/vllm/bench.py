@@ -22,15 +22,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _bench import at_most, judged, median_ratio, p99, print_bounds, print_grid
-from _daemon import DaemonError, DaemonProcess, obey_signals, private_folder, spawn, tail
-from _disk import disk_folder, disk_settings
-from _output import Live, print_json
+from scripts.harness.daemon import DaemonError, DaemonProcess, module, obey_signals, private_folder, spawn, tail
+from scripts.harness.disk import disk_folder, disk_settings
+from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bounds, print_grid
+from scripts.harness.output import Live, print_json
 
 EXIT_BAD, EXIT_USAGE = 1, 2
 VERSION = "0.32"
 MODULE = "kvoffloadd.integrations.vllm"
-TIMED = Path(__file__).with_name("_vllm_timed.py")
 WHO = ("connector", "spec", "tiering")
 CASES = ("new", "memory", "disk")
 FIGURES = {
@@ -42,7 +41,7 @@ FIGURES = {
     "processor_s": "the same, on the processor",
     "answer_s": "first lookup to answer",
 }
-"""Of a sample of `_vllm_timed`, and what they are called here."""
+"""Of a sample of `timed`, and what they are called here."""
 BLOCK_TOKENS = 32
 TOKENS = 32 << 10
 LAST_TOKENS = 8  # no whole chunk: they are computed whatever was loaded
@@ -133,7 +132,7 @@ def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
         "PYTHONHASHSEED": "0",
         "TMPDIR": str(folder),
     }
-    child = spawn([sys.executable, str(TIMED), json.dumps(options), str(result)], log, environment=environment)
+    child = spawn(module("scripts.vllm.timed", json.dumps(options), str(result)), log, environment=environment)
     try:
         status = child.wait(RUN_S)
     except subprocess.TimeoutExpired:

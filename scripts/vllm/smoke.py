@@ -25,10 +25,9 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from _output import print_json, print_table
-
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from scripts.harness.output import print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

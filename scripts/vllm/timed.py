@@ -1,7 +1,7 @@
 """An engine of `bench_vllm.py`, in a process of its own: prompts one after the other, and the time that its scheduler
 spends in the connector for each.
 
-Usage: `_vllm_timed.py OPTIONS RESULT`, JSON of `Options` and the file that a list of `Sample` goes to.
+Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `Options` and the file that a list of `Sample` goes to.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _trace import load_trace, num_blocks, num_references
 
 from kvoffloadd.cache.asked import NAMESPACES_MAX, Lookups
 from kvoffloadd.cache.cache import Cache, Found
 from kvoffloadd.cache.ghosts import Ghosts, Reason
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U64Array
+from scripts.replay.trace import load_trace, num_blocks, num_references
 
 from .conftest import Open
 from .disktier import Tier

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from _gpu import Gpu
-from _stress_places import GpuPlace, Layout
 
+from scripts.harness.gpu import Gpu
+from scripts.harness.places import GpuPlace, Layout
 from tests import softcuda
 
 DEVICE_VARIABLE = "KVOFFLOADD_TEST_DEVICE"

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _gpu import GpuBuffer
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
 from kvoffloadd.client.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
+from scripts.harness.gpu import GpuBuffer
 from tests import softcuda
 from tests.e2e import gpu_rank
 from tests.e2e.gpu_rank import HOST, Where
@@ -142,7 +142,7 @@ def test_two_gpus_at_once(daemon: Daemon, seed: int) -> None:
 _THREE_THOUSAND = """
 import sys
 import numpy as np
-from _gpu import Gpu, GpuBuffer
+from scripts.harness.gpu import Gpu, GpuBuffer
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, NamespaceSpec, Ref
 
 CHUNKS, CHUNK = 3000, 2 << 20
@@ -170,7 +170,7 @@ with Client(sys.argv[1], namespace=NamespaceSpec(model="chunks"), deadline_s=40.
 
 def test_three_thousand_chunks(daemon: Daemon) -> None:
     """In a process of its own, which sees a larger GPU."""
-    environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _THREE_THOUSAND, str(daemon.socket)],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50,

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from _gpu import GpuBuffer
 
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.integrations.vllm.carrier import Carrier, Ended, Transfer
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.model import Direction
+from scripts.harness.gpu import GpuBuffer
 from tests.e2e import gpu_rank
 from tests.e2e.process import Daemon
 from tests.e2e.rank import PAGE, SIMPLE

@@ -1,6 +1,6 @@
 """`kvoffloadd serve` as another user: all that it needs of files is loaded before root is given up.
 
-python _daemon_of.py UID serve ...
+python -m tests.gpu._daemon_of UID serve ...
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import os
 import pkgutil
 import sys
 
-from _gpu_worker import become
-
 import kvoffloadd
 from kvoffloadd import cli
+from scripts.gpu.worker import become
 
 
 def main() -> None:

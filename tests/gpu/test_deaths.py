@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from _gpu_memory import Rows
-from _gpu_worker_process import GpuWorker
 
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.gpumemory import Rows
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
 from tests.gpu.conftest import Record, StartWorker, gauges, mapped_bytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from _gpu_worker_process import GpuWorker, WorkerError
 
+from scripts.gpu.workerprocess import GpuWorker, WorkerError
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import until
 from tests.gpu.conftest import Record, StartWorker, mapped_bytes

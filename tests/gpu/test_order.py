@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from _gpu_worker_process import GpuWorker
 
+from scripts.gpu.workerprocess import GpuWorker
 from tests.e2e.process import Daemon
 from tests.e2e.waiting import throughout
 from tests.gpu.conftest import Record, StartWorker

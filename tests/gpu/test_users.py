@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from _gpu_worker_process import GpuWorker, WorkerError
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from tests.e2e.process import ROOT
+from scripts.gpu.workerprocess import GpuWorker, WorkerError
+from scripts.harness.daemon import module, search_path
 from tests.e2e.users import needs_root
 from tests.e2e.waiting import until
 from tests.gpu.conftest import Record
@@ -31,15 +30,14 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
     """The socket of a daemon of that user, which everybody may use."""
     folder.chmod(0o755)
     path = folder / "kvo.sock"
-    search = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     settings = (f"server.allowed_uids=[0,{NOBODY},{OTHER}]", "server.socket_mode=0o666", "memory.slab_bytes=4MiB")
     command = [
-        *(sys.executable, str(Path(__file__).with_name("_daemon_of.py")), str(uid), "serve", "--socket", str(path)),
+        *module("tests.gpu._daemon_of", str(uid), "serve", "--socket", str(path)),
         *("--memory", "64MiB", *(word for setting in settings for word in ("--set", setting))),
     ]
     with (folder / "daemon.log").open("wb") as log:
         child = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": search}, stdin=subprocess.DEVNULL, stderr=log
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": search_path()}, stdin=subprocess.DEVNULL, stderr=log
         )
     try:
         until(lambda: child.poll() is not None or answers(path), "the daemon answers")

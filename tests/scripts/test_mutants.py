@@ -6,8 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from _mutations import found, written
 
+from scripts.mutants.mutations import found, written
 from tests.scripts.running import ROOT
 
 PROGRAM = """
