@@ -97,7 +97,7 @@ def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
 
 def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
     worker = start_worker(gpu_daemon)
-    with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*_gpu_worker"):
+    with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*worker"):
         worker.call("no_such_thing")
     with pytest.raises(WorkerError, match=r"^AttributeError"):
         worker.call("share")  # it has not begun
