@@ -1,114 +1,162 @@
-"""A session without the client library: any bytes out, messages in. For scripts that misbehave on purpose."""
+"""A peer that says whatever a test wants, byte for byte, and understands what the daemon answers."""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import socket
 import struct
-import time
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import msgpack
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 PREFIX = struct.Struct("<I")
-FDS_MAX = 64
-READ_BYTES = 1 << 16
-PUSHES = frozenset({"completed", "events", "gap"})
+NAMESPACE = {"model": "raw"}
+ANSWER_S = 10.0
 
 Fields = dict[str, Any]
 
 
-class SilenceError(Exception):
-    """The daemon did not say in time what it must."""
+def frame(fields: object) -> bytes:
+    """A frame that holds `fields`, whatever they are."""
+    body: bytes = msgpack.packb(fields, use_bin_type=True)
+    return PREFIX.pack(len(body)) + body
 
 
 class RawPeer:
-    """One connection. `pushes`: what came and was no reply. A context manager; not for threads."""
+    """One connection. `pushes`: what the daemon pushed and no call has taken. Not for threads."""
 
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.connect(str(path))
+    def __init__(self, path: Path | str | socket.socket) -> None:
+        if isinstance(path, socket.socket):
+            self.socket = path
+        else:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.socket.connect(str(path))
+        self.socket.settimeout(ANSWER_S)
         self.pushes: list[Fields] = []
-        self._buffer = bytearray()
+        self._buffer = b""
+        self._seqs = itertools.count(1)
+        self._early: dict[int, Fields] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Without a word."""
         self.socket.close()
 
-    def fileno(self) -> int:
-        """Of the socket."""
-        return self.socket.fileno()
+    # --- out ---
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """All of it, unless the daemon has hung up; what it said before can still be read. `fds` stay the caller's.
-
-        To a daemon that has not let this peer in yet the kernel may not take them (Linux 6.16): they are left out.
-        """
+        """Bytes and descriptors as they are; `fds` stay the caller's."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            try:
-                sent = self.socket.sendmsg([data], rights)
-            except PermissionError:
-                sent = 0
+        with contextlib.suppress(BrokenPipeError):  # the daemon has hung up: what it said last can still be read
+            sent = self.socket.sendmsg([data], rights)
             if sent < len(data):
                 self.socket.sendall(data[sent:])
 
-    def tell(self, fields: Fields, fds: Sequence[int] = ()) -> None:
-        """A frame."""
-        body = msgpack.packb(fields, use_bin_type=True)
-        self.send(PREFIX.pack(len(body)) + body, fds)
+    def begin(self, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> int:
+        """Send a request with a new `seq`, which is returned. `rights`: descriptors to go with it."""
+        seq = next(self._seqs)
+        self.send(frame({"type": tag, "seq": seq, **fields}), rights)
+        return seq
 
-    def ask(self, fields: Fields, deadline_s: float, fds: Sequence[int] = ()) -> Fields | None:
-        """A frame and its reply; only for a peer that has asked nothing else."""
-        self.tell(fields, fds)
-        return self.reply(deadline_s)
+    # --- in ---
 
-    def reply(self, deadline_s: float) -> Fields | None:
-        """The next message that is no push; None: the daemon has closed the session. Raises SilenceError."""
-        until = time.monotonic() + deadline_s
+    def receive(self) -> Fields | None:
+        """The next message of any kind; None: the daemon has closed the connection."""
+        while len(self._buffer) < PREFIX.size or len(self._buffer) < PREFIX.size + self._size():
+            try:
+                data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 4)
+            except ConnectionResetError:
+                return None
+            for fd in fds:
+                os.close(fd)
+            if not data:
+                return None
+            self._buffer += data
+        end = PREFIX.size + self._size()
+        fields: Fields = msgpack.unpackb(self._buffer[PREFIX.size : end])
+        self._buffer = self._buffer[end:]
+        return fields
+
+    def _size(self) -> int:
+        (size,) = PREFIX.unpack_from(self._buffer)
+        return int(size)
+
+    def answer(self, seq: int) -> Fields:
+        """The reply to `seq`; pushes and other replies that come before it are kept."""
+        while seq not in self._early:
+            message = self.receive()
+            assert message is not None, f"the daemon closed the connection before it answered request {seq}"
+            if "seq" in message:
+                self._early[message["seq"]] = message
+            else:
+                self.pushes.append(message)
+        return self._early.pop(seq)
+
+    def ask(self, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> Fields:
+        """One request, one reply, of whatever type."""
+        return self.answer(self.begin(tag, rights=rights, **fields))
+
+    def ok(self, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> Fields:
+        """The reply to a request that must succeed."""
+        reply = self.ask(tag, rights=rights, **fields)
+        assert reply["type"] != "error", reply
+        return reply
+
+    def refused(self, code: str, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> str:
+        """The message of the error which the request must get."""
+        return said(self.ask(tag, rights=rights, **fields), code)
+
+    def completed(self, job: int) -> Fields:
+        """The end of a job."""
         while True:
-            message = self.message(until)
-            if message is None or message["type"] not in PUSHES:
-                return message
+            for push in self.pushes:
+                if push["type"] == "completed" and push["job"] == job:
+                    self.pushes.remove(push)
+                    return push
+            message = self.receive()
+            assert message is not None, f"the daemon closed the connection before job {job} ended"
+            assert "seq" not in message, message
             self.pushes.append(message)
 
-    def message(self, until: float) -> Fields | None:
-        """The next message of any kind; None: the daemon has closed the session. Raises SilenceError."""
-        while (message := self.buffered()) is None:
-            if not self.read(until):
-                return None
-        return message
-
-    def buffered(self) -> Fields | None:
-        """The next message, if it has been read already."""
-        if len(self._buffer) < PREFIX.size:
-            return None
-        (size,) = PREFIX.unpack_from(self._buffer)
-        end = PREFIX.size + size
-        if len(self._buffer) < end:
-            return None
-        found: Fields = msgpack.unpackb(self._buffer[PREFIX.size : end])
-        del self._buffer[:end]
+    def end(self) -> list[Fields]:
+        """All that comes until the daemon closes the connection."""
+        found = [*self._early.values(), *self.pushes]
+        while (message := self.receive()) is not None:
+            found.append(message)
         return found
 
-    def read(self, until: float, most: int = READ_BYTES) -> bool:
-        """Take some bytes from the socket; False: there will be none. Raises SilenceError."""
-        self.socket.settimeout(max(until - time.monotonic(), 0.001))
-        try:
-            data, fds, _, _ = socket.recv_fds(self.socket, most, FDS_MAX)
-        except TimeoutError:
-            raise SilenceError("the daemon says nothing") from None
-        except ConnectionResetError:
-            return False
-        for fd in fds:
-            os.close(fd)
-        self._buffer += data
-        return bool(data)
+    def turned_away(self, code: str) -> str:
+        """The daemon's last word is an error without a request (`seq` 0); then it closes."""
+        last = self.end()[-1]
+        assert last["seq"] == 0
+        return said(last, code)
+
+    # --- requests that most tests begin with ---
+
+    def hello(self, role: str = "worker", *, namespace: Fields | None = None, **fields: Any) -> Fields:
+        """The welcome."""
+        namespace = NAMESPACE if namespace is None else namespace
+        defaults = {"version": 1, "role": role, "instance": os.urandom(16), "namespace": namespace}
+        return self.ok("hello", **{**defaults, **fields})
+
+    def attach(self, fds: Sequence[int]) -> list[int]:
+        """Allocation ids."""
+        return list(self.ok("attach", rights=fds, kind="shm", fds=len(fds))["allocations"])
+
+
+def said(message: Fields, code: str) -> str:
+    """The words of an error of this code."""
+    assert (message["type"], message.get("code")) == ("error", code), message
+    assert message["message"]
+    assert message["fault"] == "client"
+    return str(message["message"])
