@@ -27,7 +27,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.units import format_bytes, parse_bytes
-from scripts.harness.daemon import DaemonProcess, module, private_folder, spawn
+from scripts.harness.daemon import Daemon
 from scripts.harness.figures import (
     KEY_BYTES,
     at_least,
@@ -40,6 +40,7 @@ from scripts.harness.figures import (
     print_grid,
 )
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import module, private_folder, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,7 +209,7 @@ def ping_until_told(socket: str) -> None:
                 seconds = []
 
 
-def measure_lag(bench: Bench, daemon: DaemonProcess, log: Path, jobs: int) -> dict[str, Any]:
+def measure_lag(bench: Bench, daemon: Daemon, log: Path, jobs: int) -> dict[str, Any]:
     """Round trips of another session, microseconds: idle, during stores, during loads."""
     command = module("scripts.bench.copy", "--ping", str(daemon.socket))
     with spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -257,7 +258,7 @@ def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with private_folder() as name:
         folder = Path(name)
-        daemon = DaemonProcess(folder, SETS * job_bytes, settings)
+        daemon = Daemon(folder, SETS * job_bytes, settings)
         try:
             daemon.start()
             namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)

@@ -31,7 +31,7 @@ import numpy as np
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.bench.fio import Fio, has_fio
-from scripts.harness.daemon import DaemonProcess, end, module, private_folder, spawn
+from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder, file_system
 from scripts.harness.figures import (
     KEY_BYTES,
@@ -46,6 +46,7 @@ from scripts.harness.figures import (
     print_grid,
 )
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import end, module, private_folder, spawn, status_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ class Bench:
             "memory.slab_bytes": str(max(64 * MIB, payload_bytes)),
         }
         self._memory_bytes = 2 * self.bytes + 128 * MIB
-        self._daemon = DaemonProcess(folder, self._memory_bytes, settings)
+        self._daemon = Daemon(folder, self._memory_bytes, settings)
         self._noise_log = folder / "noise.log"
         blocks = max(1, min(self.count, KEYS_PER_JOB, 256 * MIB // payload_bytes))
         self._tensor = SharedTensor.allocate(blocks, payload_bytes)
@@ -165,7 +166,7 @@ class Bench:
         """Until the arena's pages are there, so that nothing else is going on, and the start's lag is forgotten."""
         self._daemon.start()
         until = time.monotonic() + WAIT_S
-        while _shared_bytes(self._daemon.pid) < 0.99 * self._memory_bytes and time.monotonic() < until:
+        while status_bytes(self._daemon.pid, "RssShmem") < 0.99 * self._memory_bytes and time.monotonic() < until:
             time.sleep(0.05)
         with self._client() as client:
             while client.status()["loop"]["recent_lag_s"] > 2 * BEAT_S and time.monotonic() < until:
@@ -173,7 +174,7 @@ class Bench:
 
     def _stop(self) -> None:
         if self._daemon.stop() != 0:
-            raise SystemExit(f"the daemon did not end in order; its log is {self._daemon.log}")
+            raise SystemExit(f"the daemon did not end in order; its log is {self._daemon.log_path}")
 
 
 class Noise:
@@ -200,13 +201,6 @@ async def beat() -> None:
         await asyncio.sleep(BEAT_S)
         worst = max(worst, loop.time() - due)
     print(f"{worst * 1e3:.3f}", flush=True)
-
-
-def _shared_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def run_case(payload_bytes: int, arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

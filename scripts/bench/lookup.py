@@ -27,7 +27,6 @@ import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
-from scripts.harness.daemon import end, module, private_folder, rss_anon_bytes, spawn, tail
 from scripts.harness.figures import (
     KEY_BYTES,
     at_most,
@@ -40,6 +39,7 @@ from scripts.harness.figures import (
     print_grid,
 )
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import end, module, private_folder, rss_anon_bytes, spawn, tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable

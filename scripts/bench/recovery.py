@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import Files
 from kvoffloadd.tiers.disk.format import ENTRY, SegmentHeader, SpaceId, footer_pages
 from kvoffloadd.tiers.disk.manifest import Manifest, write_manifest
 from kvoffloadd.tiers.disk.segments import create_segment, seal_segment
-from scripts.harness.daemon import DaemonProcess, private_folder, rss_anon_bytes
+from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder
 from scripts.harness.figures import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import private_folder
 
 LEVELS = (1_000_000, 2_000_000, 4_000_000)
 SEGMENT_BYTES = 256 << 20
@@ -75,16 +75,15 @@ def make_root(root: Path, records: int) -> int:
 def start(folder: Path, root: Path, records: int) -> dict[str, float]:
     """One start: seconds, and bytes per record."""
     settings = {"disk.roots": f'[{{ path = "{root}", capacity = {TIB} }}]', "disk.min_free_bytes": "0"}
-    daemon = DaemonProcess(folder, 64 << 20, settings)
+    daemon = Daemon(folder, 64 << 20, settings)
     begun = time.perf_counter()
     try:
         daemon.start()
-        with Client(daemon.socket, namespace=None, role="observer") as client:
-            disk = client.status()["disk"]
-            seconds = time.perf_counter() - begun
-            if disk["records"] != records:
-                raise SystemExit(f"{disk['records']} of {records} records were found")
-            return {"start_s": seconds, "index_bytes": disk["index_bytes"], "rss_bytes": rss_anon_bytes(daemon.pid)}
+        disk = daemon.status()["disk"]
+        seconds = time.perf_counter() - begun
+        if disk["records"] != records:
+            raise SystemExit(f"{disk['records']} of {records} records were found")
+        return {"start_s": seconds, "index_bytes": disk["index_bytes"], "rss_bytes": daemon.rss_anon_bytes()}
     finally:
         daemon.stop()
 

@@ -33,7 +33,7 @@ import msgpack
 import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from scripts.harness.daemon import module
+from scripts.harness.process import module
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

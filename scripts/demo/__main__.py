@@ -20,9 +20,9 @@ from kvoffloadd.units import parse_bytes
 from scripts.demo.report import print_report
 from scripts.demo.run import Options, Run
 from scripts.demo.worker import KV_HEADS
-from scripts.harness.daemon import DaemonError, obey_signals, private_folder
 from scripts.harness.disk import disk_folder
 from scripts.harness.output import print_json
+from scripts.harness.process import DaemonError, obey_signals, private_folder
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 

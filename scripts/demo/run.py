@@ -16,11 +16,12 @@ from scripts.demo.report import Report
 from scripts.demo.worker import Answer, Speed, gpt_oss_20b
 from scripts.demo.worker import Options as WorkerOptions
 from scripts.harness.counters import Counters
-from scripts.harness.daemon import DaemonProcess, unmapped_within
+from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_settings, used_bytes
-from scripts.harness.leaks import Held, held, leaks, unreturned_slots
+from scripts.harness.leaks import Used, held, leaks, unreturned_slots
 from scripts.harness.output import Live
-from scripts.harness.watch import DaemonCounters, bad_entries
+from scripts.harness.process import bad_entries, unmapped_within
+from scripts.harness.watch import DaemonCounters
 from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Run:
         self._disk = disk_folder / "root"
         self._report.disk_bytes = capacity = max(2 * self._report.chat_bytes, DISK_BYTES_MIN) // MIB * MIB
         settings = {"log.level": "warning", **disk_settings(self._disk, capacity)}
-        self._daemon = DaemonProcess(folder, options.memory_bytes, settings)
+        self._daemon = Daemon(folder, options.memory_bytes, settings)
 
     def run(self) -> Report:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
@@ -94,7 +95,7 @@ class Run:
                 self._audit(observer, before)
             if (status := self._daemon.stop()) != 0:
                 self._report.errors.append(f"the daemon ended with status {status}")
-            self._report.errors += bad_entries(self._daemon.log)
+            self._report.errors += bad_entries(self._daemon.log_path)
             return self._report
         finally:
             for worker in self._workers.values():
@@ -217,7 +218,7 @@ class Run:
                 self._report.errors.append(f"worker {row} ended with status {status}")
             self._report.said += self._log(row).read_text(encoding="utf-8", errors="replace").splitlines()
 
-    def _audit(self, observer: Client, before: Held) -> None:
+    def _audit(self, observer: Client, before: Used) -> None:
         observer.drain(30.0, everything=True)
         self._report.leaks += leaks(observer, self._daemon.pid, self._memory_prefix, before)
         self._report.findings += observer.verify(payloads=True, deadline_s=VERIFY_S).findings

@@ -25,10 +25,11 @@ from scripts.extremes.cases import CASES
 from scripts.extremes.refusals import REFUSALS
 from scripts.extremes.scene import KEYS, MIB, PAGE, Scene
 from scripts.extremes.tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
-from scripts.harness.daemon import DaemonProcess, private_folder
+from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder, disk_settings
 from scripts.harness.figures import at_most, judged, print_bounds, print_grid
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,16 +130,15 @@ def play(
         settings = dict(stage.settings)
         if stage.has_disk:
             settings |= disk_settings(Path(roots) / "root", 4 * stage.held(options.keys) * PAGE)
-        daemon = DaemonProcess(Path(folder), stage.memory_bytes(options.keys), settings)
+        daemon = Daemon(Path(folder), stage.memory_bytes(options.keys), settings)
         daemon.start()
         try:
             scene = Scene(daemon.socket, np.random.default_rng(options.seed))
             scene.fill(stage.held(options.keys), has_disk=stage.has_disk)
             bystander = Bystander(daemon.socket)
-            with Client(daemon.socket, namespace=None, role="observer", deadline_s=60.0) as observer:
-                for case in chosen:
-                    shown(case.__name__)
-                    cases[case.__name__] = measure(scene, observer, bystander, case)
+            for case in chosen:
+                shown(case.__name__)
+                cases[case.__name__] = measure(scene, daemon.observer, bystander, case)
             bystander.stop()
         finally:
             daemon.stop()

@@ -17,9 +17,7 @@ from scripts.extremes.scene import (
     LAYERS,
     MIB,
     PAGE,
-    REPLY_S,
     WAITING_JOBS,
-    ask,
     completed,
     group,
     held_in_groups,
@@ -43,54 +41,54 @@ DRAINS = 256
 def lookup_of_held_keys(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    ask(peer, "lookup", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
+    peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
 
 
 def lookup_of_unknown_keys(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    ask(peer, "lookup", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
+    peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
 
 
 def lookup_in_256_groups(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
-    ask(peer, "register", tensors=[], groups=[group(n, []) for n in range(GROUPS)])
+    peer.ok("register", tensors=[], groups=[group(n, []) for n in range(GROUPS)])
     keys = [scene.keys(KEYS // GROUPS) for _ in range(GROUPS)]
     yield
-    ask(peer, "lookup", groups=shares(keys))
+    peer.ok("lookup", groups=shares(keys))
 
 
 def pin_of_held_keys_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     yield
-    lease = ask(peer, "pin", groups=shares(packed))["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("pin", groups=shares(packed))["lease"]
+    peer.ok("release", lease=lease)
 
 
 def touch_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     yield
-    ask(peer, "touch", groups=shares(packed))
+    peer.ok("touch", groups=shares(packed))
 
 
 def pin_and_release(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    lease = ask(peer, "pin", groups=[{"group": 0, "keys": scene.keys(KEYS)}])["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("pin", groups=[{"group": 0, "keys": scene.keys(KEYS)}])["lease"]
+    peer.ok("release", lease=lease)
 
 
 def touch(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    ask(peer, "touch", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
+    peer.ok("touch", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
 
 
 def reserve_and_release(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    lease = ask(peer, "reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
+    peer.ok("release", lease=lease)
 
 
 def store_and_load(scene: Scene) -> Iterator[None]:
@@ -143,13 +141,13 @@ def waiting(scene: Scene) -> tuple[RawPeer, Callable[[], None]]:
     fds = [os.memfd_create("extremes") for _ in range(2)]
     for fd in fds:
         os.ftruncate(fd, 64 * PAGE)
-    memory, word = ask(peer, "attach", fds, kind="shm", fds=2)["allocations"]
+    memory, word = peer.attach(fds)
     tensor = {"allocation": memory, "offset": 0, "num_blocks": 64, "page_bytes": PAGE, "stride_bytes": PAGE}
-    made = ask(peer, "register", tensors=[tensor], groups=[group(0, [(0, 0, PAGE, 1)])], signals=[word])
+    made = peer.ok("register", tensors=[tensor], groups=[group(0, [(0, 0, PAGE, 1)])], signals=[word])
     for job in range(WAITING_JOBS):
         groups = [{"group": 0, "keys": scene.keys(16), "blocks": struct.pack("<16I", *range(16))}]
         ready = {"signal": 0, "offset": 0, "value": 1}
-        ask(peer, "load", job=job, registration=made["registration"], groups=groups, ready=ready, deadline_s=600.0)
+        peer.ok("load", job=job, registration=made["registration"], groups=groups, ready=ready, deadline_s=600.0)
 
     def raise_signal() -> None:
         os.pwrite(fds[1], b"\1", 0)
@@ -169,14 +167,14 @@ def reserve_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
     yield
-    lease = ask(peer, "reserve", groups=shares(fresh))["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("reserve", groups=shares(fresh))["lease"]
+    peer.ok("release", lease=lease)
 
 
 def clear_of_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     yield
-    ask(peer, "clear")
+    peer.ok("clear")
 
 
 def cancel_of_big_jobs(scene: Scene) -> Iterator[None]:
@@ -186,10 +184,10 @@ def cancel_of_big_jobs(scene: Scene) -> Iterator[None]:
     groups = [{"group": 0, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
     run(peer, "store", 1, registration, b"", None, groups=groups)
     for job in range(2, 18):
-        ask(peer, "load", job=job, registration=registration, groups=groups)
+        peer.ok("load", job=job, registration=registration, groups=groups)
     yield
     for job in range(17, 1, -1):
-        peer.tell({"type": "cancel", "seq": job, "job": job})
+        peer.begin("cancel", job=job)
     completed(peer, 16)
 
 
@@ -199,8 +197,8 @@ def cancel_of_a_big_store(scene: Scene) -> Iterator[None]:
     keys, ids = scene.keys(KEYS, new=True), scene.rng.permutation(KEYS)
     groups = [{"group": 0, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
     yield
-    ask(peer, "store", job=1, registration=registration, groups=groups)
-    peer.tell({"type": "cancel", "seq": 2, "job": 1})
+    peer.ok("store", job=1, registration=registration, groups=groups)
+    peer.begin("cancel", job=1)
     completed(peer)
 
 
@@ -208,9 +206,9 @@ def a_session_with_30000_pins_ends(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = scene.keys(KEYS)
     for at in range(30_000):
-        ask(peer, "pin", groups=[{"group": 0, "keys": packed[32 * (at % KEYS) :][:32]}])
+        peer.ok("pin", groups=[{"group": 0, "keys": packed[32 * (at % KEYS) :][:32]}])
     yield
-    peer.socket.close()
+    peer.close()
     time.sleep(0.5)
 
 
@@ -224,14 +222,14 @@ def a_thousand_jobs_begin_at_once(scene: Scene) -> Iterator[None]:
 def a_session_with_a_thousand_jobs_ends(scene: Scene) -> Iterator[None]:
     peer, _ = waiting(scene)
     yield
-    peer.socket.close()
+    peer.close()
 
 
 def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     peer, raise_signal = waiting(scene)
     yield
-    for seq in range(2, 66):
-        peer.tell({"type": "drain", "seq": seq, "deadline_s": 60.0})
+    for _seq in range(2, 66):
+        peer.begin("drain", deadline_s=60.0)
     raise_signal()
     completed(peer, WAITING_JOBS)
 
@@ -242,19 +240,19 @@ def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
     peers = [scene.session() for _ in range(DRAINS // 64)]
     yield
     for one in peers:
-        for seq in range(2, 66):
-            one.tell({"type": "drain", "seq": seq, "deadline_s": 60.0})
+        for _seq in range(2, 66):
+            one.begin("drain", deadline_s=60.0)
     raise_signal()
     completed(peer, WAITING_JOBS)
     for one in peers:
         for _ in range(64):
-            one.message(time.monotonic() + REPLY_S)
+            one.receive()
 
 
 def status_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     peer, _ = waiting(scene)
     yield
-    ask(peer, "status")
+    peer.ok("status")
 
 
 def attach_64(scene: Scene) -> Iterator[None]:
@@ -263,7 +261,7 @@ def attach_64(scene: Scene) -> Iterator[None]:
     for fd in fds:
         os.ftruncate(fd, MIB)
     yield
-    ask(peer, "attach", fds, kind="shm", fds=64)
+    peer.attach(fds)
     for fd in fds:
         os.close(fd)
 
@@ -274,10 +272,10 @@ def attach_64_times_64(scene: Scene) -> Iterator[None]:
     for fd in fds:
         os.ftruncate(fd, MIB)
     yield
-    for seq in range(1, 65):
-        peer.tell({"type": "attach", "seq": seq, "kind": "shm", "fds": 64}, fds)
+    for _seq in range(1, 65):
+        peer.begin("attach", rights=fds, kind="shm", fds=64)
     for _ in range(64):
-        peer.reply(REPLY_S)
+        peer.reply()
     for fd in fds:
         os.close(fd)
 
@@ -285,7 +283,7 @@ def attach_64_times_64(scene: Scene) -> Iterator[None]:
 def register_256_groups(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     yield
-    ask(peer, "register", tensors=[], groups=[group(n, []) for n in range(256)])
+    peer.ok("register", tensors=[], groups=[group(n, []) for n in range(256)])
 
 
 def register_2048_tensors(scene: Scene) -> Iterator[None]:
@@ -324,7 +322,7 @@ def register_overlapping_tensors(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     fd = os.memfd_create("extremes")
     os.ftruncate(fd, MIB)
-    (allocation,) = ask(peer, "attach", [fd], kind="shm", fds=1)["allocations"]
+    (allocation,) = peer.attach([fd])
     os.close(fd)
     tensors = [
         {"allocation": allocation, "offset": n, "num_blocks": 64, "page_bytes": 4096, "stride_bytes": 4096 + n}
@@ -332,7 +330,7 @@ def register_overlapping_tensors(scene: Scene) -> Iterator[None]:
     ]
     groups = [group(n, [(8 * n + r, 0, 64, 1) for r in range(8)]) for n in range(GROUPS)]
     yield
-    ask(peer, "register", tensors=tensors, groups=groups)
+    peer.ok("register", tensors=tensors, groups=groups)
 
 
 def register_8192_tensors(scene: Scene) -> Iterator[None]:
@@ -347,7 +345,7 @@ def snapshot(scene: Scene) -> Iterator[None]:
     yield
     cursor = 0
     while True:
-        cursor = ask(peer, "snapshot", group=0, cursor=cursor)["cursor"]
+        cursor = peer.ok("snapshot", group=0, cursor=cursor)["cursor"]
         if not cursor:
             return
 
@@ -355,21 +353,21 @@ def snapshot(scene: Scene) -> Iterator[None]:
 def status(scene: Scene) -> Iterator[None]:
     peers = [scene.session() for _ in range(200)]
     yield
-    ask(peers[0], "status")
+    peers[0].ok("status")
 
 
 def verify(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    ask(peer, "verify", payloads=True)
+    peer.ok("verify", payloads=True)
 
 
 def subscribe_and_clear(scene: Scene) -> Iterator[None]:
     """The last: nothing is held behind it."""
     peer, _ = scene.worker()
-    ask(peer, "subscribe")
+    peer.ok("subscribe")
     yield
-    ask(peer, "clear")
+    peer.ok("clear")
 
 
 CASES: tuple[Case, ...] = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
-from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, REPLY_S, ask, completed, group, refused, register, run
+from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, completed, group, refused, register, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,7 +101,7 @@ def destinations_that_overlap(scene: Scene) -> Iterator[None]:
     blocks = ids.astype("<u4").tobytes()
     groups = [{"group": number, "keys": keys, "blocks": blocks} for number in range(2)]
     yield
-    peer.ask({"type": "load", "seq": 1, "job": 9, "registration": registration, "groups": groups}, REPLY_S)
+    peer.ask("load", job=9, registration=registration, groups=groups)
     completed(peer)
 
 
@@ -121,7 +121,7 @@ def refs_that_overlap_at_the_end(scene: Scene) -> Iterator[None]:
     tensor = {"allocation": allocation, "offset": 0, "num_blocks": 2, "page_bytes": 2 * MIB, "stride_bytes": 2 * MIB}
     yield
     refused(peer, "register", tensors=[tensor], groups=[told])
-    ask(peer, "unregister", registration=first)
+    peer.ok("unregister", registration=first)
 
 
 def jobs_in_flocks(scene: Scene) -> Iterator[None]:
@@ -132,7 +132,7 @@ def jobs_in_flocks(scene: Scene) -> Iterator[None]:
     yield
     for job in range(1000):
         groups = [{"group": 0, "keys": packed, "blocks": blocks}]
-        peer.tell({"type": "load", "seq": 1, "job": job, "registration": registration, "groups": groups})
+        peer.begin("load", job=job, registration=registration, groups=groups)
     completed(peer, 1000)
 
 

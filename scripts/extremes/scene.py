@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scripts.harness.figures import keys_of
 from scripts.harness.peer import RawPeer
+from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,14 +42,14 @@ class Scene:
 
     def session(self, model: str = "extremes") -> RawPeer:
         """Said hello; closed behind the case."""
-        peer = RawPeer(self._socket)
+        peer = RawPeer(self._socket, REPLY_S)
         self._open.append(peer)
-        ask(peer, "hello", version=1, role="worker", instance=os.urandom(16), namespace={"model": model})
+        peer.hello(namespace={"model": model})
         return peer
 
     def leave(self, peer: RawPeer) -> None:
         """Its session ends now."""
-        peer.socket.close()
+        peer.close()
         self._open.remove(peer)
 
     def new_model(self) -> str:
@@ -60,7 +60,7 @@ class Scene:
     def close(self) -> None:
         """All sessions."""
         for peer in self._open:
-            peer.socket.close()
+            peer.close()
         self._open.clear()
 
     def keys(self, count: int, *, new: bool = False) -> bytes:
@@ -87,34 +87,23 @@ class Scene:
         return peer, register(peer, [(PAGE, 64)], [group(0, [(0, 0, PAGE, 1)])])
 
 
-def ask(peer: RawPeer, tag: str, fds: list[int] | None = None, /, **fields: Any) -> dict[str, Any]:
-    """The reply, which may be no error."""
-    reply = peer.ask({"type": tag, "seq": 1, **fields}, REPLY_S, fds or ())
-    if reply is None or reply["type"] == "error":
-        raise SystemExit(f"{tag} was refused: {reply}")
-    return reply
-
-
 def refused(peer: RawPeer, tag: str, **fields: Any) -> None:
-    """The reply, which must be an error: the request is legal, what it asks for is not."""
-    reply = peer.ask({"type": tag, "seq": 1, **fields}, REPLY_S)
-    if reply is None or reply["type"] != "error":
+    """The reply must be an error: the request is legal, what it asks for is not."""
+    if (reply := peer.ask(tag, **fields))["type"] != "error":
         raise SystemExit(f"{tag} was not refused: {reply}")
 
 
 def ready(peer: RawPeer) -> None:
     """The one that is due."""
-    until = time.monotonic() + REPLY_S
-    while (message := peer.message(until)) is not None and message["type"] != "ready":
+    while (message := peer.receive()) is not None and message["type"] != "ready":
         peer.pushes.append(message)
 
 
 def written(peer: RawPeer) -> None:
     """Waits until all that was stored is on disk."""
-    until = time.monotonic() + REPLY_S
-    ask(peer, "drain", deadline_s=REPLY_S)
-    while ask(peer, "status")["status"]["disk"]["backlog_bytes"] and time.monotonic() < until:
-        time.sleep(0.05)
+    peer.ok("drain", deadline_s=REPLY_S)
+    what = "all that was stored is on disk"
+    until(lambda: not peer.ok("status")["status"]["disk"]["backlog_bytes"], what, REPLY_S, every_s=0.05)
 
 
 def shares(packed: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -125,9 +114,8 @@ def shares(packed: Sequence[bytes]) -> list[dict[str, Any]]:
 def completed(peer: RawPeer, jobs: int = 1) -> list[str]:
     """The outcomes of so many jobs."""
     found: list[str] = []
-    until = time.monotonic() + REPLY_S
     while len(found) < jobs:
-        message = peer.pushes.pop(0) if peer.pushes else peer.message(until)
+        message = peer.pushes.pop(0) if peer.pushes else peer.receive()
         if message is None:
             raise SystemExit("the daemon has hung up")
         if message["type"] == "completed":
@@ -139,7 +127,7 @@ def run(peer: RawPeer, tag: str, job: int, registration: int, keys: bytes, ids: 
     """A job, to its end."""
     number = more.pop("group", 0)
     groups = more.pop("groups", None) or [{"group": number, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
-    ask(peer, tag, job=job, registration=registration, groups=groups, **more)
+    peer.ok(tag, job=job, registration=registration, groups=groups, **more)
     completed(peer)
 
 
@@ -158,14 +146,14 @@ def register(
     ends = np.cumsum([page * blocks for page, blocks in shapes]).tolist()
     fd = os.memfd_create("extremes")
     os.ftruncate(fd, ends[-1] + PAGE)
-    (allocation,) = ask(peer, "attach", [fd], kind="shm", fds=1)["allocations"]
+    (allocation,) = peer.attach([fd])
     os.close(fd)
     tensors = [
         {"allocation": allocation, "offset": end - page * blocks, "num_blocks": blocks, "page_bytes": page,
          "stride_bytes": page} for (page, blocks), end in zip(shapes, ends, strict=True)
     ]  # fmt: skip
     signals = [allocation] if signal else []
-    return int(ask(peer, "register", tensors=tensors, groups=groups, signals=signals)["registration"])
+    return int(peer.ok("register", tensors=tensors, groups=groups, signals=signals)["registration"])
 
 
 def held_in_groups(scene: Scene) -> tuple[RawPeer, int, list[bytes]]:

@@ -14,7 +14,6 @@ from scripts.extremes.scene import (
     KEYS,
     PAGE,
     REPLY_S,
-    ask,
     group,
     held_in_groups,
     jobs_of,
@@ -51,22 +50,22 @@ def lookup_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     written(peer)
     yield
-    ask(peer, "lookup", groups=shares(packed))
+    peer.ok("lookup", groups=shares(packed))
 
 
 def pin_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     written(peer)
     yield
-    lease = ask(peer, "pin", groups=shares(packed))["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("pin", groups=shares(packed))["lease"]
+    peer.ok("release", lease=lease)
 
 
 def lookup_of_unknown_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     unknown = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
     yield
-    ask(peer, "lookup", groups=shares(unknown))
+    peer.ok("lookup", groups=shares(unknown))
 
 
 def lookup_of_keys_on_disk(scene: Scene) -> Iterator[None]:
@@ -74,14 +73,14 @@ def lookup_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     packed = on_disk(scene)
     scene.taken -= KEYS
     yield
-    ask(peer, "lookup", groups=[{"group": 0, "keys": packed}])
+    peer.ok("lookup", groups=[{"group": 0, "keys": packed}])
 
 
 def prefetch_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = on_disk(scene)
     yield
-    assert ask(peer, "prefetch", groups=[{"group": 0, "keys": packed}])["promoting"]
+    assert peer.ok("prefetch", groups=[{"group": 0, "keys": packed}])["promoting"]
     ready(peer)
 
 
@@ -89,9 +88,9 @@ def pin_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = on_disk(scene)
     yield
-    lease = ask(peer, "pin", groups=[{"group": 0, "keys": packed}])["lease"]
+    lease = peer.ok("pin", groups=[{"group": 0, "keys": packed}])["lease"]
     ready(peer)
-    ask(peer, "release", lease=lease)
+    peer.ok("release", lease=lease)
 
 
 def load_of_keys_on_disk(scene: Scene) -> Iterator[None]:
@@ -106,7 +105,7 @@ def snapshot_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     cursor = 0
-    while cursor := ask(peer, "snapshot", group=0, cursor=cursor)["cursor"]:
+    while cursor := peer.ok("snapshot", group=0, cursor=cursor)["cursor"]:
         pass
 
 
@@ -114,14 +113,14 @@ def clear_of_256_groups_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     written(peer)
     yield
-    ask(peer, "clear")
+    peer.ok("clear")
 
 
 def clear_beside_a_disk(scene: Scene) -> Iterator[None]:
     """The last: nothing is held behind it."""
     peer, _ = scene.worker()
     yield
-    ask(peer, "clear")
+    peer.ok("clear")
 
 
 DISK: tuple[Case, ...] = (
@@ -137,8 +136,8 @@ DISK: tuple[Case, ...] = (
 def reserve_with_eviction(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
-    lease = ask(peer, "reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
-    ask(peer, "release", lease=lease)
+    lease = peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
+    peer.ok("release", lease=lease)
 
 
 def store_with_eviction(scene: Scene) -> Iterator[None]:
@@ -160,10 +159,10 @@ def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     for begin in range(0, scene.held, KEYS):
         keys = keys_of(np.arange(begin, min(begin + KEYS, scene.held))).tobytes()
-        ask(peer, "pin", groups=[{"group": 0, "keys": keys}])
+        peer.ok("pin", groups=[{"group": 0, "keys": keys}])
     yield
     for _ in range(8):
-        ask(peer, "reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
+        peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
 
 
 def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
@@ -204,9 +203,9 @@ def most_reserved(scene: Scene, peer: RawPeer, **fields: Any) -> None:
     """As many keys as the daemon takes in one `reserve`, and back."""
     for count in (KEYS >> halved for halved in range(KEYS.bit_length())):
         groups = [{"group": 0, "keys": scene.keys(count, new=True)}]
-        reply = peer.ask({"type": "reserve", "seq": 1, "groups": groups, **fields}, REPLY_S)
-        if reply is not None and reply["type"] == "reserved":
-            ask(peer, "release", lease=reply["lease"])
+        reply = peer.ask("reserve", groups=groups, **fields)
+        if reply["type"] == "reserved":
+            peer.ok("release", lease=reply["lease"])
             return
     raise SystemExit("no reserve is small enough")
 
@@ -234,13 +233,10 @@ def lookups_of_reserved_keys_of_1024_parts(scene: Scene) -> Iterator[None]:
     packed = b""
     while len(packed) < 32 * KEYS // 8:
         packed += (some := scene.keys(128, new=True))
-        reply = peer.ask({"type": "reserve", "seq": 1, "groups": [{"group": 0, "keys": some}], "parts": [0]}, REPLY_S)
-        if reply is None or reply["type"] != "reserved":
-            raise SystemExit(f"reserve was refused: {reply}")
+        peer.ok("reserve", groups=[{"group": 0, "keys": some}], parts=[0])
     yield
     while packed:  # as many as it takes
-        reply = peer.ask({"type": "lookup", "seq": 1, "groups": [{"group": 0, "keys": packed}]}, REPLY_S)
-        if reply is not None and reply["type"] == "found":
+        if peer.ask("lookup", groups=[{"group": 0, "keys": packed}])["type"] == "found":
             return
         packed = packed[: len(packed) // 64 * 32]
 
@@ -262,9 +258,9 @@ def status_of_a_crowd(scene: Scene) -> Iterator[None]:
         scene.leave(peer)
     peers = [scene.worker()[0] for _ in range(CROWD)]
     for peer in peers:
-        ask(peer, "pin", groups=[{"group": 0, "keys": scene.keys(2)}])
+        peer.ok("pin", groups=[{"group": 0, "keys": scene.keys(2)}])
     yield
-    ask(peers[0], "status")
+    peers[0].ok("status")
 
 
 CROWDED: tuple[Case, ...] = (status_of_a_crowd,)
@@ -277,14 +273,14 @@ def verified_load(scene: Scene) -> Iterator[None]:
     peer = scene.session()
     registration = register(peer, [(PAGE, KEYS)], [group(0, [(0, 0, PAGE, 1)])])
     keys = scene.keys(KEYS)
-    ask(peer, "drain", deadline_s=REPLY_S)
+    peer.ok("drain", deadline_s=REPLY_S)
     yield
     run(peer, "load", 1, registration, keys, np.arange(KEYS))
 
 
 def verified_load_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, registration, packed = held_in_groups(scene)
-    ask(peer, "drain", deadline_s=REPLY_S)
+    peer.ok("drain", deadline_s=REPLY_S)
     yield
     run(peer, "load", 2, registration, b"", None, groups=jobs_of(packed, np.arange(KEYS // GROUPS)))
 

@@ -15,14 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
-from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, excerpts
-from scripts.fuzz.sessions import REPLY_S, Fuzzer, Tally
-from scripts.harness.daemon import DaemonError, DaemonProcess, obey_signals, private_folder
+from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost
+from scripts.fuzz.sessions import Fuzzer, Tally
+from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import held, leaks
 from scripts.harness.output import Live, format_ms, print_json, print_table
+from scripts.harness.process import DaemonError, bad_entries, obey_signals, private_folder
 
 EXIT_BAD, EXIT_INTERRUPTED = 1, 130
 DAEMON_MEMORY_BYTES = 64 << 20
@@ -143,32 +143,31 @@ class Report:
 def run(options: Options, folder: Path) -> Report:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
     faults = "corrupt_every=1" if options.plant_corruption else ""
-    daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, SETTINGS, faults)
+    daemon = Daemon(folder, DAEMON_MEMORY_BYTES, SETTINGS, faults)
     daemon.start()
     tally = Tally()
     fuzzer = Fuzzer(daemon.socket, options.seed, tally)
     total = options.frames + TRUNCATIONS_ABOUT / options.truncations_every
     try:
-        with Client(daemon.socket, namespace=None, role="observer", deadline_s=REPLY_S) as observer:
-            with Live("warming up", 1) as live:  # what every daemon of some age has allocated is no growth
-                fuzzer.run(min(WARM_UP_FRAMES, options.frames // 4), 1, live)
-            before = held(observer, daemon.pid, "")
-            begun = time.monotonic()
-            with (
-                Bystander(daemon.socket, options.seed, folder / "bystander.log") as bystander,
-                Cost(daemon.pid) as cost,
-                Live("fuzzing", total) as live,
-            ):
-                fuzzer.run(options.frames - tally.frames, options.threads, live)
-                fuzzer.truncate(live, options.truncations_every)
-            seconds = time.monotonic() - begun
-            leaked = leaks(observer, daemon.pid, MEMORY_NAME, before) + leaks(observer, daemon.pid, "fuzz", before)
-            cost.sample()
-            findings = list(observer.verify(payloads=True, deadline_s=REPLY_S).findings)
+        with Live("warming up", 1) as live:  # what every daemon of some age has allocated is no growth
+            fuzzer.run(min(WARM_UP_FRAMES, options.frames // 4), 1, live)
+        before = held(daemon.observer, daemon.pid, "")
+        begun = time.monotonic()
+        with (
+            Bystander(daemon.socket, options.seed, folder / "bystander.log") as bystander,
+            Cost(daemon.pid) as cost,
+            Live("fuzzing", total) as live,
+        ):
+            fuzzer.run(options.frames - tally.frames, options.threads, live)
+            fuzzer.truncate(live, options.truncations_every)
+        seconds = time.monotonic() - begun
+        leaked = [leak for name in (MEMORY_NAME, "fuzz") for leak in leaks(daemon.observer, daemon.pid, name, before)]
+        cost.sample()
+        findings = list(daemon.verify(payloads=True))
     finally:
         fuzzer.close()
         status = daemon.stop()
-    return Report(options, tally, bystander, cost, seconds, findings, leaked, excerpts(daemon.log), status)
+    return Report(options, tally, bystander, cost, seconds, findings, leaked, bad_entries(daemon.log_path), status)
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import KvOffloadError
-from scripts.harness.daemon import module, open_fds, rss_anon_bytes, spawn, tail
+from scripts.harness.process import module, open_fds, rss_anon_bytes, spawn, tail
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Registration
@@ -38,7 +37,6 @@ SAMPLE_S = 0.02
 PING_EVERY_S = 0.005
 FAILURES_KEPT = 20
 READY = b"ready\n"
-_BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b")
 
 
 @dataclass(slots=True)
@@ -189,18 +187,6 @@ def main() -> None:
 def content(key: U8Array) -> U8Array:
     """What the bystander's page of a key holds."""
     return np.frombuffer(hashlib.shake_128(key.tobytes()).digest(PAGE_BYTES), np.uint8)
-
-
-def excerpts(log: Path, lines: int = 30, most: int = 120) -> list[str]:
-    """What follows on each line of a daemon's log that tells of an error: enough to find its cause."""
-    found: list[str] = []
-    until = -1
-    for at, line in enumerate(log.read_text(encoding="utf-8", errors="replace").splitlines()):
-        if _BAD_LINE.search(line):
-            until = at + lines
-        if at < until and len(found) < most and "session" not in line:
-            found.append(line)
-    return found
 
 
 class Cost(threading.Thread):

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
-from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, excerpts
-from scripts.fuzz.flooder import KINDS, REPLY_S, Flooder
-from scripts.harness.daemon import DaemonError, DaemonProcess, obey_signals, private_folder
+from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost
+from scripts.fuzz.flooder import KINDS, Flooder
+from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import held, leaks
 from scripts.harness.output import Live, format_ms, print_json, print_table
-from scripts.harness.peer import SilenceError
+from scripts.harness.process import DaemonError, bad_entries, obey_signals, private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -218,33 +217,30 @@ def run(options: Options, folder: Path) -> Report:
     faults += ["corrupt_every=1"] if options.plant_corruption else []
     # All are of one user here: its cap must leave the bystander something.
     settings = {"memory.slab_bytes": "1MiB", "limits.jobs": str(1024 * (options.sessions + 1))}
-    daemon = DaemonProcess(folder, DAEMON_MEMORY_BYTES, settings, ",".join(faults))
+    daemon = Daemon(folder, DAEMON_MEMORY_BYTES, settings, ",".join(faults))
     daemon.start()
     rng = np.random.default_rng([options.seed, 0])
     flooders: list[Flooder] = []
     try:
-        with Client(daemon.socket, namespace=None, role="observer", deadline_s=REPLY_S) as observer:
-            before = held(observer, daemon.pid, "")
-            with (
-                Bystander(daemon.socket, options.seed, folder / "bystander.log", expedited=True) as bystander,
-                Cost(daemon.pid) as cost,
-            ):
-                flooders += [Flooder(daemon.socket, number, rng) for number in range(options.sessions)]
-                flood = Flood(flooders)
-                with Live("flooding", options.seconds) as live:
-                    flood.run(options.seconds, live)
-                with Live("reading", options.sessions) as live:
-                    flood.settle(live)
-            for flooder in flooders:
-                flooder.peer.socket.close()
-            leaked = leaks(observer, daemon.pid, MEMORY_NAME, before) + leaks(observer, daemon.pid, "flood", before)
-            cost.sample()
-            findings = list(observer.verify(payloads=True, deadline_s=REPLY_S).findings)
+        before = held(daemon.observer, daemon.pid, "")
+        with (
+            Bystander(daemon.socket, options.seed, folder / "bystander.log", expedited=True) as bystander,
+            Cost(daemon.pid) as cost,
+        ):
+            flooders += [daemon.welcome(Flooder(daemon.socket, number, rng)) for number in range(options.sessions)]
+            flood = Flood(flooders)
+            with Live("flooding", options.seconds) as live:
+                flood.run(options.seconds, live)
+            with Live("reading", options.sessions) as live:
+                flood.settle(live)
+        daemon.leave_guests()
+        leaked = [leak for name in (MEMORY_NAME, "flood") for leak in leaks(daemon.observer, daemon.pid, name, before)]
+        cost.sample()
+        findings = list(daemon.verify(payloads=True))
     finally:
-        for flooder in flooders:
-            flooder.peer.socket.close()
+        daemon.leave_guests()
         status = daemon.stop()
-    return Report(options, flood, bystander, cost, findings, leaked, excerpts(daemon.log), status)
+    return Report(options, flood, bystander, cost, findings, leaked, bad_entries(daemon.log_path), status)
 
 
 def main() -> int:
@@ -255,7 +251,7 @@ def main() -> int:
     try:
         with private_folder() as folder:
             report = run(options, Path(folder))
-    except (DaemonError, KvOffloadError, SilenceError, OSError) as error:
+    except (DaemonError, KvOffloadError, OSError) as error:
         print(f"flood: {error}", file=sys.stderr)
         return EXIT_BAD
     except KeyboardInterrupt:

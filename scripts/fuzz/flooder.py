@@ -7,12 +7,11 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import msgpack
 import numpy as np
 
 from kvoffloadd.sharedmem import create_memfd
-from scripts.harness.daemon import DaemonError
-from scripts.harness.peer import PREFIX, RawPeer, SilenceError
+from scripts.harness.peer import RawPeer, frame
+from scripts.harness.process import DaemonError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +39,7 @@ class Flooder:
 
     def __init__(self, path: Path, number: int, rng: np.random.Generator) -> None:
         self.kind = KINDS[number % len(KINDS)]
-        self.peer = RawPeer(path)
+        self.peer = RawPeer(path, REPLY_S)
         self.asked = 0
         self.admitted: set[int] = set()
         self.replied: Counter[int] = Counter()
@@ -74,11 +73,16 @@ class Flooder:
 
     def _told(self, wanted: str, fields: Fields, *fds: int) -> Fields:
         self.asked += 1
-        reply = self.peer.ask({"seq": self.asked, **fields}, REPLY_S, fds)
+        self.peer.tell({"seq": self.asked, **fields}, fds)
+        reply = self.peer.reply()
         if reply is None or reply["type"] != wanted:
             raise DaemonError(f"a {fields['type']} got {reply}")
         self.replied[self.asked] += 1
         return reply
+
+    def close(self) -> None:
+        """End the session."""
+        self.peer.close()
 
     # --- asking ------------------------------------------------------------------------------------------
 
@@ -117,8 +121,7 @@ class Flooder:
             blocks = np.full(KEYS_OF_WIDE_JOB, 0xFFFFFFFF)
             blocks[: BLOCKS // 2] = BLOCKS // 2 + np.arange(BLOCKS // 2)
             fields = {"type": "load", **self._job(self._present + self._absent, blocks)}
-        body: bytes = msgpack.packb({"seq": self.asked, **fields}, use_bin_type=True)
-        return PREFIX.pack(len(body)) + body
+        return frame({"seq": self.asked, **fields})
 
     def _job(self, keys: bytes, blocks: np.ndarray) -> Fields:
         groups = [{"group": 0, "keys": keys, "blocks": blocks.astype("<u4").tobytes()}]
@@ -138,10 +141,9 @@ class Flooder:
     def read(self, most: int = 1 << 16) -> bool:
         """What has come; False: the daemon has closed the session."""
         try:
-            alive = self.peer.read(0.0, most)
-        except (SilenceError, BlockingIOError):
+            alive = self.peer.read(most)
+        except BlockingIOError:
             alive = True
-        self.peer.socket.setblocking(False)
         while (message := self.peer.buffered()) is not None:
             self._take(message)
         return alive

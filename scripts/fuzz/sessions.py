@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.sharedmem import create_memfd
 from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
-from scripts.harness.peer import RawPeer, SilenceError
+from scripts.harness.peer import RawPeer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +108,7 @@ class Fuzzer:
         frames = [frame for at, frame in enumerate(truncations(requests)) if at % every == 0]
         while frames and len(self.tally.problems) < PROBLEMS_KEPT:
             rng = self._rng()
-            with RawPeer(self._path) as peer:
+            with RawPeer(self._path, REPLY_S) as peer:
                 self._equip(peer, requests.names, rng, registered=False)
                 used = self._attempt(peer, iter(frames), rng)
             del frames[:used]
@@ -126,7 +126,7 @@ class Fuzzer:
             rng = self._rng()
             names = Names(f"fuzz-{rng.randrange(6)}")
             requests = Requests(rng, names)
-            with RawPeer(self._path) as peer:
+            with RawPeer(self._path, REPLY_S) as peer:
                 if rng.random() < 0.95:
                     self._equip(peer, names, rng, registered=rng.random() < 0.7)
                 spoiler = Spoiler(rng, requests)
@@ -150,7 +150,8 @@ class Fuzzer:
 
     def _expect(self, peer: RawPeer, fields: Fields, wanted: str, *fds: int) -> Fields:
         """The reply that a right request must get; empty where it did not."""
-        reply = peer.ask(fields, REPLY_S, fds)
+        peer.tell(fields, fds)
+        reply = peer.reply()
         if reply is not None and reply["type"] == wanted:
             return reply
         with self._lock:
@@ -174,8 +175,8 @@ class Fuzzer:
     def _answers(self, peer: RawPeer, frame: Frame) -> bool:
         """Whether the session goes on after this frame."""
         try:
-            reply = peer.reply(REPLY_S)
-        except SilenceError:
+            reply = peer.reply()
+        except TimeoutError:
             with self._lock:
                 self.tally.problem(f"no answer to {frame.data[:400]!r} with {frame.fds} descriptors")
             return False
@@ -191,10 +192,10 @@ class Fuzzer:
         """Nothing can follow a stream that broke off: the session must end, with or without last words."""
         try:
             peer.socket.shutdown(socket.SHUT_WR)
-            while (reply := peer.reply(REPLY_S)) is not None:
+            while (reply := peer.reply()) is not None:
                 with self._lock:
                     self.tally.replies[str(reply.get("code", reply["type"]))] += 1
-        except SilenceError:
+        except TimeoutError:
             with self._lock:
                 self.tally.problem(f"the session did not end after {frame.data[:400]!r}")
             return
@@ -206,8 +207,9 @@ class Fuzzer:
     def _is_in_step(self, peer: RawPeer) -> None:
         """One reply to each frame: then the next one is that to this ping, if the session has not ended."""
         try:
-            reply = peer.ask({"type": "ping", "seq": IN_STEP}, REPLY_S)
-        except SilenceError:
+            peer.tell({"type": "ping", "seq": IN_STEP})
+            reply = peer.reply()
+        except TimeoutError:
             reply = {"type": "silence"}
         if reply is not None and reply.get("seq") != IN_STEP:
             with self._lock:

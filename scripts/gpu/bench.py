@@ -21,11 +21,12 @@ from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache,
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu.results import keep
-from scripts.harness.daemon import DaemonProcess, private_folder
+from scripts.harness.daemon import Daemon
 from scripts.harness.figures import KEY_BYTES, judged, keys_of, print_bounds, print_grid
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
 from scripts.harness.output import print_json
+from scripts.harness.process import private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,7 +223,7 @@ class GpuWorkload:
 def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterator[Path]:
     """The socket of a daemon with room for `ARENA_SETS` jobs."""
     with private_folder() as name:
-        child = DaemonProcess(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), dict(settings or {}))
+        child = Daemon(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), dict(settings or {}))
         try:
             child.start()
             yield child.socket

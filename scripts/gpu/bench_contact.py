@@ -25,9 +25,9 @@ from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, done, parse, parser, table, tell
-from scripts.harness.daemon import module
 from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
 from scripts.harness.gpumemory import Pinned
+from scripts.harness.process import module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.gpu.bench import KIB, GpuWorkload, Shape, await_pinned, daemon, done, in_time, parse, parser, table, tell
-from scripts.harness.daemon import private_folder
 from scripts.harness.figures import median_ratio
 from scripts.harness.gpu import Gpu, software_driver
+from scripts.harness.process import private_folder
 from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from scripts.gpu.bench import (
 )
 from scripts.gpu.results import keep
 from scripts.gpu.workerprocess import GpuWorker
-from scripts.harness.daemon import private_folder
 from scripts.harness.figures import at_most, p50, p99
 from scripts.harness.gpu import Gpu, software_driver
 from scripts.harness.gpumemory import Pinned, Rows
+from scripts.harness.process import private_folder
 
 if TYPE_CHECKING:
     import argparse

@@ -1,129 +1,173 @@
-"""A real daemon in a process of its own, what the kernel says of it, and what must be true when a test is done."""
+"""A daemon as a child process on a private socket: its life, what it says, and what must be true at its end."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from tests import softcuda
-from tests.e2e import gpu_rank
-from tests.e2e.raw import RawPeer
-from tests.e2e.waiting import until
+from scripts.harness.leaks import OBSERVER_ALONE, in_use, more_than
+from scripts.harness.peer import RawPeer
+from scripts.harness.process import (
+    ROOT,
+    DaemonError,
+    bad_entries,
+    end,
+    mapped_memfds,
+    open_fds,
+    rss_anon_bytes,
+    spawn,
+    tail,
+)
+from scripts.harness.wait import until
 
-ROOT = Path(__file__).parents[2]
-START_S = 20.0
-STOP_S = 15.0
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+START_S = 30.0
+STOP_S = 30.0
+CALL_S = 60.0
+KVOFFLOADD = ("-m", "kvoffloadd")
 Guest = TypeVar("Guest")
-UID = os.getuid()
 
 
 class Daemon:
-    """`kvoffloadd serve` in `folder`. `settings`: "section.key=value". Started by the constructor.
+    """`kvoffloadd serve` on a socket in `folder`, and an observer of it while it runs.
 
-    `driver`: of its GPUs, arguments of `softcuda.environment`. Where ranks are on GPUs, planted delays are theirs, too.
+    What it is started with may be changed between two starts. `settings`: config values by section.key; `faults`: what
+    to plant; `options`: more words of its command; `environment`: variables beside those of this process; `program`:
+    what Python runs in place of the module. `expected_in_log`: a pattern of the errors that were asked for.
     """
 
     def __init__(
         self,
         folder: Path,
-        *settings: str,
-        memory: str = "32MiB",
+        memory: int | str,
+        settings: Mapping[str, str] | None = None,
         faults: str = "",
-        driver: Mapping[str, Any] | None = None,
+        *,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = KVOFFLOADD,
     ) -> None:
-        self._environment = {**os.environ, **_driver(faults, driver)}
         self.socket = folder / "kvo.sock"
         self.log_path = folder / "daemon.log"
-        self._command = [
-            *(sys.executable, "-m", "kvoffloadd", "serve", "--socket", str(self.socket), "--memory", memory),
-            *(word for setting in ("memory.slab_bytes=1MiB", *settings) for word in ("--set", setting)),
-            *(("--faults", faults) if faults else ()),
-        ]
-        self.guests: list[Any] = []
+        self.memory = memory
+        self.settings = dict(settings or {})
+        self.program = program
         self.expected_in_log = "(?!)"
-        self.start()
+        self.guests: list[Any] = []
+        self._faults = faults
+        self._options = options
+        self._environment = environment
+        self._child: subprocess.Popen[bytes] | None = None
+        self._observer: Client | None = None
 
     # --- its life ---
 
+    def launch(self) -> None:
+        """Start it, without waiting for anything."""
+        self._leave()
+        self._child = spawn(self._command(), self.log_path, environment=self._environment)
+
     def start(self) -> None:
-        """Start it, again after an end, and wait until it answers."""
-        if hasattr(self, "_observer"):
-            self._leave()
-        self.child = self.start_anyhow()
-        end = time.monotonic() + START_S
+        """Start it and wait until it answers. Raises DaemonError."""
+        self.launch()
+        self.await_answer()
+
+    def await_answer(self) -> None:
+        """Until it answers. Raises DaemonError."""
+        limit = time.monotonic() + START_S
         while True:
-            self._observer = Client(self.socket, namespace=None, role="observer", connect_deadline_s=0.0)
+            observer = Client(self.socket, namespace=None, role="observer", deadline_s=CALL_S, connect_deadline_s=0.0)
             try:
-                self._observer.connect()
-            except ClientError:
-                assert self.child.poll() is None, self.log()
-                assert time.monotonic() < end, self.log()
+                observer.connect()
+            except ClientError as error:
+                if not self.alive:
+                    raise DaemonError(f"the daemon did not start:\n{self.log()}") from error
+                if time.monotonic() > limit:
+                    raise DaemonError(f"the daemon did not answer within {START_S:.0f} s:\n{self.log()}") from error
                 time.sleep(0.01)
             else:
+                self._observer = observer
                 return
-
-    def start_anyhow(self) -> subprocess.Popen[bytes]:
-        """The same command, whose answer nobody waits for."""
-        with self.log_path.open("ab") as log:
-            return subprocess.Popen(
-                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
-            )
 
     def run_another(self) -> subprocess.CompletedProcess[str]:
         """The same command once more, while this one lives, to its end."""
-        return subprocess.run(self._command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=START_S)
+        return subprocess.run(self._command(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=START_S)
+
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, *self.program, "serve", "--socket", str(self.socket), "--memory", str(self.memory)),
+            *(word for name, value in self.settings.items() for word in ("--set", f"{name}={value}")),
+            *(("--faults", self._faults) if self._faults else ()),
+            *self._options,
+        ]
+
+    @property
+    def child(self) -> subprocess.Popen[bytes]:
+        """Of the run that was started last."""
+        if self._child is None:
+            raise DaemonError("the daemon was never started")
+        return self._child
 
     @property
     def pid(self) -> int:
+        """Of the run that was started last."""
         return self.child.pid
 
     @property
     def alive(self) -> bool:
-        return self.child.poll() is None
+        """Whether it runs."""
+        return self._child is not None and self._child.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended: None: it has not; negative: the signal that killed it."""
+        return self.child.poll()
 
     def signal(self, number: int) -> None:
+        """Send it one."""
         self.child.send_signal(number)
 
     def wait(self, deadline_s: float = STOP_S) -> int:
-        """Exit status; negative: the signal that killed it."""
+        """Its exit status, once it has ended by itself. Raises DaemonError at the deadline."""
         try:
             return self.child.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the daemon did not end within {deadline_s} s:\n{self.log()}") from None
+            raise DaemonError(f"the daemon did not end within {deadline_s} s:\n{self.log()}") from None
 
     def stop(self) -> int:
-        """SIGTERM and wait."""
+        """SIGTERM, and SIGKILL if it takes too long; returns its exit status."""
         self._leave()
-        self.signal(signal.SIGTERM)
-        return self.wait()
+        return 0 if self._child is None else end(self._child, signal.SIGTERM, STOP_S)
 
     def kill(self) -> None:
         """SIGKILL; returns when the kernel has taken everything from it."""
-        self.child.kill()
-        self.child.wait()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
         self._leave()
 
     def destroy(self) -> None:
-        """Whatever state it is in."""
+        """Whatever state it is in, with its folder."""
         self.leave_guests()
         self.kill()
         shutil.rmtree(self.socket.parent, ignore_errors=True)
 
     def _leave(self) -> None:
-        with suppress(ClientError):
-            self._observer.close(1.0, force=True)
+        if self._observer is not None:
+            with suppress(ClientError):
+                self._observer.close(1.0, force=True)
+            self._observer = None
 
     # --- guests: closed before the daemon is looked at for the last time ---
 
@@ -148,11 +192,24 @@ class Daemon:
 
     # --- what it says ---
 
+    @property
+    def observer(self) -> Client:
+        """A session without a namespace, of the run that was started last."""
+        if self._observer is None:
+            raise DaemonError("the daemon does not run")
+        return self._observer
+
     def log(self) -> str:
+        """All that its runs have logged."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
+    def tail(self) -> str:
+        """The end of it."""
+        return tail(self.log_path)
+
     def status(self) -> dict[str, Any]:
-        return self._observer.status()
+        """As the observer gets it."""
+        return self.observer.status()
 
     def state(self) -> dict[str, Any]:
         """What a request that is refused may not change."""
@@ -164,104 +221,72 @@ class Daemon:
 
     def verify(self, *, payloads: bool = False) -> tuple[str, ...]:
         """Findings."""
-        return self._observer.verify(payloads=payloads, deadline_s=20.0).findings
+        return self.observer.verify(payloads=payloads).findings
 
     def clear(self) -> None:
         """All namespaces."""
-        self._observer.clear(everything=True)
+        self.observer.clear(everything=True)
 
     def ping_s(self) -> float:
         """How long a bystander's ping takes."""
         begun = time.monotonic()
-        self._observer.ping()
+        self.observer.ping()
         return time.monotonic() - begun
 
     def sessions(self) -> list[dict[str, Any]]:
         """All but the observer's own."""
         return [session for session in self.status()["sessions"] if session["role"] != "observer"]
 
-    # --- what the kernel says ---
-
-    def mapped(self, name: str) -> int:
-        """Mappings of memfds of this name."""
-        maps = Path(f"/proc/{self.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        return Counter(re.findall(r"/memfd:(\S+)", maps))[name]
-
-    def gpu_mappings(self) -> int:
-        """Mappings of workers' GPU memory, which the software driver has as memfds of its own."""
-        gpu_rank.needs_soft("counting mappings")
-        maps = Path(f"/proc/{self.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        return maps.count("/memfd:softcuda-")
-
     def gpus(self) -> list[dict[str, Any]]:
         """What it says of the GPUs in use."""
         return [device for kind, device in self.status()["devices"].items() if kind.startswith("cuda:")]
 
+    # --- what the kernel says ---
+
+    def mapped(self, name: str) -> int:
+        """Mappings of memfds of this name."""
+        return mapped_memfds(self.pid, name)[name]
+
     def open_fds(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+        """How many."""
+        return len(open_fds(self.pid))
 
     def rss_anon_bytes(self) -> int:
-        text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
-        found = re.search(r"^RssAnon:\s+(\d+) kB$", text, re.MULTILINE)
-        assert found is not None
-        return int(found[1]) << 10
+        """Its private memory."""
+        return rss_anon_bytes(self.pid)
 
     # --- the audit ---
 
     def audit(self) -> None:
-        """Nobody is left, nothing is charged or held, the self-audit finds nothing, the log tells of no bug."""
+        """Nobody is left, nothing is charged or held, the self-audit finds nothing, the log tells of no bug.
+
+        Raises DaemonError; TimeoutError: something is not given back.
+        """
         self.leave_guests()
-        until(lambda: self._rest() == {}, f"all that sessions used is given back; left: {self._rest()}")
-        assert self.verify(payloads=True) == ()
+        until(lambda: not self._left(), "all that sessions used is given back, and nothing is left")
+        if findings := self.verify(payloads=True):
+            raise DaemonError(f"the self-audit has found: {'; '.join(findings)}\n{self.tail()}")
         self.check_log()
 
-    def _rest(self) -> dict[str, Any]:
-        """What is in use beside the observer's own session."""
-        status = self.status()
-        accounts = {uid: {**used} for uid, used in status["accounts"].items()}
-        accounts[str(UID)]["sessions"] -= 1
-        for used in accounts.values():
-            used.pop("groups", 0)  # they go with their keys
-        rest = {
-            "accounts": {uid: {k: n for k, n in used.items() if n} for uid, used in accounts.items()},
-            "instances": status["instances"] - 1,
-            "jobs": status["running"]["jobs"],
-            "holds": status["running"]["holds"],
-            "unsealed": status["cache"]["unsealed"],
-            "mapped_bytes": sum(device["mapped_bytes"] for device in status["devices"].values()),
-            "copies": sum(device["copies"] for device in status["devices"].values()),
-            "sessions": len(status["sessions"]) - 1,
-        }
-        rest["accounts"] = {uid: used for uid, used in rest["accounts"].items() if used}
-        return {name: value for name, value in rest.items() if value}
+    def _left(self) -> list[str]:
+        return more_than(OBSERVER_ALONE, in_use(self.status()))
 
     def check_log(self) -> None:
-        """No bug of ours has shown itself. `expected_in_log`: a pattern of lines that the test has asked for."""
-        log = "\n".join(line for line in self.log().splitlines() if not re.search(self.expected_in_log, line))
-        wrong = re.search(r"Traceback|\bERROR\b|CRITICAL|never awaited|never retrieved", log)
-        assert wrong is None, self.log()
+        """No bug of ours has shown itself. Raises DaemonError."""
+        bad = [entry for entry in bad_entries(self.log_path) if not re.search(self.expected_in_log, entry)]
+        if bad:
+            raise DaemonError(f"the log tells of a bug: {bad}\n{self.log()}")
 
     def finish(self) -> None:
-        """Audit it, then end it in order."""
+        """Audit it, then end it in order. Raises what `audit` does."""
         try:
             if self.alive:
                 self.audit()
-                assert self.stop() == 0, self.log()
-                assert not self.socket.exists()
+                if (status := self.stop()) != 0 or self.socket.exists():
+                    raise DaemonError(f"it ended with status {status}, or left its socket:\n{self.log()}")
             self.check_log()
         finally:
             self.destroy()
-
-
-def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
-    if driver is None and gpu_rank.device() == "host":
-        return {}
-    asked = dict(driver or {})
-    planted = [asked.pop("faults")] if asked.get("faults") else []
-    planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
-    if planted or asked:
-        gpu_rank.needs_soft("what is planted")
-    return softcuda.environment(",".join(planted), **asked) if gpu_rank.is_soft() else {}
 
 
 def _number(session: dict[str, Any]) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import os
 from typing import TYPE_CHECKING, Any
 
-from scripts.harness.daemon import mapped_memfds, open_fds
+from scripts.harness.process import mapped_memfds, open_fds
+from scripts.harness.wait import HANG_S, until
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Client
-
-LEAVE_S = 60.0
-"""A daemon that has not forgotten sessions that have ended by then never will."""
 
 STAYS = ("groups",)
 """What is charged for as long as keys are held, whoever has left."""
@@ -20,66 +17,77 @@ STAYS = ("groups",)
 DISK_FDS_MAX = 5
 """What each disk root keeps open at rest: two directories, the lock, and the segments that are written next."""
 
-
 _DRIVER_FILES = ("/dev/nvidia", "/dev/dri")
 """What a GPU's driver keeps open for as long as the process lives."""
 
+Used = dict[str, int]
+"""What others use of a daemon, by what it is."""
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a daemon holds. `fds` None: the kernel does not let us see. `disk_fds`: those of them more than its disk
-    roots keep open. `mapped_bytes`: of workers' memory, shared and on GPUs, as the daemon says.
+
+def in_use(status: dict[str, Any]) -> Used:
+    """What a daemon's status says is in use."""
+    devices = status["devices"].values()
+    charged = {
+        f"{name} charged to uid {uid}": amount
+        for uid, used in status["accounts"].items()
+        for name, amount in used.items()
+        if name not in STAYS
+    }
+    return charged | {
+        "instances": status["instances"],
+        "jobs": status["running"]["jobs"],
+        "holds": status["running"]["holds"],
+        "unsealed slots": status["cache"]["unsealed"],
+        "mapped bytes of workers' memory": sum(device["mapped_bytes"] for device in devices),
+        "copies": sum(device["copies"] for device in devices),
+        "sessions": len(status["sessions"]),
+    }
+
+
+UID = os.getuid()
+OBSERVER_ALONE: Used = {"instances": 1, "sessions": 1, f"sessions charged to uid {UID}": 1}
+"""Of a daemon that nobody uses but an observer of this user."""
+
+
+def more_than(before: Used, now: Used) -> list[str]:
+    """What is used more than before, each said."""
+    more = {name: amount - before.get(name, 0) for name, amount in now.items()}
+    return [f"{amount} {name}" for name, amount in more.items() if amount > 0]
+
+
+def held(observer: Client, pid: int, memory_prefix: str) -> Used:
+    """What it holds now, by its status and by the kernel, unless that does not let us see. `memory_prefix`: of the
+    names of the memfds that count. Descriptors of files in disk roots count if they are more than are open at rest.
     """
-
-    fds: int | None
-    disk_fds: int
-    mappings: int
-    mapped_bytes: int
-    accounts: dict[str, Any]
-    instances: int
-
-
-def held(observer: Client, pid: int, memory_prefix: str) -> Held:
-    """What it holds now. `memory_prefix`: of the names of the memfds that count."""
     status = observer.status()
-    mapped_bytes = sum(device["mapped_bytes"] for device in status["devices"].values())
+    used = in_use(status)
     roots = tuple(root["path"] + "/" for root in status.get("disk", {}).get("roots", ()))
     try:
         files = [file for file in open_fds(pid).values() if not file.startswith(_DRIVER_FILES)]
         mappings = mapped_memfds(pid, memory_prefix).total()
     except OSError:
-        return Held(None, 0, 0, mapped_bytes, status["accounts"], status["instances"])
+        return used
     on_disk = sum(f"{file}/".startswith(roots) for file in files) if roots else 0
-    disk_fds = max(on_disk - DISK_FDS_MAX * len(roots), 0)
-    return Held(len(files) - on_disk, disk_fds, mappings, mapped_bytes, status["accounts"], status["instances"])
+    return used | {
+        "descriptors": len(files) - on_disk,
+        "descriptors of files on disk": max(on_disk - DISK_FDS_MAX * len(roots), 0),
+        "mappings of workers' memory": mappings,
+    }
 
 
-def leaks(observer: Client, pid: int, memory_prefix: str, before: Held) -> list[str]:
+def leaks(observer: Client, pid: int, memory_prefix: str, before: Used) -> list[str]:
     """What it holds more than before, each said; waits a moment for what is still ending."""
-    until = time.monotonic() + LEAVE_S
-    while (found := _difference(before, held(observer, pid, memory_prefix))) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
+    found: list[str] = []
 
+    def nothing() -> bool:
+        found[:] = more_than(before, held(observer, pid, memory_prefix))
+        return not found
 
-def _difference(before: Held, now: Held) -> list[str]:
-    found = []
-    if before.fds is not None and now.fds is not None and now.fds > before.fds:
-        found.append(f"{now.fds - before.fds} descriptors")
-    if now.disk_fds:
-        found.append(f"{now.disk_fds} descriptors of files on disk")
-    if now.mappings:
-        found.append(f"{now.mappings} mappings of workers' memory")
-    if now.mapped_bytes > before.mapped_bytes:
-        found.append(f"{now.mapped_bytes - before.mapped_bytes} mapped bytes of workers' memory")
-    if now.instances > before.instances:
-        found.append(f"{now.instances - before.instances} instances")
-    for uid, used in now.accounts.items():
-        for name, amount in used.items():
-            more = amount - before.accounts.get(uid, {}).get(name, 0)
-            if more > 0 and name not in STAYS:
-                found.append(f"{more} {name} charged to uid {uid}")
-    return found
+    try:
+        until(nothing, "everything is given back", HANG_S, every_s=0.05)
+    except TimeoutError:
+        return found
+    return []
 
 
 def unreturned_slots(observer: Client) -> list[str]:

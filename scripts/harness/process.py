@@ -1,8 +1,9 @@
-"""A daemon as a child process on a private socket, and what the kernel says of it."""
+"""Child processes, their folders and logs, and what the kernel says of a process."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +13,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffloadd.client import Client
-from kvoffloadd.errors import ClientError
+from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 30.0
-STOP_S = 30.0
 _SHM = "/dev/shm"
 _SOCKET_BYTES_MAX = 100
 
@@ -32,7 +30,7 @@ _LAUNCHER = (
 
 
 class DaemonError(Exception):
-    """The daemon did not do what it must; the message ends with its log."""
+    """A daemon or a worker did not do what it must; the message ends with its log."""
 
 
 def obey_signals() -> None:
@@ -65,8 +63,8 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def search_path() -> str:
-    """PYTHONPATH for children: this repository first, then what this process has."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    """PYTHONPATH for children: this repository, behind what this process has."""
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
 
 
 def spawn(
@@ -79,10 +77,10 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """A child process out of the terminal's reach, so that Ctrl-C is ours alone to answer. Its stderr goes to `log`.
 
-    `environment`: variables beside those that this process has.
+    `environment`: variables beside those that this process has. The child ends with the thread that calls this.
     """
     variables = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
-    launched = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command]
+    launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
     with log.open("ab") as stream:
         return subprocess.Popen(
             launched, stdin=stdin, stdout=stdout, stderr=stream, start_new_session=True, env=variables
@@ -100,77 +98,10 @@ def end(child: subprocess.Popen[bytes], number: int, deadline_s: float) -> int:
         return child.wait()
 
 
-class DaemonProcess:
-    """`kvoffloadd serve` in `folder`. `settings`: config values by section.key; `faults`: what to plant. `environment`:
-    as `spawn` has it.
-    """
+# --- logs ---
 
-    def __init__(
-        self,
-        folder: Path,
-        memory_bytes: int,
-        settings: Mapping[str, str],
-        faults: str = "",
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self._environment = environment
-        self.socket = folder / "kvo.sock"
-        self.log = folder / "daemon.log"
-        self._command = [
-            sys.executable, "-m", "kvoffloadd", "serve", "--socket", str(self.socket), "--memory", str(memory_bytes),
-            *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")),
-            *(("--faults", faults) if faults else ()),
-        ]  # fmt: skip
-        self._child: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of the run that was started last."""
-        return -1 if self._child is None else self._child.pid
-
-    def launch(self) -> None:
-        """Start it, without waiting for anything."""
-        self._child = spawn(self._command, self.log, environment=self._environment)
-
-    def start(self) -> None:
-        """Start it and wait until it answers. Raises DaemonError."""
-        self.launch()
-        self.await_answer()
-
-    def await_answer(self) -> None:
-        """Until it answers. Raises DaemonError."""
-        assert self._child is not None
-        until = time.monotonic() + START_S
-        while True:
-            try:
-                with Client(self.socket, namespace=None, role="observer", connect_deadline_s=0.0) as observer:
-                    observer.ping()
-                    return
-            except ClientError as error:
-                if self._child.poll() is not None:
-                    raise DaemonError(f"the daemon did not start:\n{tail(self.log)}") from error
-                if time.monotonic() > until:
-                    raise DaemonError(f"the daemon did not answer within {START_S:.0f} s:\n{tail(self.log)}") from error
-            time.sleep(0.02)
-
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._child is not None and self._child.poll() is None
-
-    @property
-    def exit_status(self) -> int | None:
-        """How it ended: None: it has not; negative: the signal that killed it."""
-        return None if self._child is None else self._child.poll()
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-
-    def stop(self) -> int:
-        """SIGTERM; returns its exit status."""
-        return 0 if self._child is None else end(self._child, signal.SIGTERM, STOP_S)
+_ENTRY = re.compile(r"^(?=\d\d:\d\d:\d\d\.\d+ )", re.MULTILINE)
+_BAD = re.compile(r"\A\S+ +(ERROR|CRITICAL)\b|^Traceback|never awaited|never retrieved", re.MULTILINE)
 
 
 def tail(log: Path, lines: int = 30) -> str:
@@ -181,7 +112,13 @@ def tail(log: Path, lines: int = 30) -> str:
         return f"({error})"
 
 
-# --- /proc -------------------------------------------------------------------------------------------
+def bad_entries(log: Path) -> list[str]:
+    """What a daemon's log says of its own errors, tracebacks and all."""
+    entries = _ENTRY.split(log.read_text(encoding="utf-8", errors="replace"))
+    return [entry.rstrip() for entry in entries if _BAD.search(entry)]
+
+
+# --- /proc ---
 
 
 def open_fds(pid: int) -> dict[int, str]:
@@ -198,31 +135,27 @@ def open_fds(pid: int) -> dict[int, str]:
 
 def mapped_memfds(pid: int, prefix: str) -> Counter[str]:
     """Mappings of memfds whose names begin with `prefix`, by name."""
-    found: Counter[str] = Counter()
-    mark = f"/memfd:{prefix}"
-    for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        at = line.find(mark)
-        if at >= 0:
-            found[line[at + len("/memfd:") :].split(" ", 1)[0]] += 1
-    return found
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    return Counter(re.findall(rf"/memfd:({re.escape(prefix)}\S*)", maps))
 
 
 def rss_anon_bytes(pid: int) -> int:
     """Private memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return status_bytes(pid, "RssAnon")
+
+
+def status_bytes(pid: int, name: str) -> int:
+    """One of the sizes in a process's `status`; 0: it has none of that name."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
 
 
 def unmapped_within(pid: int, memory_name: str, limit_s: float) -> float | None:
-    """Seconds from now until the daemon has no mapping of that memfd any more; None: it still had one at the limit."""
+    """Seconds until the process has no mapping of such memfds any more; None: it still has one at the limit."""
     began = time.monotonic()
-    while True:
-        mapped = mapped_memfds(pid, memory_name)
-        now = time.monotonic() - began
-        if not mapped:
-            return now
-        if now > limit_s:
-            return None
-        time.sleep(0.001)
+    try:
+        until(lambda: not mapped_memfds(pid, memory_name), f"{memory_name} is unmapped", limit_s, every_s=0.001)
+    except TimeoutError:
+        return None
+    return time.monotonic() - began

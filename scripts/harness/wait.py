@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 T = TypeVar("T")
 
@@ -12,23 +14,24 @@ HANG_S = 60.0
 """Longer than anything that goes on takes, on the busiest machine: what takes longer hangs."""
 
 
-def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S) -> T:
-    """The first true value of `fact()`. Raises AssertionError at the deadline."""
+def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every_s: float = 0.002) -> T:
+    """The first true value of `fact()`. Raises TimeoutError at the deadline."""
     end = time.monotonic() + deadline_s
     while True:
         value = fact()
         if value:
             return value
         if time.monotonic() > end:
-            raise AssertionError(f"not within {deadline_s} s: {what}; the last answer was {value!r}")
-        time.sleep(0.002)
+            raise TimeoutError(f"not within {deadline_s:g} s: {what}; the last answer was {value!r}")
+        time.sleep(every_s)
 
 
 def throughout(fact: Callable[[], object], what: str, seconds: float) -> None:
     """`fact()` is true now and stays so for `seconds`. Raises AssertionError as soon as it is not."""
     end = time.monotonic() + seconds
     while True:
-        assert fact(), f"no longer: {what}"
+        if not fact():
+            raise AssertionError(f"no longer: {what}")
         if time.monotonic() > end:
             return
         time.sleep(0.01)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import ClientError
-from scripts.harness.daemon import rss_anon_bytes
+from scripts.harness.process import rss_anon_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvoffloadd.client import Client
 
 STATUS_S = 0.5
@@ -21,8 +18,6 @@ AUDIT_S = 10.0
 WARM_S = 60.0
 """Private memory is compared from here on, or from a fifth of a shorter run."""
 SAMPLES = 10
-_ENTRY = re.compile(r"^(?=\d\d:\d\d:\d\d\.\d+ )", re.MULTILINE)
-_BAD = re.compile(r"\A\S+ +(ERROR|CRITICAL)\b|^Traceback", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -92,9 +87,3 @@ class Watch:
         if len(warm) < 2 * SAMPLES:
             return None
         return int(statistics.median(warm[:SAMPLES])), int(statistics.median(warm[-SAMPLES:]))
-
-
-def bad_entries(log: Path) -> list[str]:
-    """What a daemon's log says of its own errors, tracebacks and all."""
-    entries = _ENTRY.split(log.read_text(encoding="utf-8", errors="replace"))
-    return [entry.rstrip() for entry in entries if _BAD.search(entry)]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from scripts.harness.daemon import DaemonError, end, module, spawn, tail
+from scripts.harness.process import DaemonError, end, module, spawn, tail
 
 if TYPE_CHECKING:
     from pathlib import Path

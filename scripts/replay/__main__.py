@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.units import format_bytes, parse_bytes
-from scripts.harness.daemon import DaemonError, DaemonProcess, private_folder
+from scripts.harness.daemon import Daemon
 from scripts.harness.figures import print_grid
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import DaemonError, private_folder
 from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
 from scripts.replay.worker import MODELS, WAIT_S, Geometry, Tally, Task, Turn, work
 
@@ -152,23 +152,20 @@ class Replay:
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
         planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
         with private_folder() as folder:
-            daemon = DaemonProcess(
-                Path(folder), capacity.blocks * self.geometry.block_bytes, settings, ",".join(planted)
-            )
+            daemon = Daemon(Path(folder), capacity.blocks * self.geometry.block_bytes, settings, ",".join(planted))
             try:
                 daemon.start()
                 tally, seconds = self._replay(daemon, live, before, capacity.name)
-                with Client(daemon.socket, namespace=None, role="observer", deadline_s=WAIT_S) as observer:
-                    told = observer.status()
-                    observer.drain(WAIT_S, everything=True)
-                    tally.findings += observer.verify(payloads=True, deadline_s=WAIT_S).findings
+                told = daemon.status()
+                daemon.observer.drain(WAIT_S, everything=True)
+                tally.findings += daemon.verify(payloads=True)
             finally:
                 status = daemon.stop()
         if status != 0:
             tally.findings.append(f"the daemon's exit status is {status}")
         return self._result(capacity, tally, seconds, told)
 
-    def _replay(self, daemon: DaemonProcess, live: Live, before: int, what: str) -> tuple[Tally, float]:
+    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[Tally, float]:
         arguments = self._arguments
         workers = Workers(Task(daemon.socket, self.requests, arguments.workers, self.geometry, arguments.seed))
         try:

@@ -20,9 +20,9 @@ from pathlib import Path
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes, parse_bytes
-from scripts.harness.daemon import DaemonError, memory_folder, obey_signals, private_folder
 from scripts.harness.disk import disk_folder
 from scripts.harness.output import print_json
+from scripts.harness.process import DaemonError, memory_folder, obey_signals, private_folder
 from scripts.stress.driver import NoDriverError, driver_of
 from scripts.stress.options import Options
 from scripts.stress.report import print_report

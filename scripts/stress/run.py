@@ -16,12 +16,13 @@ import numpy as np
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from scripts.harness.counters import Counters
-from scripts.harness.daemon import DaemonError, DaemonProcess, end, mapped_memfds, module, spawn, tail, unmapped_within
+from scripts.harness.daemon import Daemon
 from scripts.harness.geometry import PROMPT_TOKENS, random_geometry
-from scripts.harness.leaks import Held, held, leaks, unreturned_slots
+from scripts.harness.leaks import Used, held, leaks, unreturned_slots
 from scripts.harness.metrics import Scraped, disagreements
 from scripts.harness.output import Live, ratio
-from scripts.harness.watch import Watch, bad_entries
+from scripts.harness.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
+from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
 from scripts.stress.options import Options, WorkerOptions
 from scripts.stress.prompts import ROOTS
@@ -105,7 +106,7 @@ class Run:
         self._daemon = None if options.socket else self._own_daemon()
         self._socket = self._daemon.socket if self._daemon else options.socket
 
-    def _own_daemon(self) -> DaemonProcess:
+    def _own_daemon(self) -> Daemon:
         # Many slabs, so that slot sizes can take them from each other.
         slab_bytes = min(max(self._options.memory_bytes // 128 // MIB, 1), 64) * MIB
         settings = {"memory.slab_bytes": str(slab_bytes), "log.level": "warning", **self._driver.settings}
@@ -117,7 +118,7 @@ class Run:
         faults = [f"corrupt_every={CORRUPT_EVERY}"] if self._plants_in_daemon else []
         if self._options.slow_copies_s and self._options.device == "host":
             faults.append(f"delay_s={self._options.slow_copies_s}")
-        return DaemonProcess(
+        return Daemon(
             self._folder, self._options.memory_bytes, settings, ",".join(faults), environment=self._driver.daemon
         )
 
@@ -183,7 +184,7 @@ class Run:
         watch.look(now_due=True)
         disk.note(watch)
         if (status := self._daemon.stop()) != 0:
-            self._report.errors.append(f"the daemon ended with status {status}:\n{tail(self._daemon.log)}")
+            self._report.errors.append(f"the daemon ended with status {status}:\n{self._daemon.tail()}")
         disk.killed(watch, self._counters.total("clears"))
         self._daemon.start()
         disk.started(observer.status(), self._daemon.socket, self._counters.total("clears"))
@@ -192,7 +193,7 @@ class Run:
         self._report.findings += disk.findings
         self._report.errors += disk.errors
 
-    def _audit(self, observer: Client, before: Held) -> None:
+    def _audit(self, observer: Client, before: Used) -> None:
         """What must hold when all workers have left."""
         report = self._report
         drained = observer.drain(30.0, everything=True)
@@ -295,10 +296,10 @@ class Run:
     def _check_daemon(self, observer: Client, watch: Watch) -> None:
         """One that has ended by itself did wrong, or met a fault that it can't survive: then there is to be another."""
         daemon = self._daemon
-        if daemon is None or daemon.is_alive():
+        if daemon is None or daemon.alive:
             return
         if not self._driver.ends_daemon or daemon.exit_status != EXIT_FATAL:
-            raise DaemonError(f"the daemon died, status {daemon.exit_status}:\n{tail(daemon.log)}")
+            raise DaemonError(f"the daemon died, status {daemon.exit_status}:\n{daemon.tail()}")
         self._report.fatal_ends += 1
         clears = self._counters.total("clears")
         if self._disk is not None:
@@ -354,7 +355,7 @@ class Run:
         """Whether the daemon ends now, as it has to."""
         until = time.monotonic() + DIE_S
         while self._driver.ends_daemon and self._daemon is not None and time.monotonic() < until:
-            if not self._daemon.is_alive():
+            if not self._daemon.alive:
                 return True
             time.sleep(TICK_S)
         return False
@@ -395,7 +396,7 @@ class Run:
                 disk.sample(after_kill=True)
         self._start_again(observer, daemon)
 
-    def _start_again(self, observer: Client, daemon: DaemonProcess) -> None:
+    def _start_again(self, observer: Client, daemon: Daemon) -> None:
         daemon.start()
         try:
             self._report.findings += observer.verify().findings
@@ -441,11 +442,11 @@ class Run:
         for row in self._slots:
             self._report.said += self._log(row).read_text(encoding="utf-8", errors="replace").splitlines()
 
-    def _end_daemon(self, daemon: DaemonProcess) -> None:
+    def _end_daemon(self, daemon: Daemon) -> None:
         status = daemon.stop()
         if status != 0:
-            self._report.errors.append(f"the daemon ended with status {status}:\n{tail(daemon.log)}")
-        said = bad_entries(daemon.log)
+            self._report.errors.append(f"the daemon ended with status {status}:\n{daemon.tail()}")
+        said = bad_entries(daemon.log_path)
         expected = [entry for entry in said if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
         self._report.errors += [entry for entry in said if entry not in expected]
         if len(expected) < self._report.fatal_ends:

@@ -22,10 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.harness.daemon import DaemonError, DaemonProcess, module, obey_signals, private_folder, spawn, tail
+from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder, disk_settings
 from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bounds, print_grid
 from scripts.harness.output import Live, print_json
+from scripts.harness.process import DaemonError, module, obey_signals, private_folder, spawn, tail
 
 EXIT_BAD, EXIT_USAGE = 1, 2
 VERSION = "0.32"
@@ -153,7 +154,7 @@ def run_setting(who: str, setting: Setting, model: Path, folder: Path, given: ar
         place = str(disk)
         if who != "tiering":
             values = disk_settings(disk, DISK_BYTES) | {"memory.slab_bytes": str(MIB), "memory.policy": "lru"}
-            daemon = DaemonProcess(folder, setting.memory_bytes, values)
+            daemon = Daemon(folder, setting.memory_bytes, values)
             daemon.start()
             stack.callback(daemon.stop)
             place = str(daemon.socket)

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.e2e.process import ROOT, Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import ROOT
 from tests.e2e.rank import Keys
 
 

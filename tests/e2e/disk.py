@@ -14,9 +14,9 @@ from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import is_segment_name
 from kvoffloadd.tiers.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank
-from tests.e2e.waiting import until
 
 MIB = 1 << 20
 SETTINGS = ("disk.min_free_bytes=0", "disk.retry_s=0.2")

@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import KeyState
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import throughout
+from tests.e2e.daemons import chosen
 from tests.e2e.disk import (
     MIB,
     disk,
@@ -23,9 +26,7 @@ from tests.e2e.disk import (
     store_all,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import throughout
 
 Start = Callable[..., Daemon]
 PAYLOAD = 60_000
@@ -63,12 +64,7 @@ def restart(daemon: Daemon, *settings: str) -> Rank:
     """With other settings in place of those of the same names."""
     daemon.leave_guests()
     assert daemon.stop() == 0
-    names = tuple(setting.split("=")[0] + "=" for setting in settings)
-    kept = [word for word in daemon._command if not word.startswith(names)]
-    flags = [word for number, word in enumerate(kept) if word != "--set" or kept[number + 1 : number + 2] != ["--set"]]
-    while flags[-1] == "--set":
-        flags.pop()
-    daemon._command = [*flags, *(word for setting in settings for word in ("--set", setting))]
+    daemon.settings |= chosen(*settings)
     daemon.start()
     return worker(daemon)
 

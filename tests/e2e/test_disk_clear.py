@@ -10,10 +10,10 @@ import pytest
 
 from kvoffloadd.client import Client, KeyEvents, KeyState, NamespaceSpec, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.disk import (
     MIB,
     Switch,
@@ -25,9 +27,7 @@ from tests.e2e.disk import (
     served,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS

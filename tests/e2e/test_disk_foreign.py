@@ -12,10 +12,10 @@ import xxhash
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.tiers.disk.manifest import decode_manifest
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, file_bytes, root_state, segments, served, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 MISS, HIT = KeyState.MISS, KeyState.HIT

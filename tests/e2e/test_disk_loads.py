@@ -10,10 +10,10 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk_settings, idle, only_on_disk, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import until
 
 
 def test_what_others_store_meanwhile_is_not_copied(

@@ -13,6 +13,8 @@ import pytest
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import (
     Switch,
     disk,
@@ -25,9 +27,7 @@ from tests.e2e.disk import (
     served,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS

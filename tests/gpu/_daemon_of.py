@@ -1,6 +1,6 @@
 """`kvoffloadd serve` as another user: all that it needs of files is loaded before root is given up.
 
-python -m tests.gpu._daemon_of UID serve ...
+python -m tests.gpu._daemon_of UID FOLDER serve ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
         if not module.name.endswith(("__main__", "_copyruns")) and ".integrations." not in module.name:
             importlib.import_module(module.name)
     uid = int(sys.argv.pop(1))
-    os.chown(os.getcwd(), uid, uid)
+    os.chown(sys.argv.pop(1), uid, uid)
     become(uid)
     sys.exit(cli.main())
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from scripts.gpu.workerprocess import GpuWorker
-from scripts.harness.daemon import search_path
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import search_path
+from scripts.harness.wait import until
 from tests import softcuda
 from tests.e2e.gpu_rank import DEVICE_VARIABLE
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
 
 VARIABLE = "KVOFFLOADD_SOFT_GPU"
 PROBE_S = 60.0

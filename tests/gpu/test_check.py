@@ -16,7 +16,8 @@ from scripts.gpu.parts import Ended, Part
 from scripts.gpu.plot import bandwidth
 from scripts.gpu.report import write
 from scripts.gpu.workerprocess import WorkerError
-from tests.e2e.process import ROOT, Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import ROOT
 from tests.gpu.conftest import StartWorker
 from tests.gpu.layouts import PLAIN
 

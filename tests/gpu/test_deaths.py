@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.daemon import Daemon
 from scripts.harness.gpumemory import Rows
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.wait import until
 from tests.gpu.conftest import Record, StartWorker, gauges, mapped_bytes
 from tests.gpu.layouts import INSIDE, MIB, Layout
 from tests.gpu.test_memory import DONE, KEYS, loads_right, sharing

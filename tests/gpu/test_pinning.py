@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
-from scripts.harness.daemon import module, search_path
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import module, search_path
+from scripts.harness.wait import until
 from tests.gpu.conftest import StartWorker, gauges
 from tests.gpu.layouts import INSIDE, MIB
 from tests.gpu.test_memory import DONE, KEYS, loads_right

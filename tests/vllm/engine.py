@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ref
 from kvoffloadd.integrations.vllm.asker import Asker
 from kvoffloadd.integrations.vllm.carrier import Carrier
 from kvoffloadd.integrations.vllm.watcher import Watcher
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import NAMESPACE, PAGE, Rank
 
 GROUPS = (0, 1)
