@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
-from kvoffloadd.units import format_bytes, parse_bytes
+from kvoffloadd.units import format_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import (
     KEY_BYTES,
@@ -39,8 +39,9 @@ from scripts.harness.figures import (
     print_bounds,
     print_grid,
 )
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import module, private_folder, spawn
+from scripts.harness.program import benchmark_line, show_result, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -328,14 +329,12 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=parse_bytes, default="256MiB", help="of one job (default: %(default)s)")
+    parser = benchmark_line(__doc__)
+    parser.add_argument("--bytes", type=size, default="256MiB", help="of one job (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
-    parser.add_argument("--rows", type=parse_bytes, nargs="*", help="rows of these bytes only")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
+    parser.add_argument("--rows", type=size, nargs="*", help="rows of these bytes only")
     parser.add_argument("--ping", metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ping is not None:
@@ -353,11 +352,7 @@ def main() -> int:
             live.show(number, case.name)
             results.append(run_case(case, arguments))
     result = summary(results)
-    if arguments.json:
-        print_json(result)
-    else:
-        show(result)
-    return 0 if result["within_budget"] or not arguments.check else 1
+    return show_result(result, arguments, show)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ from scripts.harness.figures import (
     print_bounds,
     print_grid,
 )
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import end, module, private_folder, spawn, status_bytes
+from scripts.harness.program import benchmark_line, show_result, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -284,15 +285,13 @@ def _speed(figures: dict[str, Any]) -> tuple[str, str]:
 
 def main() -> int:
     """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=parse_bytes, default="1GiB", help="of one round (default: %(default)s)")
+    parser = benchmark_line(__doc__)
+    parser.add_argument("--bytes", type=size, default="1GiB", help="of one round (default: %(default)s)")
     parser.add_argument("--payloads", type=_payloads, default=PAYLOADS, help="comma separated (default: 64KiB to 8MiB)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--read-threads", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--write-threads", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (default: /var/tmp)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a bound is missed")
     parser.add_argument("--beat", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.beat:
@@ -305,11 +304,7 @@ def main() -> int:
         for payload_bytes in arguments.payloads:
             cases.append(run_case(payload_bytes, arguments, partial(live.show, len(cases))))
     result = summary(cases, file_system(arguments.path or Path("/var/tmp")))
-    if arguments.json:
-        print_json(result)
-    else:
-        show(result)
-    return 1 if arguments.check and not result["within_budget"] else 0
+    return show_result(result, arguments, show)
 
 
 def _payloads(text: str) -> tuple[int, ...]:

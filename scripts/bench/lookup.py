@@ -38,8 +38,9 @@ from scripts.harness.figures import (
     print_bounds,
     print_grid,
 )
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import end, module, private_folder, rss_anon_bytes, spawn, tail
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -318,13 +319,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_line(__doc__)
     parser.add_argument("--max-keys", type=int, default=LEVELS[-1], help="keys held at most (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=50, help="calls of each kind in a round (default: %(default)s)")
     parser.add_argument("--policy", default="", help="eviction policy (default: the daemon's)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
     parser.add_argument("--serve", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--keys", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--echo", metavar="SOCKET", help=argparse.SUPPRESS)
@@ -336,11 +335,7 @@ def main() -> int:
     if min(arguments.max_keys, arguments.rounds, arguments.calls) < 1:
         parser.error("--max-keys, --rounds and --calls are at least 1")
     result = run(arguments)
-    if arguments.json:
-        print_json(result)
-    else:
-        show(result)
-    return 0 if result["within_budget"] or not arguments.check else 1
+    return show_result(result, arguments, show)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the first answered `status`. Figures for more records are a straight line throug
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import secrets
@@ -27,8 +26,9 @@ from kvoffloadd.tiers.disk.segments import create_segment, seal_segment
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder
 from scripts.harness.figures import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import private_folder
+from scripts.harness.program import benchmark_line, show_result
 
 LEVELS = (1_000_000, 2_000_000, 4_000_000)
 SEGMENT_BYTES = 256 << 20
@@ -145,12 +145,10 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_line(__doc__)
     parser.add_argument("--records", type=int, nargs="*", default=LEVELS, help="levels (default: 1, 2 and 4 million)")
     parser.add_argument("--rounds", type=int, default=3, help="starts at each level (default: %(default)s)")
     parser.add_argument("--path", type=Path, help="a folder on the disk to use (default: /var/tmp)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a bound is missed")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or not arguments.records or min(arguments.records) < 1:
         parser.error("--rounds and --records are at least 1")
@@ -161,11 +159,7 @@ def main() -> int:
             base = levels[0]["rss_bytes"] if levels else 0.0
             levels.append(measure(records, arguments.rounds, base, arguments.path))
     result = summary(levels)
-    if arguments.json:
-        print_json(result)
-    else:
-        show(result)
-    return 1 if arguments.check and not result["within_budget"] else 0
+    return show_result(result, arguments, show)
 
 
 if __name__ == "__main__":

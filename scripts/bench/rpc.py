@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import socket
 import statistics
@@ -34,6 +33,7 @@ import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
 from scripts.harness.process import module
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -285,7 +285,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_line(__doc__)
     parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
     parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
     parser.add_argument(
@@ -293,19 +293,12 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if the budget is not kept")
     parser.add_argument("--echo-server", metavar="PATH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.echo_server is not None:
         asyncio.run(serve_echo(arguments.echo_server))
         return 0
-    result = run(arguments)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        show(result)
-    return 0 if result["within_budget"] or not arguments.check else 1
+    return show_result(run(arguments), arguments, show)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ bystander, by the clock.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -28,10 +27,12 @@ from scripts.extremes.tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder, disk_settings
 from scripts.harness.figures import at_most, judged, print_bounds, print_grid
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import private_folder
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from scripts.extremes.scene import Case
@@ -147,12 +148,10 @@ def play(
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_line(__doc__)
     parser.add_argument("--keys", type=int, default=200_000, help="held when the cases begin (default: %(default)s)")
     parser.add_argument("--case", action="append", choices=[case.__name__ for case in ALL], help="only these")
     parser.add_argument("--seed", type=int, default=1, help="which keys and block ids (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of the tables")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a turn is longer than its bound")
     found = parser.parse_args()
     if found.keys < KEYS:
         parser.error(f"--keys must be at least {KEYS}")
@@ -172,13 +171,15 @@ def main() -> int:
                 cases |= play(stage, chosen, options, lambda name: live.show(next(done), name))
     bounds = [at_most(f"{name}, ms", case["turn_s"] * 1e3, (TURN_MAX_S + BEAT_S) * 1e3) for name, case in cases.items()]
     result = judged({"seed": options.seed, "keys": options.keys, "cases": cases}, bounds)
-    if options.json:
-        print_json(result)
-    else:
-        rows = ((n, *(f"{c[k] * 1e3:,.1f}" for k in ("turn_s", "wait_s", "took_s"))) for n, c in cases.items())
-        print_grid("legal extremes, milliseconds", ("case", "turn", "wait", "took"), rows)
-        print_bounds(result)
-    return 1 if options.check and not result["within_budget"] else 0
+    return show_result(result, options, show)
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    cases = result["cases"].items()
+    rows = ((n, *(f"{c[k] * 1e3:,.1f}" for k in ("turn_s", "wait_s", "took_s"))) for n, c in cases)
+    print_grid("legal extremes, milliseconds", ("case", "turn", "wait", "took"), rows)
+    print_bounds(result)
 
 
 if __name__ == "__main__":

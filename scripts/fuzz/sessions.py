@@ -163,7 +163,10 @@ class Fuzzer:
         used = 0
         for frame in frames:
             used += 1
-            peer.send(frame.data, self._descriptors.some(frame.fds, rng))
+            try:
+                peer.send(frame.data, self._descriptors.some(frame.fds, rng))
+            except PermissionError:  # not let in yet
+                peer.send(frame.data)
             if not frame.whole:
                 self._ends(peer, frame)
                 return used

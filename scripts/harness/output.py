@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 80
 PLAIN_EVERY_S = 15.0
+SHOWN = 20
 
 
 class Live:
@@ -78,3 +79,20 @@ def format_ms(seconds: float | None) -> str:
 def ratio(part: float, whole: float) -> float:
     """0 of nothing."""
     return part / whole if whole else 0.0
+
+
+class Judged(Protocol):
+    """What has found things that are wrong."""
+
+    findings: list[str]
+    leaks: list[str]
+    errors: list[str]
+    said: list[str]
+
+
+def print_wrong(report: Judged) -> None:
+    """Each thing that is wrong, below the table."""
+    findings = [f"finding: {finding}" for finding in report.findings]
+    leaked = [f"leaked: {leak}" for leak in report.leaks]
+    for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:
+        print(text)

@@ -68,15 +68,12 @@ class RawPeer:
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Bytes and descriptors as they are, unless the daemon has hung up: what it said last can still be read.
 
-        `fds` stay the caller's. To a daemon that has not let this peer in yet the kernel may not take them (Linux
-        6.16): they are left out.
+        `fds` stay the caller's. Raises PermissionError: the daemon has not let this peer in yet, and the kernel takes
+        no descriptors until then (Linux 6.16).
         """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            try:
-                sent = self.socket.sendmsg([data], rights)
-            except PermissionError:
-                sent = 0
+            sent = self.socket.sendmsg([data], rights)
             if sent < len(data):
                 self.socket.sendall(data[sent:])
 

@@ -13,22 +13,31 @@ nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
-import secrets
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.units import format_bytes, parse_bytes
+from kvoffloadd.units import format_bytes
 from scripts.harness.disk import disk_folder
-from scripts.harness.output import print_json
-from scripts.harness.process import DaemonError, memory_folder, obey_signals, private_folder
+from scripts.harness.process import memory_folder
+from scripts.harness.program import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    add_seed,
+    carry_out,
+    command_line,
+    seconds,
+    seed_of,
+    size,
+)
 from scripts.stress.driver import NoDriverError, driver_of
 from scripts.stress.options import Options
-from scripts.stress.report import print_report
 from scripts.stress.run import Run
 
-EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+if TYPE_CHECKING:
+    from scripts.stress.report import Report
+
 MEMORY_BYTES_MIN = 4 << 20
 """Less has no room for a few of the largest keys."""
 DISK_SHARE = 0.5
@@ -38,36 +47,29 @@ DISK_BYTES_MIN = 32 << 20
 def main() -> int:
     """Runs it; returns the exit status."""
     options, as_json = _arguments()
-    obey_signals()
-    print(f"stress: seed {options.seed}", file=sys.stderr)
     try:
         driver = driver_of(options)
-        with private_folder() as folder, disk_folder(options.disk_folder) as disk, memory_folder() as memory:
-            report = Run(options, Path(folder), Path(disk), Path(memory), driver).run()
     except NoDriverError as error:
         print(f"stress: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (DaemonError, KvOffloadError, OSError) as error:
-        print(f"stress: {error}", file=sys.stderr)
-        return EXIT_BAD
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    if as_json:
-        print_json(report.as_json())
-    else:
-        print_report(report)
-    if not report.is_good:
-        return EXIT_BAD
-    return EXIT_INTERRUPTED if report.interrupted else 0
+    reports: list[Report] = []
+
+    def run(folder: Path) -> Report:
+        with disk_folder(options.disk_folder) as disk, memory_folder() as memory:
+            reports.append(Run(options, folder, Path(disk), Path(memory), driver).run())
+        return reports[0]
+
+    status = carry_out("stress", run, as_json=as_json)
+    return EXIT_INTERRUPTED if status == 0 and reports[0].interrupted else status
 
 
 def _arguments() -> tuple[Options, bool]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog=__doc__.split("\n", 1)[1])
+    parser = command_line(__doc__)
     add = parser.add_argument
-    add("--seconds", type=_positive, default=30.0, help="how long (default: %(default).0f)")
+    add("--seconds", type=seconds, default=30.0, help="how long (default: %(default).0f)")
     add("--workers", type=int, default=4, help="worker processes (default: %(default)s)")
-    add("--memory", type=_size, default="128MiB", metavar="SIZE", help="the memory tier (default: %(default)s)")
-    add("--working-set", type=_size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
+    add("--memory", type=size, default="128MiB", metavar="SIZE", help="the memory tier (default: %(default)s)")
+    add("--working-set", type=size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
     add("--kill-workers", action="store_true", help="SIGKILL workers at random instants, and start others")
     add("--kill-daemon", action="store_true", help="SIGKILL the daemon at random instants, and start it again")
     add("--warm", action="store_true", help="the memory tier is a file that outlives the daemon")
@@ -80,16 +82,15 @@ def _arguments() -> tuple[Options, bool]:
         help="loads: let the daemon flip bits in loads, which must be noticed (the default); disk: flip bits in files "
         "of the disk tier, which must end as misses",
     )  # fmt: skip
-    add("--slow-copies", type=_positive, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
+    add("--slow-copies", type=seconds, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
     add("--device", choices=("host", "cuda"), default="host", help="where KV caches lie (default: %(default)s)")
     add("--software-driver", action="store_true", help="without a GPU: on the driver that tests/softcuda is")
     add(
         "--driver-faults", default="", metavar="FAULTS",
         help="what the software driver does wrong in the daemon, such as sticky_after=5000,jitter_ns=100000",
     )  # fmt: skip
-    add("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
+    add_seed(parser)
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
-    add("--json", action="store_true", help="one JSON object on standard output in place of the table")
     given = parser.parse_args()
     if given.workers < 1 or given.memory < MEMORY_BYTES_MIN:
         parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
@@ -120,7 +121,7 @@ def _arguments() -> tuple[Options, bool]:
         warm=given.warm,
         plant_corruption=given.plant_corruption or "",
         slow_copies_s=given.slow_copies,
-        seed=secrets.randbelow(1 << 32) if given.seed is None else given.seed,
+        seed=seed_of(given, "stress"),
         socket=given.socket,
         device=given.device,
         software_driver=given.software_driver,
@@ -129,24 +130,10 @@ def _arguments() -> tuple[Options, bool]:
     return options, given.json
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
-
-
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no share")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
 
 

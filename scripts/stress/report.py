@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.units import format_bytes
-from scripts.harness.output import format_ms, print_table, ratio
+from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from scripts.harness.watch import DaemonCounters
 
 if TYPE_CHECKING:
     from scripts.harness.counters import Counters
     from scripts.stress.disk import DiskReport
-
-SHOWN = 20
 
 
 @dataclass(slots=True)
@@ -132,20 +130,16 @@ class Report:
             "good": self.is_good,
         }
 
+    def print(self) -> None:
+        """The table, and below it each thing that is wrong."""
+        title = f"stress: {self.device}, {self.workers} workers, {self.seconds:.0f} s, seed {self.seed}"
+        sections = [_moved(self), _found(self), *_on_disk(self), _ended(self), _verdict(self)]
+        print_table(title, sections, good=self.is_good)
+        print_wrong(self)
+
 
 def _rounded_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 2)
-
-
-def print_report(report: Report) -> None:
-    """The table, and below it each thing that is wrong."""
-    good = report.is_good
-    title = f"stress: {report.device}, {report.workers} workers, {report.seconds:.0f} s, seed {report.seed}"
-    print_table(title, [_moved(report), _found(report), *_on_disk(report), _ended(report), _verdict(report)], good=good)
-    findings = [f"finding: {finding}" for finding in report.findings]
-    leaked = [f"leaked: {leak}" for leak in report.leaks]
-    for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:
-        print(text)
 
 
 def _moved(report: Report) -> list[tuple[str, str, str]]:

@@ -12,7 +12,6 @@ that are on disk alone. Run it with the Python that has vLLM and kvoffloadd.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -20,15 +19,18 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder, disk_settings
 from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bounds, print_grid
-from scripts.harness.output import Live, print_json
+from scripts.harness.output import Live
 from scripts.harness.process import DaemonError, module, obey_signals, private_folder, spawn, tail
+from scripts.harness.program import EXIT_BAD, EXIT_USAGE, benchmark_line, show_result
 
-EXIT_BAD, EXIT_USAGE = 1, 2
+if TYPE_CHECKING:
+    import argparse
+
 VERSION = "0.32"
 MODULE = "kvoffloadd.integrations.vllm"
 WHO = ("connector", "spec", "tiering")
@@ -273,7 +275,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     """Runs it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_line(__doc__)
     add = parser.add_argument
     add("--requests", type=int, default=50, help="measured in each case (default: %(default)s)")
     add("--rounds", type=int, default=3, help="runs of everything (default: %(default)s)")
@@ -281,8 +283,6 @@ def main() -> int:
     add("--step-ms", type=float, default=10.0, help="a step of the engine at least (default: %(default)s)")
     add("--disk", type=Path, metavar="FOLDER", help="where the disk tiers are (default: /var/tmp)")
     add("--who", nargs="+", choices=WHO, default=list(WHO), help="only these")
-    add("--json", action="store_true", help="print the result as JSON")
-    add("--check", action="store_true", help="exit with status 1 if a bound is not kept")
     given = parser.parse_args()
     if given.requests < 2 or given.rounds < 1 or TOKENS % given.chunk or given.chunk % BLOCK_TOKENS:
         parser.error(f"--requests: at least 2; --rounds: at least 1; --chunk: {BLOCK_TOKENS} times a power of 2")
@@ -297,11 +297,7 @@ def main() -> int:
         return EXIT_BAD
     except KeyboardInterrupt:
         return EXIT_BAD
-    if given.json:
-        print_json(result)
-    else:
-        show(result)
-    return 0 if result["within_budget"] or not given.check else EXIT_BAD
+    return show_result(result, given, show)
 
 
 if __name__ == "__main__":
