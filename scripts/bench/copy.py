@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.units import format_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import (
     KEY_BYTES,
     at_least,
     judged,
-    keys_of,
     median_ratio,
     p50,
     p99,
@@ -42,12 +41,11 @@ from scripts.harness.figures import (
 from scripts.harness.output import Live
 from scripts.harness.process import module, private_folder, spawn
 from scripts.harness.program import benchmark_line, show_result, size
+from scripts.harness.workload import WAIT_S, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.client import Registration
-    from kvoffloadd.model import I64Array, U8Array
 
 GIB = 1 << 30
 LAYERS = 24
@@ -56,7 +54,6 @@ LARGE_ROW_BYTES = 32 << 10
 LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
 SETS = 3
 """How often the bytes of one job fit into the arena."""
-WAIT_S = 60.0
 PING_EVERY_S = 0.002
 LAG = ("p99_us", "max_us")
 
@@ -88,23 +85,17 @@ CASES = (
 )
 
 
-class Bench:
+class Bench(Workload):
     """A worker with a KV cache of as many blocks as a job has keys, and memory for memcpy."""
 
     def __init__(self, client: Client, case: Case, job_bytes: int) -> None:
-        self.keys = case.keys_in(job_bytes)
-        self.bytes = self.keys * case.row_bytes * case.tensors
-        self.client = client
+        keys = case.keys_in(job_bytes)
+        tensors = [SharedTensor.allocate(keys, case.row_bytes) for _ in range(case.tensors)]
+        super().__init__(client, tensors, keys, scattered=not case.contiguous)
         self._case = case
-        self._stored = 0
-        self._rng = np.random.default_rng(1)
-        tensors = [SharedTensor.allocate(self.keys, case.row_bytes) for _ in range(case.tensors)]
-        refs = [Ref(tensor, 0, case.row_bytes) for tensor in range(case.tensors)]
         self._source, self._target = (SharedTensor.allocate(1, self.bytes).array[0] for _ in range(2))
         for array in (self._source, self._target, *(tensor.array for tensor in tensors)):
             array[:] = 1  # the kernel provides the pages now
-        self._group = Group(0, GroupKind.FULL, 16, refs=refs)
-        self.registration: Registration = client.register(KvCache(tensors, [self._group]))
 
     def memcpy(self) -> float:
         """Seconds of one thread for the bytes of a job, between two shared mappings."""
@@ -120,41 +111,6 @@ class Bench:
         begun = time.perf_counter()
         np.take(rows, order, axis=0, out=target, mode="clip")
         return time.perf_counter() - begun
-
-    def store(self) -> tuple[float, float]:
-        """Store new keys: seconds as the client sees them, as the daemon does."""
-        keys, ids = self._new_keys(), self._ids()
-        begun = time.perf_counter()
-        job = self.client.store(self.registration, {0: (keys, ids)}, deadline_s=WAIT_S)
-        return self._finish(job, begun)
-
-    def load(self) -> tuple[float, float]:
-        """Load the keys that were stored last."""
-        keys, ids = self._last_keys(), self._ids()
-        begun = time.perf_counter()
-        job = self.client.load(self.registration, {0: (keys, ids)}, deadline_s=WAIT_S)
-        return self._finish(job, begun)
-
-    def drain(self) -> None:
-        """Until nothing is copied and nothing waits to be hashed."""
-        self.client.drain(WAIT_S)
-
-    def _finish(self, job: Any, begun: float) -> tuple[float, float]:
-        result = self.client.wait(job, WAIT_S)
-        seconds = time.perf_counter() - begun
-        if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
-            raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
-        return seconds, result.seconds
-
-    def _new_keys(self) -> U8Array:
-        self._stored += self.keys
-        return self._last_keys()
-
-    def _last_keys(self) -> U8Array:
-        return keys_of(np.arange(self._stored - self.keys, self._stored))
-
-    def _ids(self) -> I64Array:
-        return np.arange(self.keys) if self._case.contiguous else self._rng.permutation(self.keys)
 
 
 Samples = dict[str, list[float]]
@@ -257,18 +213,15 @@ def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         "copy.threads": str(arguments.threads),
         "limits.keys_per_request": str(case.keys_in(arguments.bytes)),
     }
-    with private_folder() as name:
-        folder = Path(name)
-        daemon = Daemon(folder, SETS * job_bytes, settings)
-        try:
-            daemon.start()
-            namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
-            with Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client:
-                bench = Bench(client, case, arguments.bytes)
-                samples = measure(bench, arguments.rounds, arguments.jobs)
-                lag = measure_lag(bench, daemon, folder / "ping.log", 2 * arguments.jobs)
-        finally:
-            daemon.stop()
+    namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
+    with (
+        private_folder() as folder,
+        Daemon(Path(folder), SETS * job_bytes, settings) as daemon,
+        Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client,
+    ):
+        bench = Bench(client, case, arguments.bytes)
+        samples = measure(bench, arguments.rounds, arguments.jobs)
+        lag = measure_lag(bench, daemon, Path(folder) / "ping.log", 2 * arguments.jobs)
     return {
         "name": case.name,
         "row_bytes": case.row_bytes,

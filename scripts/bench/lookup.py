@@ -41,6 +41,7 @@ from scripts.harness.figures import (
 from scripts.harness.output import Live
 from scripts.harness.process import end, module, private_folder, rss_anon_bytes, spawn, tail
 from scripts.harness.program import benchmark_line, show_result
+from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,11 +159,7 @@ class Echo:
         self._child = spawn(module("scripts.bench.lookup", "--echo", str(path)), folder / "echo.log")
         self._socket = socket.socket(socket.AF_UNIX)
         self._request = bytes(REQUEST_BYTES)
-        until = time.monotonic() + START_S
-        while self._socket.connect_ex(str(path)) != 0:
-            if time.monotonic() > until:
-                raise SystemExit(f"the echo server did not start:\n{tail(folder / 'echo.log')}")
-            time.sleep(0.02)
+        until(lambda: self._socket.connect_ex(str(path)) == 0, "the echo server has started", START_S, every_s=0.02)
 
     def call(self) -> None:
         """There and back."""

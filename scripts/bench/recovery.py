@@ -75,17 +75,13 @@ def make_root(root: Path, records: int) -> int:
 def start(folder: Path, root: Path, records: int) -> dict[str, float]:
     """One start: seconds, and bytes per record."""
     settings = {"disk.roots": f'[{{ path = "{root}", capacity = {TIB} }}]', "disk.min_free_bytes": "0"}
-    daemon = Daemon(folder, 64 << 20, settings)
     begun = time.perf_counter()
-    try:
-        daemon.start()
+    with Daemon(folder, 64 << 20, settings) as daemon:
         disk = daemon.status()["disk"]
         seconds = time.perf_counter() - begun
         if disk["records"] != records:
             raise SystemExit(f"{disk['records']} of {records} records were found")
         return {"start_s": seconds, "index_bytes": disk["index_bytes"], "rss_bytes": daemon.rss_anon_bytes()}
-    finally:
-        daemon.stop()
 
 
 def measure(records: int, rounds: int, base_bytes: float, parent: Path | None) -> dict[str, Any]:

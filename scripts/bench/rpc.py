@@ -17,12 +17,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
-import statistics
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,12 @@ import msgpack
 import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from scripts.harness.process import module
+from scripts.harness.daemon import Daemon
+from scripts.harness.figures import median_ratio, p50, p99, print_grid
+from scripts.harness.output import Live
+from scripts.harness.process import end, module, private_folder, spawn, tail
 from scripts.harness.program import benchmark_line, show_result
+from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -147,28 +149,22 @@ async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list
 
 
 @contextlib.contextmanager
-def process(command: list[str], path: str) -> Iterator[None]:
-    """A server that runs, and listens at `path`, as long as the context does. It logs to a file beside the socket."""
-    log = Path(path + ".log")
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
-        try:
-            deadline = time.monotonic() + START_S
-            while not listens(path):
-                if child.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{' '.join(command)} did not start:\n{log.read_text(errors='replace')[-2000:]}")
-                time.sleep(0.02)
-            yield
-        finally:
-            child.terminate()
+def echo_server(path: Path) -> Iterator[None]:
+    """It listens at `path` as long as the context lasts."""
+    log = path.with_suffix(".log")
+    child = spawn(module("scripts.bench.rpc", "--echo-server", str(path)), log)
+    try:
+        until(lambda: listens(path), "the echo server listens", START_S, every_s=0.02)
+        yield
+    except TimeoutError as error:
+        raise SystemExit(f"{error}\n{tail(log)}") from None
+    finally:
+        end(child, signal.SIGTERM, START_S)
 
 
-def listens(path: str) -> bool:
+def listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
+        return probe.connect_ex(str(path)) == 0
 
 
 def fill(client: Client, keys: U8Array) -> None:
@@ -180,7 +176,7 @@ def fill(client: Client, keys: U8Array) -> None:
     client.drain(30.0)
 
 
-def measure(paths: tuple[str, str], rounds: int, calls: int, tick: Callable[[], None]) -> Samples:
+def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samples:
     """`paths`: of the daemon and of the echo server."""
     samples: Samples = {}
     keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
@@ -198,7 +194,7 @@ def measure(paths: tuple[str, str], rounds: int, calls: int, tick: Callable[[], 
                 for name, call in blocking.items():
                     kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
                 runner.run(measure_async(paths, keys, calls, kept))
-                tick()
+                live.show(number + 2, f"round {number + 1} of {rounds}")
     return samples
 
 
@@ -224,16 +220,16 @@ def placed(placement: str) -> tuple[set[int], set[int]]:
 
 def summary(samples: Samples) -> dict[str, Any]:
     """Microseconds and ratios."""
-    p50 = {name: [statistics.median(one) for one in rounds] for name, rounds in samples.items()}
+    medians = {name: [p50(one) for one in rounds] for name, rounds in samples.items()}
     rows = {
         name: {
-            "p50_us": round(statistics.median(p50[name]) * 1e6, 1),
-            "p99_us": round(float(np.percentile(np.concatenate(rounds), 99)) * 1e6, 1),
+            "p50_us": round(p50(medians[name]) * 1e6, 1),
+            "p99_us": round(p99([seconds for one in rounds for seconds in one]) * 1e6, 1),
         }
         for name, rounds in samples.items()
     }
     ratios = {
-        kind: round(statistics.median(a / b for a, b in zip(p50[f"{kind} ping"], p50[f"{kind} echo"], strict=True)), 2)
+        kind: round(median_ratio(medians[f"{kind} ping"], medians[f"{kind} echo"]), 2)
         for kind in ("blocking", "asyncio")
     }
     return {
@@ -245,42 +241,30 @@ def summary(samples: Samples) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"round trips, processes {result['placement']}", title_justify="left", box=None)
-    for name in ("client", "call", "p50 us", "p99 us"):
-        table.add_column(name, justify="right" if "us" in name else "left")
+    rows = []
     for name, row in result["round_trips"].items():
         kind, call = name.split(" ", 1)
         unit = " keys" if call.startswith("lookup") else ""
-        table.add_row(kind, call + unit, f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}")
-    console = Console()
-    console.print(table)
+        rows.append((kind, call + unit, f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}"))
+    print_grid(f"round trips, processes {result['placement']}", ("client", "call", "p50 us", "p99 us"), rows, texts=2)
     for kind, ratio in result["ratio_to_limit"].items():
-        console.print(f"ratio_to_limit, {kind}: {ratio:.2f} (budget {RATIO_MAX})")
+        print(f"ratio_to_limit, {kind}: {ratio:.2f} (budget {RATIO_MAX})")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
-    from rich.progress import Progress
-
     client_cpus, server_cpus = placed(arguments.placement)
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         os.sched_setaffinity(0, server_cpus)  # children inherit it
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvo-"))
-        echo = f"{folder}/echo"
-        stack.enter_context(process(module("scripts.bench.rpc", "--echo-server", echo), echo))
-        daemon = arguments.socket
-        if daemon is None:
-            daemon = f"{folder}/daemon"
-            serve = [sys.executable, "-m", "kvoffloadd", "serve", "--socket", daemon, "--memory", arguments.memory]
-            stack.enter_context(process(serve, daemon))
+        folder = Path(stack.enter_context(private_folder()))
+        echo = folder / "echo"
+        stack.enter_context(echo_server(echo))
+        socket_path = arguments.socket
+        if socket_path is None:
+            socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
         os.sched_setaffinity(0, client_cpus)
-        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-        task = progress.add_task("rounds", total=arguments.rounds + 1)
-        samples = measure((daemon, echo), arguments.rounds, arguments.calls, lambda: progress.advance(task))
+        live = stack.enter_context(Live("bench_rpc", arguments.rounds + 1))
+        samples = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
         return {"placement": arguments.placement, **summary(samples)}
 
 

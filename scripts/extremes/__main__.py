@@ -131,9 +131,7 @@ def play(
         settings = dict(stage.settings)
         if stage.has_disk:
             settings |= disk_settings(Path(roots) / "root", 4 * stage.held(options.keys) * PAGE)
-        daemon = Daemon(Path(folder), stage.memory_bytes(options.keys), settings)
-        daemon.start()
-        try:
+        with Daemon(Path(folder), stage.memory_bytes(options.keys), settings) as daemon:
             scene = Scene(daemon.socket, np.random.default_rng(options.seed))
             scene.fill(stage.held(options.keys), has_disk=stage.has_disk)
             bystander = Bystander(daemon.socket)
@@ -141,8 +139,6 @@ def play(
                 shown(case.__name__)
                 cases[case.__name__] = measure(scene, daemon.observer, bystander, case)
             bystander.stop()
-        finally:
-            daemon.stop()
     return cases
 
 

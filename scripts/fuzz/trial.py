@@ -39,8 +39,8 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.daemon.leave_guests()
-        self.exit_status = self.daemon.stop()
+        self.daemon.__exit__()
+        self.exit_status = self.daemon.exit_status
         self.bad_log_lines = bad_entries(self.daemon.log_path)
 
     @contextmanager

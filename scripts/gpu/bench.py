@@ -11,35 +11,34 @@ import argparse
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Outcome, Ref, Timeline
+from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import KEY_BYTES, judged, keys_of, print_bounds, print_grid
+from scripts.harness.figures import KEY_BYTES, judged, print_bounds, print_grid
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
 from scripts.harness.output import print_json
 from scripts.harness.process import private_folder
+from scripts.harness.wait import until
+from scripts.harness.workload import WAIT_S, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from kvoffloadd.client import Ready
-    from kvoffloadd.model import I64Array
     from scripts.harness.figures import Bound
 
 T = TypeVar("T")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LAYERS = 32
-WAIT_S = 60.0
 ARENA_SETS = 4
 """How often the bytes of a job fit into the arena."""
 
@@ -114,56 +113,49 @@ class Shape:
         return max(1, job_bytes // self.payload_bytes)
 
 
-class GpuWorkload:
-    """A worker of this process on a GPU: twice the blocks of a job, the first half to store from, the rest to load to.
-
-    Every method that returns seconds takes them as the client sees them, from `store` or `load` to the end of `wait`.
-    """
+class GpuWorkload(Workload):
+    """A worker of this process on a GPU: twice the blocks of a job, the first half to store from, the rest to load to."""
 
     def __init__(self, gpu: Gpu, socket: Path, shape: Shape, job_bytes: int) -> None:
-        self.keys = shape.keys_in(job_bytes)
-        self.bytes = self.keys * shape.payload_bytes
-        self._blocks = self.keys * shape.blocks_per_key
-        self._shape = shape
-        self._rng = np.random.default_rng(1)
-        self._stored = 0
-        blocks = 2 * self._blocks
-        self._buffer = GpuBuffer(gpu, 2 * self.bytes)
-        self._gpu = gpu
+        keys = shape.keys_in(job_bytes)
+        blocks = 2 * keys * shape.blocks_per_key
+        self._buffer = GpuBuffer(gpu, 2 * keys * shape.payload_bytes)
         self._fill()
         rows = [
             self._buffer.rows(layer * blocks * shape.row_bytes, blocks, shape.row_bytes, shape.row_bytes)
             for layer in range(shape.layers)
         ]
-        refs = [Ref(layer, 0, shape.row_bytes) for layer in range(shape.layers)]
+        self.timeline = Timeline(gpu.stream)
+        self._half_bytes = blocks // 2 * shape.row_bytes
         # Layouts differ from case to case, so each has a namespace of its own.
         namespace = NamespaceSpec(model=f"gpu {shape}", key_bytes=KEY_BYTES)
-        self.client = Client(socket, namespace=namespace, deadline_s=WAIT_S)
-        self.timeline = Timeline(gpu.stream)
-        group = Group(0, GroupKind.FULL, 16, refs=refs, blocks_per_key=shape.blocks_per_key)
-        cache = KvCache([GpuTensor.adopt(row) for row in rows], [group], [self.timeline])
-        self.registration = self.client.register(cache)
+        super().__init__(
+            Client(socket, namespace=namespace, deadline_s=WAIT_S),
+            [GpuTensor.adopt(row) for row in rows],
+            keys,
+            scattered=shape.scattered,
+            blocks_per_key=shape.blocks_per_key,
+            load_to=blocks // 2,
+            timelines=[self.timeline],
+        )
 
     def _fill(self) -> None:
         """Noise: links and hashes may treat zeros better."""
-        tile = self._rng.integers(0, 256, min(self._buffer.size_bytes, 64 * MIB), np.uint8)
-        for at in range(0, self._buffer.size_bytes, len(tile)):
-            self._buffer.upload(at, tile[: self._buffer.size_bytes - at])
+        size_bytes = self._buffer.size_bytes
+        tile = np.random.default_rng(1).integers(0, 256, min(size_bytes, 64 * MIB), np.uint8)
+        for at in range(0, size_bytes, len(tile)):
+            self._buffer.upload(at, tile[: size_bytes - at])
         driver().call("cuCtxSynchronize")
 
-    def store(self) -> float:
-        """Store new keys from the first half."""
-        begun = time.perf_counter()
-        self.finish(self.begin_store())
-        return time.perf_counter() - begun
+    def store_s(self) -> float:
+        """Seconds of a store, as the client sees it."""
+        return self.store()[0]
 
-    def load(self) -> float:
-        """Load the keys that were stored last to the second half."""
-        begun = time.perf_counter()
-        self.finish(self.begin_load())
-        return time.perf_counter() - begun
+    def load_s(self) -> float:
+        """Seconds of a load, as the client sees it."""
+        return self.load()[0]
 
-    def both(self) -> float:
+    def both_s(self) -> float:
         """Load the keys that were stored last, and store new ones, at once."""
         begun = time.perf_counter()
         jobs = [self.begin_load(), self.begin_store()]
@@ -171,39 +163,18 @@ class GpuWorkload:
             self.finish(job)
         return time.perf_counter() - begun
 
-    def stores(self, count: int) -> float:
+    def stores_s(self, count: int) -> float:
         """Seconds of one of `count` stores back to back: what the one before stored is hashed meanwhile."""
-        return sum(self.store() for _ in range(count)) / count
-
-    def begin_store(self, ready: Ready | None = None) -> Job:
-        """Of new keys."""
-        self._stored += self.keys
-        wanted = {0: (self._last_keys(), self._ids(0))}
-        return self.client.store(self.registration, wanted, deadline_s=WAIT_S, ready=ready)
-
-    def begin_load(self) -> Job:
-        """Of the keys that were stored last."""
-        return self.client.load(self.registration, {0: (self._last_keys(), self._ids(self._blocks))}, deadline_s=WAIT_S)
-
-    def finish(self, job: Job) -> None:
-        """Wait. Raises SystemExit if it has not moved every byte."""
-        result = self.client.wait(job, WAIT_S)
-        if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
-            raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
-
-    def drain(self) -> None:
-        """Until nothing is copied and nothing waits to be hashed."""
-        self.client.drain(WAIT_S)
+        return sum(self.store_s() for _ in range(count)) / count
 
     def wrong_bytes(self) -> int:
         """Store block i, load it to block i of the second half, and compare: one layer of it."""
-        shape, self._shape = self._shape, replace(self._shape, scattered=False)
+        scattered, self.scattered = self.scattered, False
         self.store()
         self.load()
-        self._shape = shape
-        half = self._blocks * shape.row_bytes
-        row = self._buffer.download(0, 2 * half)
-        return int((row[:half] != row[half:]).sum())
+        self.scattered = scattered
+        row = self._buffer.download(0, 2 * self._half_bytes)
+        return int((row[: self._half_bytes] != row[self._half_bytes :]).sum())
 
     def close(self) -> None:
         """Ends the session, and gives everything back."""
@@ -211,38 +182,23 @@ class GpuWorkload:
         self.client.close(WAIT_S)
         self._buffer.free()
 
-    def _last_keys(self) -> Any:
-        return keys_of(np.arange(self._stored - self.keys, self._stored))
-
-    def _ids(self, first: int) -> I64Array:
-        ids = self._rng.permutation(self._blocks) if self._shape.scattered else np.arange(self._blocks)
-        return (ids + first).reshape(self.keys, self._shape.blocks_per_key)
-
 
 @contextlib.contextmanager
 def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterator[Path]:
     """The socket of a daemon with room for `ARENA_SETS` jobs."""
-    with private_folder() as name:
-        child = Daemon(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), dict(settings or {}))
-        try:
-            child.start()
-            yield child.socket
-        finally:
-            child.stop()
+    with private_folder() as name, Daemon(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), settings) as child:
+        yield child.socket
 
 
 def await_pinned(socket: Path) -> None:
     """Until the daemon has pinned its whole arena, which the first registration began."""
     with Client(socket, namespace=None, role="observer") as observer:
-        until = time.monotonic() + WAIT_S
-        while True:
-            status = observer.status()
-            pinned = [found["pinned_bytes"] for name, found in status["devices"].items() if name.startswith("cuda:")]
-            if pinned and pinned[0] >= status["memory"]["capacity_bytes"]:
-                return
-            if time.monotonic() > until:
-                raise SystemExit("the arena was not pinned in time")
-            time.sleep(0.01)
+        until(lambda: _is_pinned(observer.status()), "the arena is pinned", WAIT_S, every_s=0.01)
+
+
+def _is_pinned(status: dict[str, Any]) -> bool:
+    pinned = [found["pinned_bytes"] for name, found in status["devices"].items() if name.startswith("cuda:")]
+    return bool(pinned) and pinned[0] >= status["memory"]["capacity_bytes"]
 
 
 def sample(rounds: int, work: Mapping[str, Callable[[], float]], before: Callable[[], None]) -> dict[str, list[float]]:

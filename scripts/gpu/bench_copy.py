@@ -56,12 +56,12 @@ def run_case(gpu: Gpu, socket: Path, row_bytes: int, arguments: argparse.Namespa
     ceiling = Ceiling(gpu, worker.bytes)
     work = {
         "plain store": ceiling.store,
-        "store": worker.store,
-        "stores": lambda: worker.stores(3),
+        "store": worker.store_s,
+        "stores": lambda: worker.stores_s(3),
         "plain load": ceiling.load,
-        "load": worker.load,
+        "load": worker.load_s,
         "plain both": ceiling.both,
-        "both": worker.both,
+        "both": worker.both_s,
     }
     worker.store()
     seconds = sample(arguments.rounds, work, worker.drain)

@@ -51,7 +51,7 @@ def beside(kernels: WorkerProcess, kind: str, seconds: float, work: Callable[[],
 
 def measure(kernels: WorkerProcess, worker: GpuWorkload, rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Every kind of kernels with every kind of jobs: relative speeds, medians over the rounds."""
-    jobs = {"store": worker.store, "load": worker.load, "both": worker.both}
+    jobs = {"store": worker.store_s, "load": worker.load_s, "both": worker.both_s}
     found = []
     for kind in KINDS:
         free_kernels: list[float] = []

@@ -20,7 +20,6 @@ from scripts.gpu.bench import (
     GIB,
     KIB,
     MIB,
-    WAIT_S,
     GpuWorkload,
     Shape,
     await_pinned,
@@ -37,6 +36,7 @@ from scripts.harness.figures import at_most, p50, p99
 from scripts.harness.gpu import Gpu, software_driver
 from scripts.harness.gpumemory import Pinned, Rows
 from scripts.harness.process import private_folder
+from scripts.harness.workload import WAIT_S
 
 if TYPE_CHECKING:
     import argparse
@@ -122,8 +122,8 @@ def round_trips(gpu: Gpu, socket: Path, count: int) -> dict[str, list[float]]:
         begun = time.perf_counter()
         worker.client.ping()
         found["ping"].append(time.perf_counter() - begun)
-        found["store"].append(worker.store())
-        found["load"].append(worker.load())
+        found["store"].append(worker.store_s())
+        found["load"].append(worker.load_s())
         found["store, signalled"].append(signalled(worker))
     worker.close()
     return found

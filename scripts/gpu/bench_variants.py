@@ -51,7 +51,7 @@ def run_case(gpu: Gpu, socket: Path, shape: Shape, arguments: argparse.Namespace
     await_pinned(socket)
     ceiling = Ceiling(gpu, worker.bytes)
     worker.store()
-    work = {"plain store": ceiling.store, "store": worker.store, "plain load": ceiling.load, "load": worker.load}
+    work = {"plain store": ceiling.store, "store": worker.store_s, "plain load": ceiling.load, "load": worker.load_s}
     seconds = sample(arguments.rounds, work, worker.drain)
     ceiling.close()
     worker.close()

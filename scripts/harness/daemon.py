@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
@@ -40,7 +40,7 @@ Guest = TypeVar("Guest")
 
 
 class Daemon:
-    """`kvoffloadd serve` on a socket in `folder`, and an observer of it while it runs.
+    """`kvoffloadd serve` on a socket in `folder`, and an observer of it while it runs. As a context it runs within.
 
     What it is started with may be changed between two starts. `settings`: config values by section.key; `faults`: what
     to plant; `options`: more words of its command; `environment`: variables beside those of this process; `program`:
@@ -70,6 +70,14 @@ class Daemon:
         self._environment = environment
         self._child: subprocess.Popen[bytes] | None = None
         self._observer: Client | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave_guests()
+        self.stop()
 
     # --- its life ---
 

@@ -102,12 +102,13 @@ class Planter:
         page = int(entry["page"])
         in_payload = PAGE_BYTES + int(self._rng.integers(0, int(entry["payload_bytes"])))
         in_header = int(self._rng.integers(0, PAGE_BYTES))
-        _flip(self._segments / name, page * PAGE_BYTES + (in_payload if self._rng.random() < 0.7 else in_header))
+        flip(self._segments / name, page * PAGE_BYTES + (in_payload if self._rng.random() < 0.7 else in_header))
         self.planted.add(Planted(name, page))
         return True
 
 
-def _flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int) -> None:
+    """Damage one byte, so that the next read sees it."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         (byte,) = os.pread(fd, 1, offset)

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from scripts.harness.process import mapped_memfds, open_fds
-from scripts.harness.wait import HANG_S, until
+from scripts.harness.wait import HANG_S, within
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Client
@@ -83,11 +83,7 @@ def leaks(observer: Client, pid: int, memory_prefix: str, before: Used) -> list[
         found[:] = more_than(before, held(observer, pid, memory_prefix))
         return not found
 
-    try:
-        until(nothing, "everything is given back", HANG_S, every_s=0.05)
-    except TimeoutError:
-        return found
-    return []
+    return [] if within(nothing, HANG_S, every_s=0.05) is not None else found
 
 
 def unreturned_slots(observer: Client) -> list[str]:

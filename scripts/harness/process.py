@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.harness.wait import until
+from scripts.harness.wait import within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -153,9 +152,4 @@ def status_bytes(pid: int, name: str) -> int:
 
 def unmapped_within(pid: int, memory_name: str, limit_s: float) -> float | None:
     """Seconds until the process has no mapping of such memfds any more; None: it still has one at the limit."""
-    began = time.monotonic()
-    try:
-        until(lambda: not mapped_memfds(pid, memory_name), f"{memory_name} is unmapped", limit_s, every_s=0.001)
-    except TimeoutError:
-        return None
-    return time.monotonic() - began
+    return within(lambda: not mapped_memfds(pid, memory_name), limit_s)

@@ -26,6 +26,16 @@ def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every
         time.sleep(every_s)
 
 
+def within(fact: Callable[[], object], limit_s: float, *, every_s: float = 0.001) -> float | None:
+    """Seconds from now until `fact()` is true; None: it was not at the limit."""
+    began = time.monotonic()
+    try:
+        until(fact, "", limit_s, every_s=every_s)
+    except TimeoutError:
+        return None
+    return time.monotonic() - began
+
+
 def throughout(fact: Callable[[], object], what: str, seconds: float) -> None:
     """`fact()` is true now and stays so for `seconds`. Raises AssertionError as soon as it is not."""
     end = time.monotonic() + seconds

@@ -151,18 +151,14 @@ class Replay:
             settings["memory.policy"] = arguments.policy
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
         planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
-        with private_folder() as folder:
-            daemon = Daemon(Path(folder), capacity.blocks * self.geometry.block_bytes, settings, ",".join(planted))
-            try:
-                daemon.start()
-                tally, seconds = self._replay(daemon, live, before, capacity.name)
-                told = daemon.status()
-                daemon.observer.drain(WAIT_S, everything=True)
-                tally.findings += daemon.verify(payloads=True)
-            finally:
-                status = daemon.stop()
-        if status != 0:
-            tally.findings.append(f"the daemon's exit status is {status}")
+        size = capacity.blocks * self.geometry.block_bytes
+        with private_folder() as folder, Daemon(Path(folder), size, settings, ",".join(planted)) as daemon:
+            tally, seconds = self._replay(daemon, live, before, capacity.name)
+            told = daemon.status()
+            daemon.observer.drain(WAIT_S, everything=True)
+            tally.findings += daemon.verify(payloads=True)
+        if daemon.exit_status != 0:
+            tally.findings.append(f"the daemon's exit status is {daemon.exit_status}")
         return self._result(capacity, tally, seconds, told)
 
     def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[Tally, float]:

@@ -11,7 +11,7 @@ import numpy as np
 from kvoffloadd.client import Client, Group, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.model import PAGE_BYTES, slot_pages
 from scripts.harness.figures import KEY_BYTES, keys_of
-from scripts.harness.oracle import digest, key_digests, mixed
+from scripts.harness.oracle import Oracle, digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,8 +154,7 @@ class Worker:
     def __init__(self, task: Task, number: int) -> None:
         self.tally = Tally()
         self._geometry = geometry = task.geometry
-        words = np.arange(-(-geometry.payload_bytes // 8), dtype=np.uint64)
-        self._tables = [mixed(words ^ np.uint64(digest(task.seed, 2, group))) for group in range(len(geometry.windows))]
+        self._oracle = Oracle(task.seed, 0, KEY_BYTES, roots=1, root_tokens=0)
         self._rng = np.random.default_rng([task.seed, number])
         self._key_seed = digest(task.seed, 1)
         # Of each request and group: blocks to be stored, and as many to load into.
@@ -176,7 +175,7 @@ class Worker:
         """One request. Raises KvOffloadError where the daemon does not do what it must."""
         count, groups = len(request), range(len(self._geometry.windows))
         keys = keys_of(request, self._key_seed)
-        contents = [self._contents(group, keys) for group in groups]
+        contents = [self._oracle.contents(group, 0, keys, self._geometry.payload_bytes) for group in groups]
         blocks = self._rng.permutation(self._pages.shape[1])[: 2 * len(groups) * count].reshape(2, len(groups), count)
         for group in groups:
             self._write(blocks[0, group], contents[group])
@@ -197,11 +196,6 @@ class Worker:
             self._client.release(found.lease)
         if store is not None:
             self._finish_store(store)
-
-    def _contents(self, group: int, keys: U8Array) -> U8Array:
-        """u8 (keys, payload_bytes): what their payloads must be; no two keys, groups or places alike."""
-        payloads = self._tables[group][None, :] ^ key_digests(keys)[:, None]
-        return payloads.view(np.uint8)[:, : self._geometry.payload_bytes]
 
     def _prefix(self, states: list[U8Array], boundaries: np.ndarray) -> int:
         """Blocks that hit; counts those that would if what is pending were held."""

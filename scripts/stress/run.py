@@ -22,6 +22,7 @@ from scripts.harness.leaks import Used, held, leaks, unreturned_slots
 from scripts.harness.metrics import Scraped, disagreements
 from scripts.harness.output import Live, ratio
 from scripts.harness.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
+from scripts.harness.wait import within
 from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
 from scripts.stress.options import Options, WorkerOptions
@@ -353,12 +354,10 @@ class Run:
 
     def _dies_of_its_driver(self) -> bool:
         """Whether the daemon ends now, as it has to."""
-        until = time.monotonic() + DIE_S
-        while self._driver.ends_daemon and self._daemon is not None and time.monotonic() < until:
-            if not self._daemon.alive:
-                return True
-            time.sleep(TICK_S)
-        return False
+        daemon = self._daemon
+        if daemon is None or not self._driver.ends_daemon:
+            return False
+        return within(lambda: not daemon.alive, DIE_S, every_s=TICK_S) is not None
 
     def _draw_patience(self) -> float:
         return AUDIT_WAIT_S if self._rng.random() < AUDITED else 0.0
@@ -456,12 +455,9 @@ class Run:
 
 def _forgotten_within(observer: Client, pid: int, limit_s: float) -> float | None:
     """Seconds until the daemon has no session of that process any more; None: it still had one at the limit."""
-    began = time.monotonic()
-    while any(session["pid"] == pid for session in observer.status()["sessions"]):
-        if time.monotonic() > began + limit_s:
-            return None
-        time.sleep(LOOK_S)
-    return time.monotonic() - began
+    return within(
+        lambda: all(session["pid"] != pid for session in observer.status()["sessions"]), limit_s, every_s=LOOK_S
+    )
 
 
 def _num_namespaces(workers: int) -> int:

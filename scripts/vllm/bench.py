@@ -156,10 +156,7 @@ def run_setting(who: str, setting: Setting, model: Path, folder: Path, given: ar
         place = str(disk)
         if who != "tiering":
             values = disk_settings(disk, DISK_BYTES) | {"memory.slab_bytes": str(MIB), "memory.policy": "lru"}
-            daemon = Daemon(folder, setting.memory_bytes, values)
-            daemon.start()
-            stack.callback(daemon.stop)
-            place = str(daemon.socket)
+            place = str(stack.enter_context(Daemon(folder, setting.memory_bytes, values)).socket)
         engine = {
             "model": str(model),
             "load_format": "dummy",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import is_segment_name
 from kvoffloadd.tiers.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip, is_idle
 from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank
 
@@ -46,14 +46,7 @@ def demoted(daemon: Daemon, keys: int) -> None:
 
 def idle(daemon: Daemon) -> None:
     """Wait until nothing waits to be written, or is being written."""
-    until(
-        lambda: (
-            daemon.status()["cache"]["unsealed"] == 0
-            and disk(daemon)["backlog_bytes"] == 0
-            and not any(root["writing"] for root in disk(daemon)["roots"])
-        ),
-        "all is written",
-    )
+    until(lambda: is_idle(daemon.status()), "all is written")
 
 
 # --- keys ---
@@ -118,18 +111,6 @@ def segments(root: Path) -> list[Path]:
     return sorted((root / "segments").iterdir())
 
 
-def file_bytes(root: Path) -> int:
-    """What `du` would say."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for path in [folder, *(os.path.join(folder, name) for name in names)]:
-            try:
-                total += os.stat(path, follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:
-                continue  # gone since it was listed
-    return total
-
-
 @dataclass(frozen=True)
 class Record:
     """Where a key's record lies. `payload_bytes` follow the header page."""
@@ -181,16 +162,6 @@ def records_of(root: Path, keys: Keys) -> list[Record]:
     """Of each of the keys."""
     known = records(root)
     return [known[key.tobytes()] for key in keys]
-
-
-def flip(path: Path, offset: int) -> None:
-    """Damage one byte."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        (byte,) = os.pread(fd, 1, offset)
-        os.pwrite(fd, bytes([byte ^ 0x40]), offset)
-    finally:
-        os.close(fd)
 
 
 def flip_each(wanted: Sequence[Record], positions: Sequence[int]) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 
 from kvoffloadd.client import KeyState
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import used_bytes
 from scripts.harness.wait import throughout
 from tests.e2e.daemons import chosen
 from tests.e2e.disk import (
     MIB,
     disk,
     disk_settings,
-    file_bytes,
     group_of,
     idle,
     only_on_disk,
@@ -42,7 +42,7 @@ def within(*bounds: tuple[Path, int]) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(0.01):
             for root in most:
-                most[root] = max(most[root], file_bytes(root))
+                most[root] = max(most[root], used_bytes(root))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -139,7 +139,7 @@ def test_another_capacity_at_the_next_start(start_daemon: Start, tmp_path: Path,
     keys = new_keys(rng, 240)
     store_on_disk(daemon, rank, keys, 20)
     rank = restart(daemon, *disk_settings((root, 8 * MIB)))
-    assert file_bytes(root) <= 8 * MIB
+    assert used_bytes(root) <= 8 * MIB
     there = len(only_on_disk(rank, keys))
     assert there >= 35
     assert served(rank, keys[-35:], 20).all()

@@ -11,13 +11,13 @@ import pytest
 from kvoffloadd.client import Client, KeyState
 from kvoffloadd.model import PAGE_BYTES
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip
 from tests.e2e.disk import (
     MIB,
     Record,
     demoted,
     disk,
     disk_settings,
-    flip,
     flip_each,
     group_of,
     only_on_disk,

@@ -13,20 +13,9 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import used_bytes
 from scripts.harness.wait import until
-from tests.e2e.disk import (
-    MIB,
-    Switch,
-    demoted,
-    disk,
-    disk_settings,
-    file_bytes,
-    idle,
-    records,
-    root_state,
-    served,
-    store_on_disk,
-)
+from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, records, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 
 Start = Callable[..., Daemon]
@@ -117,7 +106,7 @@ def test_writes_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, l
             until(lambda names=wanted: names <= set(records(tmp_path / "disk")), "they are on disk")  # type: ignore[misc]
     until(lambda: disk(daemon)["demoted"]["keys"] >= before + 240, "keys are written again")
     # Files that could not be made and not be removed either are its own all the same.
-    assert file_bytes(tmp_path / "disk") <= disk(daemon)["roots"][0]["used_bytes"]
+    assert used_bytes(tmp_path / "disk") <= disk(daemon)["roots"][0]["used_bytes"]
     daemon.leave_guests()
     daemon.kill()
     daemon.start()

@@ -14,12 +14,12 @@ from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import (
     Switch,
     disk,
     disk_settings,
-    flip,
     group_of,
     only_on_disk,
     records_of,
