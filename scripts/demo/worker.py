@@ -19,6 +19,7 @@ from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
 from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
 from scripts.harness.oracle import Oracle
+from scripts.harness.promises import count
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Found
@@ -98,8 +99,8 @@ class Worker:
         rank.client.release(found.lease)
         if store:
             engine.wait([self._store(keys, length)])
-        hits = _hits(found)
-        return Answer(tokens, hits, hits - _hits(pinned) if pinned.promoting else 0)
+        hits = count(found.states, KeyState.HIT)
+        return Answer(tokens, hits, hits - count(pinned.states, KeyState.HIT) if pinned.promoting else 0)
 
     def _store(self, keys: np.ndarray, first: int) -> OpenJob:
         rank = self._engine.ranks[0]
@@ -111,15 +112,11 @@ class Worker:
         self._engine.close()
 
 
-def _hits(found: Found) -> int:
-    return sum(int((state == KeyState.HIT).sum()) for state in found.states)
-
-
 def _pending(pinned: Found, shares: list[Share]) -> tuple[list[np.ndarray], int]:
     """Which of the shares' keys were on disk when they were pinned."""
     states = dict(enumerate(pinned.states))
     masks = [states[one.group.number][one.first : one.first + len(one.keys)] == KeyState.PENDING for one in shares]
-    others = sum(int((state == KeyState.PENDING).sum()) for state in pinned.states) - pinned.promoting
+    others = count(pinned.states, KeyState.PENDING) - pinned.promoting
     return masks, others
 
 

@@ -114,7 +114,7 @@ class Shape:
 
 
 class GpuWorkload(Workload):
-    """A worker of this process on a GPU: twice the blocks of a job, the first half to store from, the rest to load to."""
+    """A worker on a GPU: twice the blocks of a job, the first half to store from, the rest to load to."""
 
     def __init__(self, gpu: Gpu, socket: Path, shape: Shape, job_bytes: int) -> None:
         keys = shape.keys_in(job_bytes)

@@ -17,7 +17,7 @@ from kvoffloadd.errors import ClientError, ConnectionLostError
 from kvoffloadd.model import NO_BLOCK, Direction
 from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 from scripts.harness.kvmemory import KvMemory
-from scripts.harness.promises import Findings, broken_in_result
+from scripts.harness.promises import Findings, broken_in_result, count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -339,7 +339,7 @@ class Engine:
             counters.add("verified_loads")
 
     def _count_from_disk(self, result: JobResult, keys: int, right: bool) -> None:
-        promised = sum(int((states == KeyState.HIT).sum()) for states in result.states)
+        promised = count(result.states, KeyState.HIT)
         self._counters.add(
             "missed_keys", promised - sum(int(result.valid(at).sum()) for at in range(len(result.states)))
         )

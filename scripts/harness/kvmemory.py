@@ -106,7 +106,7 @@ class KvMemory:
         self._rows = [_noisy(real, rng) for real in self._place.rows]
         self._place.publish()
         self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}
-        groups = [_group(shape, refs.get(shape.number, []), rank) for shape in geometry.groups]
+        groups = [group_of(shape, refs.get(shape.number, []), rank) for shape in geometry.groups]
         self.caches = KvCache(self._place.tensors, groups, [] if line is None else [line.timeline])
         self._free = rng.permutation(num_blocks)
         self._num_free = num_blocks
@@ -222,7 +222,8 @@ class KvMemory:
         return found
 
 
-def _group(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
+def group_of(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
+    """As a rank registers it."""
     part = shape.part_of_rank[rank]
     return Group(
         group=shape.number,

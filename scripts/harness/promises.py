@@ -11,6 +11,8 @@ from kvoffloadd.client import KeyState, Outcome
 from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvoffloadd.client import Found, JobResult
     from kvoffloadd.model import U8Array
     from scripts.harness.counters import Counters
@@ -44,6 +46,11 @@ class Findings:
         )
 
 
+def count(states: Iterable[U8Array], wanted: KeyState) -> int:
+    """How many keys are in that state."""
+    return sum(int((state == wanted).sum()) for state in states)
+
+
 def broken_in_answer(geometry: Geometry, keys: dict[int, U8Array], found: Found) -> list[str]:
     """What is wrong with an answer about keys: the boundaries follow from the states."""
     broken = []
@@ -58,7 +65,7 @@ def broken_in_answer(geometry: Geometry, keys: dict[int, U8Array], found: Found)
         broken.append(f"boundaries {found.boundaries.tolist()}, but the states allow {right}")
     if any(state.size and state.max() > KeyState.PENDING for state in found.states):
         broken.append(f"a pin answered states {[np.unique(state).tolist() for state in found.states]}")
-    pending = sum(int((state == KeyState.PENDING).sum()) for state in found.states)
+    pending = count(found.states, KeyState.PENDING)
     if found.promoting > pending:
         broken.append(f"{found.promoting} keys are promoted, but only {pending} are pending")
     return broken

@@ -31,7 +31,7 @@ from scripts.harness.figures import print_grid
 from scripts.harness.output import Live, print_json
 from scripts.harness.process import DaemonError, private_folder
 from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
-from scripts.replay.worker import MODELS, WAIT_S, Geometry, Tally, Task, Turn, work
+from scripts.replay.worker import MODELS, WAIT_S, Tally, Task, Turn, geometry_of, slot_bytes, work
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -120,7 +120,9 @@ class Replay:
         self.requests = requests
         self.unique = len(np.unique(np.concatenate(requests)))
         self.references = sum(map(len, requests))
-        self.geometry = Geometry.of(MODELS[arguments.model], arguments.scale)
+        self.geometry = geometry_of(MODELS[arguments.model], arguments.scale)
+        self.slot_bytes = slot_bytes(self.geometry)
+        self.block_bytes = len(self.geometry.groups) * self.slot_bytes
         self._ceiling = ceiling_hits(requests)
         self._arguments = arguments
 
@@ -138,20 +140,20 @@ class Replay:
             size = parse_bytes(text)
         except ValueError as error:
             raise ValueError(f'--capacity "{text}" {error}; or a fraction, or "unbounded"') from None
-        blocks = size // self.geometry.block_bytes
+        blocks = size // self.block_bytes
         if blocks < 1:
-            raise ValueError(f'--capacity "{text}" is less than a block, which takes {self.geometry.block_bytes} bytes')
+            raise ValueError(f'--capacity "{text}" is less than a block, which takes {self.block_bytes} bytes')
         return Capacity(format_bytes(size), blocks, blocks >= self.unique)
 
     def run(self, capacity: Capacity, live: Live, before: int) -> dict[str, Any]:
         """Replay at one capacity with a daemon of its own. Raises DaemonError or KvOffloadError."""
         arguments = self._arguments
-        settings = {"memory.slab_bytes": str(SLAB_SLOTS * self.geometry.slot_bytes)}
+        settings = {"memory.slab_bytes": str(SLAB_SLOTS * self.slot_bytes)}
         if arguments.policy:
             settings["memory.policy"] = arguments.policy
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
         planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
-        size = capacity.blocks * self.geometry.block_bytes
+        size = capacity.blocks * self.block_bytes
         with private_folder() as folder, Daemon(Path(folder), size, settings, ",".join(planted)) as daemon:
             tally, seconds = self._replay(daemon, live, before, capacity.name)
             told = daemon.status()
@@ -185,7 +187,7 @@ class Replay:
         return {
             "capacity": capacity.name,
             "capacity_blocks": capacity.blocks,
-            "capacity_bytes": capacity.blocks * self.geometry.block_bytes,
+            "capacity_bytes": capacity.blocks * self.block_bytes,
             "hit_rate": self._rate(tally.block_hits),
             "lru_hit_rate": rates["lru"],
             "belady_hit_rate": rates["belady"],
@@ -203,7 +205,7 @@ class Replay:
         """What is replayed."""
         return (
             f"{len(self.requests):,} requests, {self.references:,} references of {self.unique:,} blocks, "
-            f"{self.geometry.payload_bytes:,} bytes each"
+            f"{self.geometry.groups[0].payload_bytes(0):,} bytes each"
         )
 
     def _rate(self, hits: int) -> float:

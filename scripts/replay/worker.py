@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, Group, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.client import Client, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.model import PAGE_BYTES, slot_pages
 from scripts.harness.figures import KEY_BYTES, keys_of
+from scripts.harness.geometry import Geometry, GroupShape, RefShape
+from scripts.harness.kvmemory import group_of
 from scripts.harness.oracle import Oracle, digest
 
 if TYPE_CHECKING:
@@ -42,59 +44,34 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """A model scaled down: each tensor's rows have `page_bytes`; a block of the trace is one key of every group."""
+def geometry_of(model: Model, scale: float | None) -> Geometry:
+    """A model scaled down, whose blocks are those of the trace. `scale` 1 is the real size; None: as large as one slot
+    of 4 KiB takes.
+    """
+    real = model.token_bytes * BLOCK_TOKENS
+    page_bytes = PAGE_BYTES // model.tensors if scale is None else max(1, round(real * scale))
+    refs = (tuple(RefShape(tensor, page_bytes) for tensor in range(model.tensors)),)
+    # A window's keys hold its last `window - 1` tokens.
+    groups = tuple(
+        GroupShape(number, GroupKind.SLIDING, BLOCK_TOKENS, -(-(window - 1) // BLOCK_TOKENS), 1, refs, (0,))
+        if window
+        else GroupShape(number, GroupKind.FULL, BLOCK_TOKENS, 0, 1, refs, (0,))
+        for number, window in enumerate(model.windows)
+    )
+    return Geometry("replay", 0, KEY_BYTES, 1, model.tensors, True, groups)
 
-    tensors: int
-    page_bytes: int
-    windows: tuple[int, ...]
 
-    @classmethod
-    def of(cls, model: Model, scale: float | None) -> Geometry:
-        """`scale` 1 is the real size; None: as large as one slot of 4 KiB takes."""
-        real = model.token_bytes * BLOCK_TOKENS
-        page_bytes = PAGE_BYTES // model.tensors if scale is None else max(1, round(real * scale))
-        return cls(model.tensors, page_bytes, model.windows)
+def slot_bytes(geometry: Geometry) -> int:
+    """What a key takes in the arena."""
+    return slot_pages(geometry.groups[0].payload_bytes(0)) * PAGE_BYTES
 
-    @property
-    def payload_bytes(self) -> int:
-        """Of one key."""
-        return self.tensors * self.page_bytes
 
-    @property
-    def slot_bytes(self) -> int:
-        """What it takes in the arena."""
-        return slot_pages(self.payload_bytes) * PAGE_BYTES
-
-    @property
-    def block_bytes(self) -> int:
-        """What a block of the trace takes in the arena."""
-        return len(self.windows) * self.slot_bytes
-
-    def groups(self) -> list[Group]:
-        """As they are registered."""
-        refs = [Ref(tensor, 0, self.page_bytes) for tensor in range(self.tensors)]
-        kinds = [GroupKind.SLIDING if window else GroupKind.FULL for window in self.windows]
-        return [
-            Group(number, kind, BLOCK_TOKENS, refs, window_keys=self.window_keys(number))
-            for number, kind in enumerate(kinds)
-        ]
-
-    def window_keys(self, group: int) -> int:
-        """Keys that hold the last `window - 1` tokens; 0: all are needed."""
-        return -(-(self.windows[group] - 1) // BLOCK_TOKENS) if self.windows[group] else 0
-
-    def first_needed(self, prefix: int, group: int) -> int:
-        """Index of the first key that a prefix of so many blocks needs."""
-        return max(0, prefix - self.window_keys(group)) if self.windows[group] else 0
-
-    def prefix(self, usable: Sequence[BoolArray]) -> int:
-        """The longest prefix, in blocks, that all groups can serve."""
-        for length in range(len(usable[0]), 0, -1):
-            if all(keys[self.first_needed(length, group) : length].all() for group, keys in enumerate(usable)):
-                return length
-        return 0
+def prefix_of(geometry: Geometry, usable: Sequence[BoolArray]) -> int:
+    """The longest prefix, in blocks, that all groups can serve."""
+    for length in range(len(usable[0]), 0, -1):
+        if all(usable[group.number][group.first_needed(length) : length].all() for group in geometry.groups):
+            return length
+    return 0
 
 
 @dataclass(slots=True)
@@ -158,14 +135,17 @@ class Worker:
         self._rng = np.random.default_rng([task.seed, number])
         self._key_seed = digest(task.seed, 1)
         # Of each request and group: blocks to be stored, and as many to load into.
-        blocks = 2 * len(geometry.windows) * max(map(len, task.requests))
-        memory = SharedTensor.allocate(1, geometry.tensors * blocks * geometry.page_bytes)
-        self._pages = memory.array.reshape(geometry.tensors, blocks, geometry.page_bytes)
+        blocks = 2 * len(geometry.groups) * max(map(len, task.requests))
+        self._payload_bytes = geometry.groups[0].payload_bytes(0)
+        memory = SharedTensor.allocate(1, blocks * self._payload_bytes)
+        self._pages = memory.array.reshape(geometry.tensors, blocks, -1)
         self._client = Client(
             task.socket, namespace=NamespaceSpec(model="replay", key_bytes=KEY_BYTES), deadline_s=WAIT_S
         )
         tensors = [SharedTensor.adopt(pages) for pages in self._pages]
-        self._registration = self._client.register(KvCache(tensors, geometry.groups()))
+        refs = [Ref(number, 0, tensor.page_bytes) for number, tensor in enumerate(tensors)]
+        groups = [group_of(shape, refs, 0) for shape in geometry.groups]
+        self._registration = self._client.register(KvCache(tensors, groups))
 
     def close(self) -> None:
         """End the session."""
@@ -173,9 +153,9 @@ class Worker:
 
     def replay(self, request: I64Array, turn: Turn) -> None:
         """One request. Raises KvOffloadError where the daemon does not do what it must."""
-        count, groups = len(request), range(len(self._geometry.windows))
+        count, groups = len(request), range(len(self._geometry.groups))
         keys = keys_of(request, self._key_seed)
-        contents = [self._oracle.contents(group, 0, keys, self._geometry.payload_bytes) for group in groups]
+        contents = [self._oracle.contents(group, 0, keys, self._payload_bytes) for group in groups]
         blocks = self._rng.permutation(self._pages.shape[1])[: 2 * len(groups) * count].reshape(2, len(groups), count)
         for group in groups:
             self._write(blocks[0, group], contents[group])
@@ -190,7 +170,7 @@ class Worker:
         self.tally.block_references += count
         self.tally.block_hits += prefix
         if prefix:
-            wanted = {group: slice(self._geometry.first_needed(prefix, group), prefix) for group in groups}
+            wanted = {group.number: slice(group.first_needed(prefix), prefix) for group in self._geometry.groups}
             self._load(keys, contents, {group: blocks[1, group] for group in groups}, wanted, found.lease)
         if found.lease:
             self._client.release(found.lease)
@@ -199,11 +179,11 @@ class Worker:
 
     def _prefix(self, states: list[U8Array], boundaries: np.ndarray) -> int:
         """Blocks that hit; counts those that would if what is pending were held."""
-        prefix = self._geometry.prefix([state == KeyState.HIT for state in states])
+        prefix = prefix_of(self._geometry, [state == KeyState.HIT for state in states])
         told = int(boundaries[0]) // BLOCK_TOKENS if len(boundaries) else 0
         if told != prefix:
             self.tally.findings.append(f"{prefix} blocks can be served, the longest boundary told is {told} blocks")
-        soon = self._geometry.prefix([(state == KeyState.HIT) | (state == KeyState.PENDING) for state in states])
+        soon = prefix_of(self._geometry, [(state == KeyState.HIT) | (state == KeyState.PENDING) for state in states])
         self.tally.pending_misses += soon - prefix
         return min(prefix, told)
 

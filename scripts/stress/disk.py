@@ -6,7 +6,7 @@ import re
 import statistics
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
@@ -40,13 +40,13 @@ class DiskReport:
     demoted_bytes: int = 0
     promoted_keys: int = 0
     promoted_bytes: int = 0
-    without_space: int = 0
+    promoted_without_space: int = 0
     not_demoted: dict[str, int] = field(default_factory=dict)
     corrupt: int = 0
     unreadable: int = 0
     evicted_keys: int = 0
-    rewritten: int = 0
-    recycled: int = 0
+    records_rewritten: int = 0
+    segments_recycled: int = 0
     audits: int = 0
     audits_cut_short: int = 0
     records_audited: int = 0
@@ -54,37 +54,16 @@ class DiskReport:
     kills_in_start: int = 0
     planting: bool = False
     planted: int = 0
-    planted_found: int = 0
+    planted_found_by_verify: int = 0
 
     def as_json(self) -> dict[str, object]:
         """Keys are stable."""
-        found = sorted(self.found_again)
-        return {
-            "file_system": self.file_system,
-            "direct": self.direct,
-            "capacity_bytes": self.capacity_bytes,
-            "most_bytes": self.most_bytes,
-            "samples": self.samples,
-            "samples_after_kills": self.samples_after_kills,
-            "demoted_keys": self.demoted_keys,
-            "demoted_bytes": self.demoted_bytes,
-            "not_demoted": self.not_demoted,
-            "promoted_keys": self.promoted_keys,
-            "promoted_bytes": self.promoted_bytes,
-            "promoted_without_space": self.without_space,
-            "corrupt": self.corrupt,
-            "unreadable": self.unreadable,
-            "evicted_keys": self.evicted_keys,
-            "records_rewritten": self.rewritten,
-            "segments_recycled": self.recycled,
-            "audits": self.audits,
-            "audits_cut_short": self.audits_cut_short,
-            "records_audited": self.records_audited,
+        named = asdict(self)
+        found = sorted(named.pop("found_again"))
+        del named["planting"]
+        return named | {
             "found_again_median": round(statistics.median(found), 4) if found else None,
             "found_again_min": round(found[0], 4) if found else None,
-            "kills_in_start": self.kills_in_start,
-            "planted": self.planted,
-            "planted_found_by_verify": self.planted_found,
         }
 
 
@@ -177,7 +156,7 @@ class StressDisk:
                 self.findings.append(finding)
             else:
                 self._places.add(Planted(place[1], int(place[2])))
-        self.report.planted_found = len(self._places)
+        self.report.planted_found_by_verify = len(self._places)
 
     # --- the end ---
 
@@ -190,16 +169,16 @@ class StressDisk:
             report.demoted_bytes += disk["demoted"]["bytes"]
             report.promoted_keys += disk["promoted"]["keys"]
             report.promoted_bytes += disk["promoted"]["bytes"]
-            report.without_space += disk["promoted"]["without_space"]
+            report.promoted_without_space += disk["promoted"]["without_space"]
             report.unreadable += disk["promoted"]["unreadable"]
             report.corrupt += disk["corrupt"]
             report.evicted_keys += disk["evicted_keys"]
-            report.rewritten += disk["rewritten"]
-            report.recycled += sum(root["segments_recycled"] for root in disk["roots"])
+            report.records_rewritten += disk["rewritten"]
+            report.segments_recycled += sum(root["segments_recycled"] for root in disk["roots"])
             report.not_demoted = dict(Counter(report.not_demoted) + Counter(disk["not_demoted"]))
         if report.unreadable:
             self.errors.append(f"{report.unreadable} records could not be read")
         if report.corrupt and not report.planting:
             self.errors.append(f"{report.corrupt} records were corrupt, and none was planted")
-        if report.planting and not (report.planted and report.corrupt + report.planted_found):
+        if report.planting and not (report.planted and report.corrupt + report.planted_found_by_verify):
             self.errors.append(f"of {report.planted} damaged records none was found: too few loads from disk?")

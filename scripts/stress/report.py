@@ -176,7 +176,7 @@ def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:
     if disk is None:
         return []
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in disk.not_demoted.items() if count) or "none"
-    again = disk.as_json()
+    again = f"{disk.segments_recycled:,} segments used again"
     share = f"{100 * min(disk.found_again):.1f} %" if disk.found_again else "-"
     direct = "O_DIRECT" if disk.direct else "buffered"
     rows = [
@@ -188,9 +188,9 @@ def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:
         ),
         ("demoted", f"{disk.demoted_keys:,}", f"keys, {format_bytes(disk.demoted_bytes)}; not: {dropped}"),
         ("promoted", f"{disk.promoted_keys:,}", f"keys, {format_bytes(disk.promoted_bytes)}"),
-        ("evicted, rewritten", f"{disk.evicted_keys:,}, {disk.rewritten:,}", f"{disk.recycled:,} segments used again"),
-        ("corrupt", f"{disk.corrupt:,}", f"{disk.planted:,} planted, {disk.planted_found:,} found by verify"),
-        ("found after kills", share, f"of keys, at worst; median {again['found_again_median']}"),
+        ("evicted, rewritten", f"{disk.evicted_keys:,}, {disk.records_rewritten:,}", again),
+        ("corrupt", f"{disk.corrupt:,}", f"{disk.planted:,} planted, {disk.planted_found_by_verify:,} found by verify"),
+        ("found after kills", share, f"of keys, at worst; median {disk.as_json()['found_again_median']}"),
         ("audits of all", f"{disk.audits:,}", f"{disk.records_audited:,} records, {disk.audits_cut_short} cut short"),
     ]
     return [rows]

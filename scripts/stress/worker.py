@@ -23,7 +23,7 @@ from scripts.harness.engine import CALL_S, JOB_S, Engine
 from scripts.harness.geometry import Geometry, GroupShape, random_geometry
 from scripts.harness.oracle import Oracle
 from scripts.harness.places import Lines
-from scripts.harness.promises import Findings, broken_in_answer
+from scripts.harness.promises import Findings, broken_in_answer, count
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOT_TOKENS, ROOTS, Prompts
 
@@ -177,8 +177,8 @@ class Worker:
         found = self.engine.ranks[0].client.pin(keys)
         self.counters.took("pin", time.monotonic() - began)
         self.counters.add("block_references", sum(map(len, found.states)))
-        self.counters.add("block_hits", sum(int((state == KeyState.HIT).sum()) for state in found.states))
-        self.counters.add("block_pending", _pending(found))
+        self.counters.add("block_hits", count(found.states, KeyState.HIT))
+        self.counters.add("block_pending", count(found.states, KeyState.PENDING))
         self.counters.add("block_promoting", found.promoting)
         self._check_found(keys, found)
         return found
@@ -195,7 +195,7 @@ class Worker:
             self.findings.broken(f"keys did not come from disk: {error!r}")
             raise
         self._check_found(keys, ready)
-        before, after = (sum(int((s == KeyState.HIT).sum()) for s in one.states) for one in (found, ready))
+        before, after = (count(one.states, KeyState.HIT) for one in (found, ready))
         if ready.lease and after < before and not self.engine.cleared_since(self.engine.epoch):
             self.findings.broken(f"of {before} keys that were leased {after} were left when others had come from disk")
         return ready
@@ -215,7 +215,7 @@ class Worker:
             if shares := self.shares(rank, keys, needed):
                 expedited = bool(self.rng.integers(0, 2))
                 mine = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
-                known = mine, _pending(pinned) - pinned.promoting
+                known = mine, count(pinned.states, KeyState.PENDING) - pinned.promoting
                 opened = self.engine.load(rank, shares, lease=found.lease, expedited=expedited, pending=known)
                 begun.append(opened)
         self.engine.wait(begun)
@@ -372,10 +372,6 @@ def _reserved_for(rank: int, states: dict[int, U8Array], group: GroupShape, _cou
     if group.part_of_rank.index(group.part_of_rank[rank]) != rank:
         return np.zeros(0, np.int64)
     return np.flatnonzero(states[group.number] == KeyState.RESERVED)
-
-
-def _pending(found: Found) -> int:
-    return sum(int((state == KeyState.PENDING).sum()) for state in found.states)
 
 
 def _name(operation: Callable[[], None]) -> str:
