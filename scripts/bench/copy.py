@@ -10,12 +10,8 @@ Then the cases end, and another process pings the daemon while nothing is copied
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
-import select
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -39,11 +35,13 @@ from scripts.harness.figures import (
     print_grid,
 )
 from scripts.harness.output import Live
-from scripts.harness.process import module, private_folder, spawn
+from scripts.harness.process import private_folder
 from scripts.harness.program import benchmark_line, show_result, size
+from scripts.harness.worker import WorkerProcess
 from scripts.harness.workload import WAIT_S, Workload
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 
@@ -54,7 +52,6 @@ LARGE_ROW_BYTES = 32 << 10
 LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
 SETS = 3
 """How often the bytes of one job fit into the arena."""
-PING_EVERY_S = 0.002
 LAG = ("p99_us", "max_us")
 
 
@@ -151,54 +148,30 @@ def note(samples: Samples, what: str, seconds: list[tuple[float, float]]) -> Non
 # --- lag: how long others wait meanwhile ---------------------------------------------------------------
 
 
-def ping_until_told(socket: str) -> None:
-    """Ping until a line comes; then print the round trips, in seconds, and begin again. Ends with its input."""
-    with Client(socket, namespace=None, role="observer") as client:
-        seconds: list[float] = []
-        while True:
-            begun = time.perf_counter()
-            client.ping()
-            seconds.append(time.perf_counter() - begun)
-            if select.select([sys.stdin], [], [], PING_EVERY_S)[0]:
-                if not sys.stdin.readline():
-                    return
-                print(json.dumps(seconds), flush=True)
-                seconds = []
-
-
 def measure_lag(bench: Bench, daemon: Daemon, log: Path, jobs: int) -> dict[str, Any]:
     """Round trips of another session, microseconds: idle, during stores, during loads."""
-    command = module("scripts.bench.copy", "--ping", str(daemon.socket))
-    with spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    pinger = WorkerProcess("scripts.bench.ping", {"socket": str(daemon.socket)}, log)
 
-        def during(work: Callable[[], object]) -> dict[str, float]:
-            told(child)
-            work()
-            seconds = told(child)
-            figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
-            return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
+    def told() -> list[float]:
+        pinger.ask({})
+        seconds: list[float] = pinger.answer(WAIT_S)["seconds"]
+        return seconds
 
-        told(child)  # it has started
-        lag = {
-            "idle": during(lambda: time.sleep(0.5)),
-            "stores": during(lambda: [bench.store() for _ in range(jobs)]),
-            "loads": during(lambda: [bench.load() for _ in range(jobs)]),
-        }
-        if child.stdin is not None:
-            child.stdin.close()
+    def during(work: Callable[[], object]) -> dict[str, float]:
+        told()
+        work()
+        seconds = told()
+        figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
+        return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
+
+    told()  # it has started
+    lag = {
+        "idle": during(lambda: time.sleep(0.5)),
+        "stores": during(lambda: [bench.store() for _ in range(jobs)]),
+        "loads": during(lambda: [bench.load() for _ in range(jobs)]),
+    }
+    pinger.end()
     return lag
-
-
-def told(child: subprocess.Popen[bytes]) -> list[float]:
-    """What it measured since it was last asked."""
-    if child.stdin is None or child.stdout is None:
-        raise SystemExit("the pinging process has no pipes")
-    child.stdin.write(b"\n")
-    child.stdin.flush()
-    seconds: list[float] = json.loads(child.stdout.readline() or b"[]")
-    if not seconds:
-        raise SystemExit("the pinging process ended")
-    return seconds
 
 
 # --- running, showing ----------------------------------------------------------------------------------
@@ -288,11 +261,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
     parser.add_argument("--rows", type=size, nargs="*", help="rows of these bytes only")
-    parser.add_argument("--ping", metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.ping is not None:
-        ping_until_told(arguments.ping)
-        return 0
     wanted = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
     if not wanted:
         parser.error(f"--rows: there are cases for {', '.join(map(format_bytes, ROW_BYTES))}")

@@ -48,6 +48,7 @@ from scripts.harness.figures import (
 from scripts.harness.output import Live
 from scripts.harness.process import end, module, private_folder, spawn, status_bytes
 from scripts.harness.program import benchmark_line, show_result, size
+from scripts.harness.wait import within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,12 +167,9 @@ class Bench:
     def _start(self) -> None:
         """Until the arena's pages are there, so that nothing else is going on, and the start's lag is forgotten."""
         self._daemon.start()
-        until = time.monotonic() + WAIT_S
-        while status_bytes(self._daemon.pid, "RssShmem") < 0.99 * self._memory_bytes and time.monotonic() < until:
-            time.sleep(0.05)
-        with self._client() as client:
-            while client.status()["loop"]["recent_lag_s"] > 2 * BEAT_S and time.monotonic() < until:
-                time.sleep(0.5)
+        daemon, bytes_min = self._daemon, 0.99 * self._memory_bytes
+        within(lambda: status_bytes(daemon.pid, "RssShmem") >= bytes_min, WAIT_S, every_s=0.05)
+        within(lambda: daemon.status()["loop"]["recent_lag_s"] <= 2 * BEAT_S, WAIT_S, every_s=0.5)
 
     def _stop(self) -> None:
         if self._daemon.stop() != 0:

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.parts import Ended, Part, adopt_orphans, run
 from scripts.gpu.report import machine, write
 
@@ -37,7 +38,6 @@ CASES_SHARE = 0.7
 """Of a benchmark's time: it begins no case later, so that what it has measured comes out."""
 
 STRESS_S, QUICK_STRESS_S = 60, 5
-SOFT_VARIABLE = "KVOFFLOADD_SOFT_GPU"
 
 
 def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:

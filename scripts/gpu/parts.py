@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.gpu import RESULTS_VARIABLE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SET_CHILD_SUBREAPER = 36
 _TERM_S = 3.0
 _LAST_LINES = 40
-RESULTS_VARIABLE = "KVOFFLOADD_TEST_RESULTS"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.gpu import RESULTS_VARIABLE
+
 if TYPE_CHECKING:
     import pytest
-
-VARIABLE = "KVOFFLOADD_TEST_RESULTS"
 
 
 def keep(row: dict[str, Any]) -> None:
     """Write one down; where nobody asks for it: do nothing."""
-    if VARIABLE in os.environ:
-        with Path(os.environ[VARIABLE]).open("a", encoding="utf-8") as stream:
+    if RESULTS_VARIABLE in os.environ:
+        with Path(os.environ[RESULTS_VARIABLE]).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, default=str) + "\n")
 
 

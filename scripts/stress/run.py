@@ -215,10 +215,12 @@ class Run:
         """Start the workers, and wait until each has done something: how long Python takes to start says nothing."""
         for row in range(self._options.workers):
             self._spawn(row, 0)
-        until = time.monotonic() + BEGIN_S
-        while len(self._busy()) < len(self._slots) and time.monotonic() < until:
+
+        def all_busy() -> bool:
             self._check_children(observer, watch)
-            time.sleep(TICK_S)
+            return len(self._busy()) >= len(self._slots)
+
+        within(all_busy, BEGIN_S, every_s=TICK_S)
 
     def _busy(self) -> list[Slot]:
         """Workers that have done something already."""

@@ -27,6 +27,7 @@ from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bo
 from scripts.harness.output import Live
 from scripts.harness.process import DaemonError, module, obey_signals, private_folder, spawn, tail
 from scripts.harness.program import EXIT_BAD, EXIT_USAGE, benchmark_line, show_result
+from scripts.vllm import ENVIRONMENT
 
 if TYPE_CHECKING:
     import argparse
@@ -124,17 +125,7 @@ def connector_of(who: str, chunk: int, place: str, memory_bytes: int) -> dict[st
 def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
     """In a process of its own, to its end. Raises DaemonError if it does not come to one."""
     log, result = folder / f"{name}.log", folder / f"{name}.json"
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
-        "TMPDIR": str(folder),
-    }
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     child = spawn(module("scripts.vllm.timed", json.dumps(options), str(result)), log, environment=environment)
     try:
         status = child.wait(RUN_S)

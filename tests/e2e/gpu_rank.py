@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from scripts.gpu import SOFT_VARIABLE
 from scripts.harness.gpu import Gpu
 from scripts.harness.places import GpuPlace, Layout
 from tests import softcuda
 
 DEVICE_VARIABLE = "KVOFFLOADD_TEST_DEVICE"
-SOFT_VARIABLE = "KVOFFLOADD_SOFT_GPU"
 TAIL = 24
 """Bytes between rows."""
 

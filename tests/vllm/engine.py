@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
+from scripts.vllm import ENVIRONMENT
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,7 @@ Prompts = list[list[int]]
 
 MODULE = "kvoffloadd.integrations.vllm"
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "PYTHONHASHSEED": "0",
+    **ENVIRONMENT,
     "TOKENIZERS_PARALLELISM": "false",
     # Threads that spin while they wait would starve the daemon on a small machine.
     "OMP_WAIT_POLICY": "PASSIVE",
