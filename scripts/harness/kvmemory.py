@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
     from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.places import Line
+    from scripts.harness.places import Line, Place
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -102,7 +102,10 @@ class KvMemory:
         gaps = Gaps(rng, padded)
         refs, pages = _placed(geometry, self._shapes.values(), rank, gaps)
         layouts = [Layout(num_blocks, page, page + gaps.draw(0, 0, 64, 33)) for page in pages]
-        self._place = HostPlace(layouts, rng, name) if line is None else line.place(layouts, rng, name)
+        if line is None:
+            self._place: Place = HostPlace(layouts, name, together=bool(rng.integers(0, 2)))
+        else:
+            self._place = line.place(layouts, rng, name)
         self._rows = [_noisy(real, rng) for real in self._place.rows]
         self._place.publish()
         self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}

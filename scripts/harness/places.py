@@ -135,7 +135,7 @@ class HostLine:
 
     def place(self, layouts: Sequence[Layout], rng: np.random.Generator, name: str) -> HostPlace:
         """See `Line`."""
-        return HostPlace(layouts, rng, name, self)
+        return HostPlace(layouts, name, self, together=bool(rng.integers(0, 2)))
 
     def _run(self) -> None:
         while True:
@@ -143,14 +143,13 @@ class HostLine:
 
 
 class HostPlace:
-    """Tensors in one memfd or each in its own. `line` None: nothing is ever late."""
+    """Tensors in one memfd (`together`) or each in its own. `line` None: nothing is ever late."""
 
     def __init__(
-        self, layouts: Sequence[Layout], rng: np.random.Generator, name: str, line: HostLine | None = None
+        self, layouts: Sequence[Layout], name: str, line: HostLine | None = None, *, together: bool = False
     ) -> None:
         self._line = line
         sizes = [layout.size_bytes for layout in layouts]
-        together = bool(rng.integers(0, 2))
         pools = [sum(sizes)] if together else sizes
         memory = [SharedTensor.allocate(1, size, name=name) for size in pools]
         flats = [tensor.array.reshape(-1) for tensor in memory]

@@ -8,10 +8,8 @@ written down was killed, and of the sample at least `--floor` percent; 1 otherwi
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import secrets
 import shutil
 import subprocess
 import sys
@@ -24,9 +22,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from scripts.harness.output import Live, print_json, print_table
+from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.mutants.mutations import Mutant, found, written
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,8 +125,7 @@ def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
 def main() -> int:
     """Runs it; returns the exit status."""
     options = _arguments()
-    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
-    print(f"mutants: seed {seed}", file=sys.stderr)
+    seed = seed_of(options, "mutants")
     by_hand = [mutant for mutant in written(WRITTEN, ROOT) if options.only in mutant.name]
     drawn = sample(options.room or list(ROOMS), options.sample, seed)
     fates = run(by_hand + drawn, options.jobs)
@@ -151,15 +150,14 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog=__doc__.split("\n", 1)[1])
+    parser = command_line(__doc__)
     add = parser.add_argument
     add("--only", default="", metavar="TEXT", help="of the mutants that are written down, those with this in the name")
     add("--sample", type=int, default=60, help="how many to draw from the syntax (default: %(default)s)")
     add("--room", action="append", choices=list(ROOMS), help="draw from this folder (default: from all)")
     add("--floor", type=float, default=90.0, help="percent of the sample to be killed (default: %(default)s)")
     add("--jobs", type=int, default=2, help="mutants under test at once (default: %(default)s)")
-    add("--seed", type=int, help="of the sample (default: a new one, which is told)")
-    add("--json", action="store_true", help="one JSON object on standard output in place of the table")
+    add_seed(parser)
     given = parser.parse_args()
     if min(given.sample, given.floor) < 0 or given.jobs < 1:
         parser.error("--sample and --floor: not below 0; --jobs: at least 1")

@@ -27,13 +27,12 @@ from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bo
 from scripts.harness.output import Live
 from scripts.harness.process import DaemonError, module, obey_signals, private_folder, spawn, tail
 from scripts.harness.program import EXIT_BAD, EXIT_USAGE, benchmark_line, show_result
-from scripts.vllm import ENVIRONMENT
+from scripts.vllm import ENVIRONMENT, transfer_config
 
 if TYPE_CHECKING:
     import argparse
 
 VERSION = "0.32"
-MODULE = "kvoffloadd.integrations.vllm"
 WHO = ("connector", "spec", "tiering")
 CASES = ("new", "memory", "disk")
 FIGURES = {
@@ -106,20 +105,16 @@ def write_model(folder: Path) -> Path:
 
 def connector_of(who: str, chunk: int, place: str, memory_bytes: int) -> dict[str, Any]:
     """`kv_transfer_config`. `place`: the daemon's socket, or the folder of vLLM's tier."""
-    extra: dict[str, Any] = {"block_size": chunk}
-    route: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
-    if who == "tiering":
-        tier = {"type": "fs", "root_dir": place}
-        extra |= {"spec_name": "TieringOnCpu", "spec_module_path": "_vllm_tiering", "secondary_tiers": [tier]}
-        extra["cpu_bytes_to_use"] = memory_bytes
-    else:
-        extra["socket"] = place
-        if who == "spec":
-            extra |= {"spec_name": "KVOffloaddSpec", "spec_module_path": MODULE}
-        else:
-            route = {"kv_connector": "KVOffloaddConnector", "kv_connector_module_path": MODULE}
-            route["kv_load_failure_policy"] = "recompute"
-    return {**route, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if who != "tiering":
+        return transfer_config(who, socket=place, block_size=chunk)
+    extra = {
+        "block_size": chunk,
+        "spec_name": "TieringOnCpu",
+        "spec_module_path": "scripts.vllm.tiering",
+        "secondary_tiers": [{"type": "fs", "root_dir": place}],
+        "cpu_bytes_to_use": memory_bytes,
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from scripts.harness.output import print_json, print_table
+from scripts.harness.program import EXIT_BAD, EXIT_USAGE
+from scripts.vllm import transfer_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXIT_BAD, EXIT_USAGE = 1, 2
 HITS = "vllm:external_prefix_cache_hits"
-MODULE = "kvoffloadd.integrations.vllm"
 DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
 _FIRST_TOKEN = 3  # the ones before it are special in most vocabularies
 _RESET_S = 30.0
@@ -89,12 +89,13 @@ class Engine:
 
     def __init__(self, vllm: Any, given: argparse.Namespace) -> None:
         self._vllm = vllm
+        extra = {"socket": given.socket} | ({"block_size": given.chunk} if given.chunk else {})
         self._engine = vllm.LLM(
             model=given.model,
             enable_prefix_caching=True,
             disable_log_stats=False,
             use_tqdm_on_load=False,
-            kv_transfer_config=vllm.config.KVTransferConfig(**connector(given.route, given.socket, given.chunk)),
+            kv_transfer_config=vllm.config.KVTransferConfig(**transfer_config(given.route, **extra)),
             **given.engine,
         )
         self._answer_tokens = given.answer
@@ -164,18 +165,6 @@ def run(vllm: Any, given: argparse.Namespace) -> Report:
         computed_s=computed_s,
         from_daemon_s=from_daemon_s,
     )
-
-
-def connector(route: str, socket: str, chunk: int | None) -> dict[str, Any]:
-    """`kv_transfer_config`."""
-    extra: dict[str, Any] = {"socket": socket} | ({"block_size": chunk} if chunk else {})
-    if route == "spec":
-        named = {"kv_connector": "OffloadingConnector"}
-        extra |= {"spec_name": "KVOffloaddSpec", "spec_module_path": MODULE}
-    else:
-        named = {"kv_connector": "KVOffloaddConnector", "kv_connector_module_path": MODULE}
-        named["kv_load_failure_policy"] = "recompute"
-    return {**named, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _say(what: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
-from scripts.vllm import ENVIRONMENT
+from scripts.vllm import ENVIRONMENT, transfer_config
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,6 @@ CONNECTED = "vllm:kvoffloadd_connected"
 
 Prompts = list[list[int]]
 
-MODULE = "kvoffloadd.integrations.vllm"
 _ENVIRONMENT = {
     **ENVIRONMENT,
     "TOKENIZERS_PARALLELISM": "false",
@@ -247,29 +246,12 @@ def cached(requests: Sequence[Request]) -> list[int | None]:
 
 def by_spec(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
     """`kv_transfer_config`: vLLM's own connector with our spec."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVOffloaddSpec",
-            "spec_module_path": MODULE,
-            "block_size": chunk,
-            "socket": str(socket),
-            **_PATIENCE,
-            **extra,
-        },
-    }
+    return transfer_config("spec", socket=str(socket), block_size=chunk, **_PATIENCE, **extra)
 
 
 def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
     """`kv_transfer_config`: our connector, which outlives the daemon."""
-    return {
-        "kv_connector": "KVOffloaddConnector",
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"block_size": chunk, "socket": str(socket), **_PATIENCE, **extra},
-    }
+    return transfer_config("connector", socket=str(socket), block_size=chunk, **_PATIENCE, **extra)
 
 
 def by_chunks(socket: Path, blocks: int) -> dict[str, Any]:
