@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import os
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,7 @@ from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
 from scripts.harness.oracle import digest, mixed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvoffloadd.model import U8Array
     from scripts.harness.gpu import Gpu
@@ -91,18 +89,6 @@ class Gate:
     def open(self) -> None:
         """The stream goes on."""
         self._word.value = self._value
-
-    @contextlib.contextmanager
-    def closed_for(self, seconds: float) -> Iterator[None]:
-        """Closed within, and at the latest for `seconds`."""
-        self.close()
-        timer = threading.Timer(seconds, self.open)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.open()
 
 
 class CacheMemory:

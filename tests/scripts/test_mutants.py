@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.harness.process import ROOT
 from scripts.mutants.mutations import found, written
-from tests.scripts.running import ROOT
 
 PROGRAM = """
 def clipped(value: int, most: int) -> int:
