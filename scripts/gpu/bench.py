@@ -12,6 +12,7 @@ import contextlib
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from kvoffloadd.client.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import KEY_BYTES, judged, print_bounds, print_grid
+from scripts.harness.figures import KEY_BYTES, judged, median_ratio, print_bounds, print_grid
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
 from scripts.harness.output import print_json
@@ -211,6 +212,47 @@ def sample(rounds: int, work: Mapping[str, Callable[[], float]], before: Callabl
             if number:
                 found[name].append(seconds)
     return found
+
+
+KINDS: dict[str, tuple[str, Callable[[Ceiling], float], Callable[[GpuWorkload], float]]] = {
+    "store": ("store", Ceiling.store, GpuWorkload.store_s),
+    "stores": ("store", Ceiling.store, lambda worker: worker.stores_s(3)),
+    "load": ("load", Ceiling.load, GpuWorkload.load_s),
+    "both": ("both", Ceiling.both, GpuWorkload.both_s),
+}
+"""What jobs do, and the plain copies beside them. `stores`: back to back, so that what the one before stored is hashed
+meanwhile.
+"""
+
+
+def against_ceiling(
+    gpu: Gpu, socket: Path, shape: Shape, job_bytes: int, rounds: int, kinds: Sequence[str]
+) -> dict[str, Any]:
+    """Jobs of these KINDS beside plain copies of as many bytes."""
+    worker = GpuWorkload(gpu, socket, shape, job_bytes)
+    await_pinned(socket)
+    ceiling = Ceiling(gpu, worker.bytes)
+    work: dict[str, Callable[[], float]] = {}
+    for kind in kinds:
+        plain, copy, do = KINDS[kind]
+        work.setdefault(f"plain {plain}", partial(copy, ceiling))
+        work[kind] = partial(do, worker)
+    worker.store()
+    seconds = sample(rounds, work, worker.drain)
+    wrong = worker.wrong_bytes()
+    ceiling.close()
+    worker.close()
+    return {
+        "row_bytes": shape.row_bytes,
+        "job_bytes": worker.bytes,
+        "wrong_bytes": wrong,
+        "ratio_to_limit": {
+            kind: round(median_ratio(seconds[f"plain {KINDS[kind][0]}"], seconds[kind]), 3) for kind in kinds
+        },
+        "gb_per_s": {
+            kind: gb_per_s(worker.bytes * (2 if kind.endswith("both") else 1), taken) for kind, taken in seconds.items()
+        },
+    }
 
 
 def in_time(cases: Sequence[T], limit_s: float, left_out: list[str]) -> Iterator[T]:

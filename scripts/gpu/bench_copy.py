@@ -12,28 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.gpu.bench import (
     KIB,
+    KINDS,
     MIB,
-    Ceiling,
-    GpuWorkload,
     Shape,
-    await_pinned,
+    against_ceiling,
     daemon,
     done,
-    gb_per_s,
     in_time,
     parse,
     parser,
-    sample,
     table,
     tell,
 )
-from scripts.harness.figures import at_least, at_most, median_ratio
+from scripts.harness.figures import at_least, at_most
 from scripts.harness.gpu import Gpu
 
 if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
-
     from scripts.harness.figures import Bound
 
 ROW_BYTES = tuple(size * KIB for size in (4, 8, 16, 24, 32, 64, 256, 2048))
@@ -42,45 +36,7 @@ ROWS_MAX = 1 << 17
 """Of a job: more of the smallest rows would only take longer."""
 
 ONE_WAY_MIN, BOTH_WAYS_MIN = 0.95, 0.90
-KINDS = ("store", "stores", "load", "both")
-"""`stores`: back to back, so that what the one before stored is hashed meanwhile."""
-
-PLAIN = ("store", "load", "both")
-
-
-def run_case(gpu: Gpu, socket: Path, row_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One size of rows."""
-    shape = Shape(row_bytes)
-    worker = GpuWorkload(gpu, socket, shape, min(arguments.bytes, ROWS_MAX * row_bytes))
-    await_pinned(socket)
-    ceiling = Ceiling(gpu, worker.bytes)
-    work = {
-        "plain store": ceiling.store,
-        "store": worker.store_s,
-        "stores": lambda: worker.stores_s(3),
-        "plain load": ceiling.load,
-        "load": worker.load_s,
-        "plain both": ceiling.both,
-        "both": worker.both_s,
-    }
-    worker.store()
-    seconds = sample(arguments.rounds, work, worker.drain)
-    wrong = worker.wrong_bytes()
-    ceiling.close()
-    worker.close()
-    against = {"store": "store", "stores": "store", "load": "load", "both": "both"}
-    return {
-        "name": shape.name,
-        "row_bytes": row_bytes,
-        "job_bytes": worker.bytes,
-        "wrong_bytes": wrong,
-        "ratio_to_limit": {
-            kind: round(median_ratio(seconds[f"plain {against[kind]}"], seconds[kind]), 3) for kind in KINDS
-        },
-        "gb_per_s": {
-            kind: gb_per_s(worker.bytes * (2 if kind.endswith("both") else 1), taken) for kind, taken in seconds.items()
-        },
-    }
+PLAIN = ("plain store", "plain load", "plain both")
 
 
 def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
@@ -110,14 +66,15 @@ def main() -> int:
         # The largest first: they have bounds.
         largest_first = in_time(rows[::-1], arguments.seconds, left_out)
         for row_bytes in largest_first:
-            done(run_case(gpu, socket, row_bytes, arguments), cases)
+            shape, job_bytes = Shape(row_bytes), min(arguments.bytes, ROWS_MAX * row_bytes)
+            found = against_ceiling(gpu, socket, shape, job_bytes, arguments.rounds, tuple(KINDS))
+            done({"name": shape.name, **found}, cases)
     cases.reverse()
-    plain = [f"plain {kind}" for kind in PLAIN]
-    speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *plain))] for case in cases]
+    speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *PLAIN))] for case in cases]
     ratios = [[case["name"], *(f"{case['ratio_to_limit'][kind]:.2f}" for kind in KINDS)] for case in cases]
     tables = [
         table("through the daemon: ratio to the plain copy", ("rows", *KINDS), ratios),
-        table("GB/s; plain: one cuMemcpyAsync", ("rows", *KINDS, *plain), speeds),
+        table("GB/s; plain: one cuMemcpyAsync", ("rows", *KINDS, *PLAIN), speeds),
     ]
     result = {"cases": cases, "left_out": left_out, "tables": tables}
     return tell(arguments, result, bounds_of(cases))

@@ -8,31 +8,22 @@ the client's; ratios are to one plain copy of as many bytes in the same rounds.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scripts.gpu.bench import (  # fmt: skip
+from scripts.gpu.bench import (
     KIB,
     MIB,
-    Ceiling,
-    GpuWorkload,
     Shape,
-    await_pinned,
+    against_ceiling,
     daemon,
     done,
-    gb_per_s,
     in_time,
     parse,
     parser,
-    sample,
     table,
     tell,
 )
-from scripts.harness.figures import median_ratio
 from scripts.harness.gpu import Gpu
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
 
 ROW_BYTES = (4 * KIB, 16 * KIB, 64 * KIB)
 DAEMONS: dict[str, dict[str, str]] = {
@@ -43,24 +34,6 @@ DAEMONS: dict[str, dict[str, str]] = {
 }
 KINDS = ("store", "load")
 BLOCKS_PER_KEY = 8
-
-
-def run_case(gpu: Gpu, socket: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One shape with one daemon."""
-    worker = GpuWorkload(gpu, socket, shape, arguments.bytes)
-    await_pinned(socket)
-    ceiling = Ceiling(gpu, worker.bytes)
-    worker.store()
-    work = {"plain store": ceiling.store, "store": worker.store_s, "plain load": ceiling.load, "load": worker.load_s}
-    seconds = sample(arguments.rounds, work, worker.drain)
-    ceiling.close()
-    worker.close()
-    return {
-        "row_bytes": shape.row_bytes,
-        "scattered": shape.scattered,
-        "ratio_to_limit": {kind: round(median_ratio(seconds[f"plain {kind}"], seconds[kind]), 3) for kind in KINDS},
-        "gb_per_s": {kind: gb_per_s(worker.bytes, taken) for kind, taken in seconds.items()},
-    }
 
 
 def main() -> int:
@@ -75,8 +48,10 @@ def main() -> int:
         with daemon(arguments.bytes, settings) as socket:
             for row_bytes in rows:
                 for scattered in (True, False) if not settings else (True,):
-                    found = run_case(gpu, socket, Shape(row_bytes, scattered, blocks_per_key=BLOCKS_PER_KEY), arguments)
-                    done({"name": name if scattered else f"{name}, coalesced", **found}, cases)
+                    shape = Shape(row_bytes, scattered, blocks_per_key=BLOCKS_PER_KEY)
+                    found = against_ceiling(gpu, socket, shape, arguments.bytes, arguments.rounds, KINDS)
+                    named = name if scattered else f"{name}, coalesced"
+                    done({"name": named, "scattered": scattered, **found}, cases)
     lines = [
         [f"{case['row_bytes'] // KIB} KiB", case["name"]]
         + [f"{case['gb_per_s'][kind]:.1f} ({case['ratio_to_limit'][kind]:.2f})" for kind in KINDS]

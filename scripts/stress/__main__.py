@@ -68,21 +68,25 @@ def _arguments() -> tuple[Options, bool]:
     add = parser.add_argument
     add("--seconds", type=seconds, default=30.0, help="how long (default: %(default).0f)")
     add("--workers", type=int, default=4, help="worker processes (default: %(default)s)")
-    add("--memory", type=size, default="128MiB", metavar="SIZE", help="the memory tier (default: %(default)s)")
-    add("--working-set", type=size, metavar="SIZE", help="what the workers ask for (default: 10 times --memory)")
+    add("--memory", dest="memory_bytes", type=size, default="128MiB", metavar="SIZE",
+        help="the memory tier (default: %(default)s)")  # fmt: skip
+    add("--working-set", dest="working_set_bytes", type=size, metavar="SIZE",
+        help="what the workers ask for (default: 10 times --memory)")  # fmt: skip
     add("--kill-workers", action="store_true", help="SIGKILL workers at random instants, and start others")
     add("--kill-daemon", action="store_true", help="SIGKILL the daemon at random instants, and start it again")
     add("--warm", action="store_true", help="the memory tier is a file that outlives the daemon")
-    add("--disk", type=Path, metavar="PATH", help="keep keys in a new folder there, too (default: /var/tmp)")
+    add("--disk", dest="disk_folder", type=Path, metavar="PATH",
+        help="keep keys in a new folder there, too (default: /var/tmp)")  # fmt: skip
     add(
         "--disk-share", type=_share, metavar="X", help="the disk tier's part of the working set; 0: none (default: 0.5)"
     )
     add(
-        "--plant-corruption", nargs="?", const="loads", choices=("loads", "disk"), metavar="WHERE",
+        "--plant-corruption", nargs="?", default="", const="loads", choices=("loads", "disk"), metavar="WHERE",
         help="loads: let the daemon flip bits in loads, which must be noticed (the default); disk: flip bits in files "
         "of the disk tier, which must end as misses",
     )  # fmt: skip
-    add("--slow-copies", type=seconds, default=0.0, metavar="SECONDS", help="let each copy take so much longer")
+    add("--slow-copies", dest="slow_copies_s", type=seconds, default=0.0, metavar="SECONDS",
+        help="let each copy take so much longer")  # fmt: skip
     add("--device", choices=("host", "cuda"), default="host", help="where KV caches lie (default: %(default)s)")
     add("--software-driver", action="store_true", help="without a GPU: on the driver that tests/softcuda is")
     add(
@@ -92,9 +96,11 @@ def _arguments() -> tuple[Options, bool]:
     add_seed(parser)
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     given = parser.parse_args()
-    if given.workers < 1 or given.memory < MEMORY_BYTES_MIN:
+    if given.workers < 1 or given.memory_bytes < MEMORY_BYTES_MIN:
         parser.error(f"--workers: at least 1; --memory: at least {format_bytes(MEMORY_BYTES_MIN)}")
-    if given.socket and (given.kill_daemon or given.warm or given.plant_corruption or given.slow_copies or given.disk):
+    if given.socket and (
+        given.kill_daemon or given.warm or given.plant_corruption or given.slow_copies_s or given.disk_folder
+    ):
         parser.error(
             "--kill-daemon, --warm, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket"
         )
@@ -102,32 +108,17 @@ def _arguments() -> tuple[Options, bool]:
         parser.error("--software-driver and --driver-faults are for --device cuda")
     if given.socket and given.driver_faults:
         parser.error("--driver-faults needs a daemon of its own, no --socket")
-    working_set_bytes = given.working_set or 10 * given.memory
-    wants_disk = given.kill_daemon or given.disk or given.plant_corruption == "disk"
+    given.working_set_bytes = given.working_set_bytes or 10 * given.memory_bytes
+    wants_disk = given.kill_daemon or given.disk_folder or given.plant_corruption == "disk"
     share = (DISK_SHARE if wants_disk else 0.0) if given.disk_share is None else given.disk_share
-    if share and working_set_bytes * share < DISK_BYTES_MIN:
+    if share and given.working_set_bytes * share < DISK_BYTES_MIN:
         parser.error(f"--disk-share: {format_bytes(DISK_BYTES_MIN)} of the working set at least, or 0")
-    if not share and (given.disk or given.plant_corruption == "disk"):
+    if not share and (given.disk_folder or given.plant_corruption == "disk"):
         parser.error("--disk-share 0 leaves nothing for --disk and --plant-corruption disk")
-    options = Options(
-        seconds=given.seconds,
-        workers=given.workers,
-        memory_bytes=given.memory,
-        working_set_bytes=working_set_bytes,
-        disk_bytes=int(working_set_bytes * share) // PAGE_BYTES * PAGE_BYTES,
-        disk_folder=given.disk,
-        kill_workers=given.kill_workers,
-        kill_daemon=given.kill_daemon,
-        warm=given.warm,
-        plant_corruption=given.plant_corruption or "",
-        slow_copies_s=given.slow_copies,
-        seed=seed_of(given, "stress"),
-        socket=given.socket,
-        device=given.device,
-        software_driver=given.software_driver,
-        driver_faults=given.driver_faults,
-    )
-    return options, given.json
+    values = vars(given)
+    as_json, _ = values.pop("json"), values.pop("disk_share")
+    disk_bytes = int(given.working_set_bytes * share) // PAGE_BYTES * PAGE_BYTES
+    return Options(**{**values, "disk_bytes": disk_bytes, "seed": seed_of(given, "stress")}), as_json
 
 
 def _share(text: str) -> float:
