@@ -65,7 +65,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
         ids = ", contiguous" if self.contiguous else ""
         return f"{format_bytes(self.row_bytes)} x {self.tensors}{ids}"
 
@@ -228,7 +227,6 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     kinds = ("store", "store, drained", "load")
     print_grid(
         f"copies through the daemon: ratio to memcpy of {format_bytes(result['cases'][0]['job_bytes'])} (GiB/s)",
@@ -254,7 +252,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = benchmark_line(__doc__)
     parser.add_argument("--bytes", type=size, default="256MiB", help="of one job (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")

@@ -251,7 +251,6 @@ def summary(cases: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     if not has_fio():
         print("fio is not installed (Debian: apt install fio): no ratios, no bounds on speed\n")
     print_grid(
@@ -282,7 +281,6 @@ def _speed(figures: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = benchmark_line(__doc__)
     parser.add_argument("--bytes", type=size, default="1GiB", help="of one round (default: %(default)s)")
     parser.add_argument("--payloads", type=_payloads, default=PAYLOADS, help="comma separated (default: 64KiB to 8MiB)")

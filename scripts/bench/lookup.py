@@ -167,7 +167,6 @@ class Echo:
         self._socket.recv(REPLY_BYTES, socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """End it."""
         self._socket.close()
         end(self._child, signal.SIGTERM, START_S)
 
@@ -197,7 +196,6 @@ class Level:
             raise SystemExit(f"the daemon with {self.count:,} keys does not hold them")
 
     def close(self) -> None:
-        """End it."""
         self._client.close(force=True)
         end(self._child, signal.SIGTERM, START_S)
 
@@ -268,7 +266,6 @@ def summary(samples: Samples, filled: dict[int, dict[str, Any]]) -> dict[str, An
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     print_grid(
         f"round trips with {KEYS} keys, through the socket",
         ("keys held", "call", "p50 us", "p99 us", "times fewest"),
@@ -315,7 +312,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = benchmark_line(__doc__)
     parser.add_argument("--max-keys", type=int, default=LEVELS[-1], help="keys held at most (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: %(default)s)")

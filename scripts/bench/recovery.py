@@ -119,7 +119,6 @@ def summary(levels: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     print_grid(
         "starts with records on disk",
         ("records", "segments", "start s", "index B/record", "RssAnon B/record"),
@@ -140,7 +139,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = benchmark_line(__doc__)
     parser.add_argument("--records", type=int, nargs="*", default=LEVELS, help="levels (default: 1, 2 and 4 million)")
     parser.add_argument("--rounds", type=int, default=3, help="starts at each level (default: %(default)s)")

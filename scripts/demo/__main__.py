@@ -34,7 +34,6 @@ def run(given: argparse.Namespace, folder: Path) -> Report:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--turns", type=int, default=240, help="turns of the chat (default: %(default)s)")

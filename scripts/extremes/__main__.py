@@ -99,7 +99,6 @@ class Bystander:
         return found
 
     def stop(self) -> None:
-        """No more pings."""
         self._stop.set()
         self._thread.join()
         self._client.close()
@@ -125,7 +124,6 @@ def measure(scene: Scene, observer: Client, bystander: Bystander, case: Case) ->
 def play(
     stage: Stage, chosen: Sequence[Case], options: argparse.Namespace, shown: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The chosen cases of a stage."""
     cases: dict[str, dict[str, Any]] = {}
     with private_folder() as folder, disk_folder(None) as roots:
         settings = dict(stage.settings)
@@ -143,7 +141,6 @@ def play(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = benchmark_line(__doc__)
     parser.add_argument("--keys", type=int, default=200_000, help="held when the cases begin (default: %(default)s)")
     parser.add_argument("--case", action="append", choices=[case.__name__ for case in ALL], help="only these")
@@ -155,7 +152,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run all cases and show them."""
     options = arguments()
     cases: dict[str, dict[str, Any]] = {}
     total = len(options.case or ALL)
@@ -171,7 +167,6 @@ def main() -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     cases = result["cases"].items()
     rows = ((n, *(f"{c[k] * 1e3:,.1f}" for k in ("turn_s", "wait_s", "took_s"))) for n, c in cases)
     print_grid("legal extremes, milliseconds", ("case", "turn", "wait", "took"), rows)

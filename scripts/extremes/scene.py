@@ -58,7 +58,6 @@ class Scene:
         return f"extremes-{self._models}"
 
     def close(self) -> None:
-        """All sessions."""
         for peer in self._open:
             peer.close()
         self._open.clear()

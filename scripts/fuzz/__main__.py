@@ -44,7 +44,6 @@ class Report(TrialReport):
         return super().is_good and self.trial.cost.fds_max - self.trial.cost.fds_before <= FDS_GROWTH_MAX
 
     def as_json(self) -> dict[str, object]:
-        """See the base class."""
         tally = self.tally
         return super().as_json() | {
             "frames": tally.frames,
@@ -60,7 +59,6 @@ class Report(TrialReport):
         }
 
     def print(self) -> None:
-        """A table."""
         tally, cost = self.tally, self.trial.cost
         codes = ", ".join(f"{code} {count:,}" for code, count in tally.replies.most_common(6))
         truncated = f"and {tally.truncations:,} truncations, in {tally.sessions:,} sessions"
@@ -96,7 +94,6 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--frames", type=int, default=20_000, help="random and mutated frames (default: %(default)s)")

@@ -103,7 +103,6 @@ class Worker:
         self._ended.set()
 
     def run(self) -> Experience:
-        """Until it is stopped."""
         pinger = threading.Thread(target=self._ping, daemon=True)
         pinger.start()
         try:
@@ -172,7 +171,6 @@ class Worker:
 
 
 def main() -> None:
-    """The program."""
     path, seed, expedited = sys.argv[1:]
     worker = Worker(Path(path), int(seed), expedited=bool(int(expedited)))
 
@@ -213,7 +211,6 @@ class Cost(threading.Thread):
         return self.rss_max - self.rss_before
 
     def run(self) -> None:
-        """The thread."""
         while not self._ended.wait(SAMPLE_S):
             self.sample()
 

@@ -108,7 +108,6 @@ class Report(TrialReport):
         return sum(flooder.busy for flooder in self.flood.flooders)
 
     def as_json(self) -> dict[str, object]:
-        """See the base class."""
         flood = self.flood
         return super().as_json() | {
             "sessions": len(flood.flooders),
@@ -125,7 +124,6 @@ class Report(TrialReport):
         }
 
     def print(self) -> None:
-        """A table."""
         flood, grown = self.flood, self.trial.cost.rss_growth
         admitted = sum(len(flooder.admitted) for flooder in flood.flooders)
         completed = sum(len(flooder.ended) for flooder in flood.flooders)
@@ -158,7 +156,6 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--sessions", type=int, default=64, help="that flood (default: %(default)s)")

@@ -81,7 +81,6 @@ class Flooder:
         return reply
 
     def close(self) -> None:
-        """End the session."""
         self.peer.close()
 
     # --- asking ------------------------------------------------------------------------------------------
@@ -149,7 +148,6 @@ class Flooder:
         return alive
 
     def drip(self) -> None:
-        """One byte."""
         self.read(1)
 
     def _take(self, message: Fields) -> None:

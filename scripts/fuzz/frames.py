@@ -43,7 +43,6 @@ class Frame:
 
 
 def pack(fields: object) -> bytes:
-    """A frame's body."""
     body: bytes = msgpack.packb(fields, use_bin_type=True)
     return body
 

@@ -67,7 +67,6 @@ class Descriptors:
         return [self.memory if rng.random() < 0.7 else rng.choice(self._strange) for _ in range(count)]
 
     def close(self) -> None:
-        """All."""
         for fd in (self.memory, *self._strange):
             os.close(fd)
 
@@ -87,7 +86,6 @@ class Fuzzer:
         self._next = 0
 
     def close(self) -> None:
-        """Its descriptors."""
         self._descriptors.close()
 
     def run(self, frames: int, threads: int, live: Live) -> None:

@@ -110,7 +110,6 @@ def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: b
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = _arguments()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,6 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For people."""
         return format_bytes(self.row_bytes) + ("" if self.scattered else ", coalesced")
 
     def keys_in(self, job_bytes: int) -> int:

@@ -173,7 +173,6 @@ def run_step(name: str, quick: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     if sys.argv[1:2] == ["export"]:
         export()
         return 0

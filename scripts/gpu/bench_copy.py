@@ -52,7 +52,6 @@ def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     made = parser(__doc__ or "")
     made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="rows of so many KiB only")
     arguments = parse(made, 32 * MIB)

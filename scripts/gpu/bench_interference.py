@@ -76,7 +76,6 @@ def measure(kernels: WorkerProcess, worker: GpuWorkload, rounds: int, seconds: f
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = parse(parser(__doc__ or "", "256MiB", 5))
     seconds = QUICK_SLICE_S if arguments.quick else SLICE_S
     gpu = Gpu()

@@ -137,7 +137,6 @@ def signalled(worker: GpuWorkload) -> float:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments: argparse.Namespace = parse(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
     gpu = Gpu()
     Pinned(4096).close()  # the driver's first registration takes longer

@@ -80,7 +80,6 @@ def submission(gpu: Gpu, submit: Callable[..., int], chunks: list[Copies]) -> fl
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = parse(parser(__doc__ or "", "64MiB"), 8 * MIB)
     gpu, driver = Gpu(), Driver()
     keys = max(1, arguments.bytes // (LAYERS * ROW_BYTES))

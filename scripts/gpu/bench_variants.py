@@ -37,7 +37,6 @@ BLOCKS_PER_KEY = 8
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = parse(parser(__doc__ or "", "512MiB", 5), 8 * MIB)
     gpu = Gpu()
     rows = ROW_BYTES[:1] if arguments.quick else ROW_BYTES

@@ -23,7 +23,6 @@ BYTES_MAX = 64 << 20
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="is made anew")
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine (default: %(default)s)")

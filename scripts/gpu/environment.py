@@ -16,7 +16,6 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Returns the exit status."""
     folder, bundle = Path(sys.argv[1]), Path(sys.argv[2])
     wheels = sorted(bundle.glob("*.whl"))
     if not wheels:

@@ -52,7 +52,6 @@ def _nvidia_smi() -> list[str]:
 
 
 def write(folder: Path, heading: str, facts: Sequence[tuple[str, str]], parts: Sequence[Ended], verdict: str) -> None:
-    """All of it anew."""
     rows = [row for ended in parts for row in ended.rows()]
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     cases: list[dict[str, Any]] = next(

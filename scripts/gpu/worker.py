@@ -121,11 +121,9 @@ class Worker:
         return self._jobs[job].done
 
     def store(self, keys: list[int], blocks: list[int]) -> list[str]:
-        """Begin and wait."""
         return self.wait(self.begin_store(keys, blocks))
 
     def load(self, keys: list[int], blocks: list[int]) -> list[str]:
-        """Begin and wait."""
         return self.wait(self.begin_load(keys, blocks))
 
     # --- order ---
@@ -180,7 +178,6 @@ class Worker:
         return found
 
     def end(self) -> None:
-        """An orderly end of the session."""
         self._client.close(WAIT_S, force=True)
 
 

@@ -69,7 +69,6 @@ class Counters:
         self._at = {name: 1 + index for index, name in enumerate(NAMES)}
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count."""
         self._mine[self._at[name]] += amount
 
     def set(self, name: str, value: int) -> None:
@@ -95,11 +94,9 @@ class Counters:
     # --- reading -------------------------------------------------------------------------------------
 
     def get(self, row: int, name: str) -> int:
-        """One worker's count."""
         return int(self._all[row, self._at[name]])
 
     def total(self, name: str) -> int:
-        """All workers' count."""
         return int(self._all[:, self._at[name]].sum())
 
     def percentile_s(self, what: str, percent: float) -> float | None:

@@ -134,7 +134,6 @@ class Daemon:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._child is not None and self._child.poll() is None
 
     @property
@@ -143,7 +142,6 @@ class Daemon:
         return self.child.poll()
 
     def signal(self, number: int) -> None:
-        """Send it one."""
         self.child.send_signal(number)
 
     def wait(self, deadline_s: float = STOP_S) -> int:
@@ -212,7 +210,6 @@ class Daemon:
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def tail(self) -> str:
-        """The end of it."""
         return tail(self.log_path)
 
     def status(self) -> dict[str, Any]:
@@ -228,7 +225,6 @@ class Daemon:
         }
 
     def verify(self, *, payloads: bool = False) -> tuple[str, ...]:
-        """Findings."""
         return self.observer.verify(payloads=payloads).findings
 
     def clear(self) -> None:
@@ -256,11 +252,9 @@ class Daemon:
         return mapped_memfds(self.pid, name)[name]
 
     def open_fds(self) -> int:
-        """How many."""
         return len(open_fds(self.pid))
 
     def rss_anon_bytes(self) -> int:
-        """Its private memory."""
         return rss_anon_bytes(self.pid)
 
     # --- the audit ---

@@ -42,7 +42,6 @@ class Bound:
 
     @property
     def kept(self) -> bool:
-        """Whether it is."""
         return self.value <= self.bound if self.kind == "<=" else self.value >= self.bound
 
 
@@ -63,7 +62,6 @@ def judged(result: dict[str, Any], bounds: Sequence[Bound]) -> dict[str, Any]:
 
 
 def p50(samples: Iterable[float]) -> float:
-    """The median."""
     return statistics.median(samples)
 
 

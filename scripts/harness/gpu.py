@@ -42,7 +42,6 @@ class Gpu:
         driver().call("cuCtxSetCurrent", self._context)
 
     def synchronize(self) -> None:
-        """Wait for the stream."""
         driver().call("cuStreamSynchronize", self.stream)
 
     def delay(self, seconds: float) -> None:
@@ -89,7 +88,6 @@ class Gpu:
             driver().call("cuMemHostUnregister", address)
 
     def free_bytes(self) -> int:
-        """Of the whole GPU."""
         free, _ = driver().call("cuMemGetInfo")
         return int(free)
 

@@ -77,5 +77,4 @@ class OpenJob:
 
     @property
     def is_load(self) -> bool:
-        """Whether the daemon writes."""
         return self.job.direction is Direction.LOAD

@@ -24,7 +24,6 @@ class _LocalConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """See the base class."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(SCRAPE_S)
         self.sock.connect(str(self._path))

@@ -56,7 +56,6 @@ class RawPeer:
         self.close()
 
     def fileno(self) -> int:
-        """Of the socket."""
         return self.socket.fileno()
 
     def close(self) -> None:
@@ -180,13 +179,11 @@ class RawPeer:
     # --- requests that most tests begin with ---
 
     def hello(self, role: str = "worker", *, namespace: Fields | None = None, **fields: Any) -> Fields:
-        """The welcome."""
         namespace = NAMESPACE if namespace is None else namespace
         defaults = {"version": 1, "role": role, "instance": os.urandom(16), "namespace": namespace}
         return self.ok("hello", **{**defaults, **fields})
 
     def attach(self, fds: Sequence[int]) -> list[int]:
-        """Allocation ids."""
         return list(self.ok("attach", rights=fds, kind="shm", fds=len(fds))["allocations"])
 
 

@@ -113,28 +113,23 @@ class HostLine:
         threading.Thread(target=self._run, name="line", daemon=True).start()
 
     def do(self, work: Callable[[], object]) -> None:
-        """Queue it."""
         self._settled.clear()
         self._work.put(work)
 
     def hold_up(self, seconds: float) -> None:
-        """See `Line`."""
         self.do(partial(time.sleep, seconds))
 
     def point(self) -> Ready:
-        """See `Line`."""
         ready = self.timeline.signal()
         self.do(ready.reach)
         return ready
 
     def settle(self) -> None:
-        """See `Line`."""
         if not self._settled.is_set():
             self._work.put(self._settled.set)
             self._settled.wait()
 
     def place(self, layouts: Sequence[Layout], rng: np.random.Generator, name: str) -> HostPlace:
-        """See `Line`."""
         return HostPlace(layouts, name, self, together=bool(rng.integers(0, 2)))
 
     def _run(self) -> None:
@@ -163,7 +158,6 @@ class HostPlace:
         ]
 
     def write(self, runs: Runs, ids: I64Array, values: U8Array, *, late: bool) -> None:
-        """See `Place`."""
         if late and self._line is not None:
             self._line.do(partial(_set, runs.view, ids, values))
         else:
@@ -171,7 +165,6 @@ class HostPlace:
             _set(runs.view, ids, values)
 
     def fetch(self, runs: Sequence[tuple[int, int]]) -> None:
-        """See `Place`."""
         self._settle()
 
     def publish(self, runs: Sequence[tuple[int, int]] | None = None, *, late: bool = False) -> None:
@@ -197,20 +190,16 @@ class GpuLine:
         self.timeline = Timeline(self.gpu.stream)
 
     def hold_up(self, seconds: float) -> None:
-        """See `Line`."""
         self.gpu.delay(seconds)
 
     def point(self) -> Ready:
-        """See `Line`."""
         self.gpu.use()
         return self.timeline.signal()
 
     def settle(self) -> None:
-        """See `Line`."""
         self.gpu.synchronize()
 
     def place(self, layouts: Sequence[Layout], rng: np.random.Generator, name: str) -> GpuPlace:
-        """See `Line`."""
         return GpuPlace(self.gpu, layouts, rng)
 
 
@@ -237,7 +226,6 @@ class GpuPlace:
         ]
 
     def write(self, runs: Runs, ids: I64Array, values: U8Array, *, late: bool) -> None:
-        """See `Place`."""
         runs.view[ids] = values
         _, count, length = runs.view.shape
         within = runs.offset + runs.stride * np.arange(count)
@@ -247,12 +235,10 @@ class GpuPlace:
             self.gpu.synchronize()
 
     def fetch(self, runs: Sequence[tuple[int, int]]) -> None:
-        """See `Place`."""
         self._copy_rows(runs, to_gpu=False)
         self.gpu.synchronize()
 
     def publish(self, runs: Sequence[tuple[int, int]] | None = None, *, late: bool = False) -> None:
-        """See `Place`."""
         self._copy_rows([(0, len(self.rows[0]))] if runs is None else runs, to_gpu=True)
         if not late:
             self.gpu.synchronize()

@@ -139,7 +139,6 @@ def mapped_memfds(pid: int, prefix: str) -> Counter[str]:
 
 
 def rss_anon_bytes(pid: int) -> int:
-    """Private memory of a process."""
     return status_bytes(pid, "RssAnon")
 
 

@@ -123,7 +123,6 @@ def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     options = _arguments()
     seed = seed_of(options, "mutants")
     by_hand = [mutant for mutant in written(WRITTEN, ROOT) if options.only in mutant.name]

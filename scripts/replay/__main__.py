@@ -229,7 +229,6 @@ def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dic
 
 
 def show(result: dict[str, Any], title: str) -> None:
-    """For people."""
     results = result["capacities"]
     print_grid(
         title,
@@ -294,7 +293,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = parse_arguments()
     try:
         requests = load_trace(arguments.trace)[: arguments.limit]

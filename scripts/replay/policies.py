@@ -193,7 +193,6 @@ def print_results(result: dict[str, object], rows: list[dict[str, object]], shar
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     arguments = parse_arguments()
     try:
         requests = read_requests(arguments)

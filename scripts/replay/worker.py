@@ -148,7 +148,6 @@ class Worker:
         self._registration = self._client.register(KvCache(tensors, groups))
 
     def close(self) -> None:
-        """End the session."""
         self._client.close()
 
     def replay(self, request: I64Array, turn: Turn) -> None:

@@ -45,7 +45,6 @@ DISK_BYTES_MIN = 32 << 20
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     options, as_json = _arguments()
     try:
         driver = driver_of(options)

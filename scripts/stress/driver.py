@@ -34,12 +34,10 @@ class Driver:
 
     @property
     def ends_daemon(self) -> bool:
-        """See above."""
         return self._does(_ENDS_THE_DAEMON)
 
     @property
     def fails_jobs(self) -> bool:
-        """See above."""
         return self._does(_FAILS_JOBS)
 
     @property

@@ -232,7 +232,6 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """For people."""
     titles = {"new": "computed and stored", "memory": "in memory", "disk": "on disk"}
     keys = TOKENS // result["chunk"]
     print(f"{result['tokens']:,} tokens, {keys:,} keys; ms of the scheduler's thread for one request\n")
@@ -257,7 +256,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     parser = benchmark_line(__doc__)
     add = parser.add_argument
     add("--requests", type=int, default=50, help="measured in each case (default: %(default)s)")

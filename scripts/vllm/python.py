@@ -22,7 +22,6 @@ SHA256 = "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help=f"is made anew, with the Python of vllm {VERSION}")
     folder: Path = parser.parse_args().folder

@@ -61,7 +61,6 @@ class Report(NamedTuple):
 
 
 def main() -> int:
-    """Runs it; returns the exit status."""
     given = _arguments()
     if importlib.util.find_spec("vllm") is None:
         print("vllm_smoke: no vLLM here: run this with the Python that has it", file=sys.stderr)
