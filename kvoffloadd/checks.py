@@ -10,13 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvoffloadd.sockets import PATH_BYTES_MAX
 from kvoffloadd.units import BYTES_MAX, format_bytes, parse_bytes
 
 T = TypeVar("T")
 Check = Callable[[object], T]
-
-SUN_PATH_BYTES = 107
-"""Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
 
 _UID_MAX = (1 << 32) - 2  # (uid_t)-1 means "no user" to the kernel
 
@@ -119,8 +117,8 @@ def socket_path(value: object) -> Path:
     """An absolute path that fits a socket address."""
     path = absolute_path(value)
     length = len(os.fsencode(path))
-    if length > SUN_PATH_BYTES:
-        raise ValueError(f"has {length} bytes, a socket's path may have {SUN_PATH_BYTES}")
+    if length > PATH_BYTES_MAX:
+        raise ValueError(f"has {length} bytes, a socket's path may have {PATH_BYTES_MAX}")
     return path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd import __version__, config, errors
+from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ Whoever waits at a terminal may interrupt it."""
 
 PLAN_TERMS = ("block_size", "tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
 """Options of `plan` that go to the planner as they are."""
-
-DROPPED = ", dropped"
-"""How the daemon ends a finding that its repair has put right (cache/inspection.py)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,6 +26,11 @@ def slot_pages(payload_bytes: int) -> int:
     return -(-payload_bytes // PAGE_BYTES)
 
 
+def slot_bytes(payload_bytes: int) -> int:
+    """Bytes of the slot that holds a payload of this many bytes."""
+    return slot_pages(payload_bytes) * PAGE_BYTES
+
+
 NO_BLOCK = 0xFFFFFFFF
 """In packed block ids: this block of the key is not wanted."""
 
@@ -41,6 +46,9 @@ def key_price(parts: int, named: int) -> int:
 EPOCH_MAX = (1 << 62) - 1
 """Of a namespace: see `cache.epochs`. What names a later one is damaged."""
 
+DROPPED = ", dropped"
+"""How a finding of the self-audit ends that does not hold any more: on the wire a finding is text."""
+
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 
@@ -52,6 +60,21 @@ class GroupKind(enum.StrEnum):
     SLIDING = "sliding"
     CHUNKED = "chunked"
     MAMBA = "mamba"
+
+    def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
+        """Index of the first key that a prefix needs, for prefixes of these `lengths` in keys, each 1 or more.
+
+        `window_keys`: of the group, see `GroupSchema`. A prefix needs every key from there to its end.
+        """
+        match self:
+            case GroupKind.FULL:
+                return np.zeros_like(lengths)
+            case GroupKind.SLIDING:
+                return np.maximum(lengths - window_keys, 0)
+            case GroupKind.CHUNKED:
+                return lengths // window_keys * window_keys
+            case GroupKind.MAMBA:
+                return lengths - 1
 
 
 class KeyState(enum.IntEnum):

@@ -24,14 +24,19 @@ PIPE_COLUMNS = 200
 """Width of tables that go into a file or a pipe, where there is no terminal to ask."""
 
 
-def print_status(status: Mapping[str, Any]) -> None:
-    """Tables on standard output: first the plain values, then one table for each map or list of maps."""
+def open_console(pipe_columns: int = PIPE_COLUMNS) -> Console:
+    """On standard output, as wide as the terminal, or as `pipe_columns` where there is none."""
     # Imported here: a terminal library is no business of the daemon, which shares this package.
     from rich.console import Console
 
     # No markup: values are the daemon's and its peers' words, not ours.
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    width = None if sys.stdout.isatty() else pipe_columns
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def print_status(status: Mapping[str, Any]) -> None:
+    """Tables on standard output: first the plain values, then one table for each map or list of maps."""
+    console = open_console()
     plain = {name: value for name, value in status.items() if not _is_table(value)}
     _print_map(console, "daemon", plain)
     for name, value in status.items():

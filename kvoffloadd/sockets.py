@@ -1,16 +1,90 @@
-"""Unix sockets whose peers may be anybody: what they may send, and whether they have sent something."""
+"""Unix sockets: where they are bound, descriptors that travel with bytes, what peers may send and whether they have."""
 
 from __future__ import annotations
 
 import array
 import errno
 import fcntl
+import os
 import socket
 import termios
+from typing import TYPE_CHECKING
+
+from kvoffloadd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+Ancillary = list[tuple[int, int, bytes]]
+"""What `recvmsg` gives beside the bytes."""
+
+PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
+
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
+
+
+def bind_path(key: str, path: Path, mode: int) -> socket.socket:
+    """A Unix socket bound to `path`, in place of one that a dead process has left. `key`: the config's, for errors.
+
+    Raises ConfigError if a live process listens there, or something else is there; OSError if it can't be bound.
+    """
+    _remove_stale(key, path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
+    try:
+        bound.bind(str(path))
+    except BaseException:
+        bound.close()
+        raise
+    finally:
+        os.umask(mask)
+    return bound
+
+
+def _remove_stale(key: str, path: Path) -> None:
+    try:
+        if not path.is_socket():
+            if path.exists():
+                raise ConfigError(f"{key}: {path} exists and is no socket")
+            return
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} can't be looked at: {error.strerror}") from None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # its backlog is full: alive
+        except OSError as error:
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+                path.unlink(missing_ok=True)
+                return
+            raise ConfigError(f"{key}: {path} can't be tried: {error.strerror}") from None
+    raise ConfigError(f"{key}: a live process listens at {path}")
+
+
+def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:
+    """Descriptors as `sendmsg` takes them, at least one."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+
+
+def unpack_fds(ancillary: Ancillary) -> list[int]:
+    """The descriptors that `recvmsg` has made, which are the caller's to close."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody has a use for."""
+    for fd in fds:
+        os.close(fd)
 
 
 def carries_nothing(sock: socket.socket) -> bool:

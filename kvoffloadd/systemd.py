@@ -9,7 +9,6 @@ lies in the store stays there, and is handed to the next start too, until it is 
 
 from __future__ import annotations
 
-import array
 import contextlib
 import logging
 import os
@@ -20,6 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.sockets import pack_fds
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -169,7 +169,7 @@ class Systemd:
             return False
         if wait_s:
             select.select([], [self._notify], [], wait_s)
-        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        rights = [] if fd is None else pack_fds([fd])
         try:
             self._notify.sendmsg([text.encode(errors="replace")], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:

@@ -5,6 +5,7 @@ Binary units only: a GB is 7 % short of a GiB, and whoever writes "GB" may mean 
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -33,6 +34,17 @@ def parse_bytes(text: str) -> int:
     if size > BYTES_MAX:
         raise ValueError(f"is more than {format_bytes(BYTES_MAX)}")
     return int(size)
+
+
+def parse_seconds(text: str) -> float:
+    """A duration from "0.5". Raises ValueError for what is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError('must be a number of seconds, like "0.5"')
+    return value
 
 
 def format_bytes(size: int) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from kvoffloadd.changes import Changes
 from kvoffloadd.errors import UsageError
 from kvoffloadd.lanes import (
     AGAIN,
@@ -78,17 +79,15 @@ class Log:
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.threads: set[int] = set()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def __call__(self, value: Any) -> None:
         self.values.append(value)
         self.threads.add(threading.get_ident())
-        self._changed.set()
+        self._changes.notify_all()
 
     async def wait(self, count: int) -> None:
-        while len(self.values) < count:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._changes.wait_for(lambda: len(self.values) >= count)
 
 
 def test_done_gets_results_and_exceptions_on_the_loop(run: Any) -> None:

@@ -121,9 +121,10 @@ def _insert(cache: Cache, space: Space, found: Survivors) -> tuple[U32Array, I64
     fits = found.parts < parts
     fits[fits] = found.sizes[fits] == sizes[found.parts[fits]]
     at = np.flatnonzero(fits)
+    hashes = cache.entries.index.hash(space.id, found.keys)
     # Part by part of each key, together: a key is whole if its run is 0, 1, 2... By its hash: to sort by the key itself
     # takes three times as long, and two keys of one hash would at worst be left behind.
-    at = at[np.lexsort((found.parts[at], cache.entries.index.hash(space.id, found.keys[at])))]
+    at = at[np.lexsort((found.parts[at], hashes[at]))]
     keys = found.keys[at]
     begins = np.ones(len(at), bool)
     begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
@@ -134,7 +135,9 @@ def _insert(cache: Cache, space: Space, found: Survivors) -> tuple[U32Array, I64
     first = first[: cache.entries.parts.ready(parts, len(first))]
     first = first[np.argsort(found.orders[at[first]], kind="stable")]  # what was stored last goes last
     mine = at[first[:, None] + np.arange(parts)]
-    rows = cache.entries.insert(space, found.keys[mine[:, 0]], np.zeros(len(first), np.uint32))
+    first = mine[:, 0]
+    positions = np.zeros(len(first), np.uint32)
+    rows = cache.entries.insert([(space, len(first))], found.keys[first], hashes[first], positions)
     records = cache.entries.records(rows, np.arange(parts, dtype=np.uint16))
     columns = cache.entries.parts
     columns.page[records] = found.pages[mine]

@@ -89,7 +89,7 @@ class Arrivals:
         """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
         disk = self._disk
         if await root.probe.look():
-            disk.numbers.changed.set()
+            disk.numbers.changes.notify_all()
             await disk.save_epochs([root])
             return
         # Before all that waits for the disk: it may hang.
@@ -144,7 +144,7 @@ class Arrivals:
                 self._load(segment, one)
                 await asyncio.sleep(0)
             root.health.become(State.OK)
-        self._disk.numbers.changed.set()
+        self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
 
     def _load(self, segment: Segment, found: Recovered) -> None:

@@ -93,11 +93,11 @@ class Lookups:
         asked.hits += hits
         if hits == len(keys):
             return
-        on_disk = int(np.count_nonzero(away))
+        num_away = int(np.count_nonzero(away))
         missed = np.flatnonzero(found.states == 0)
         absent = found.rows[missed] < 0
-        asked.on_disk += on_disk
-        asked.missed[Reason.PENDING] += len(keys) - hits - on_disk - len(missed)
+        asked.on_disk += num_away
+        asked.missed[Reason.PENDING] += len(keys) - hits - num_away - len(missed)
         asked.missed[Reason.INCOMPLETE] += len(missed) - int(np.count_nonzero(absent))
         if len(missed):
             namespace = space.namespace

@@ -249,12 +249,10 @@ class Cache:
         self.entries.bury(rows)
         self.eviction.readmit(rows)
 
-    def use(self, space: Space, found: Found, first: int) -> None:
-        """Tell the policy that a request uses the keys that hit; `first`: position of the first key in its prompt."""
-        self.use_all([(space, found, first)])
-
     def use_all(self, used: Sequence[tuple[Space, Found, int]]) -> None:
-        """`use` of each of several groups of one request."""
+        """Tell the policy that a request uses the keys that hit, of each of its groups; the number is the position of
+        the group's first key in its prompt.
+        """
         queues: dict[int, tuple[Queue, list[tuple[Space, Found, int]]]] = {}
         for one in used:
             if one[0].queue is not None and one[1].hits.any():
@@ -317,8 +315,8 @@ class Cache:
                 alike[-1].append(wanted)
             else:
                 alike.append([wanted])
-        joined = [Joined.of(some) for some in alike]
-        rows = [self.entries.find_all(some.spaces, some.keys) for some in joined]
+        joined = [Joined.of(some, self.entries.index) for some in alike]
+        rows = [self.entries.find_all(some.spaces, some.keys, some.hashes) for some in joined]
         named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
         self.hold(named)
         made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
@@ -363,7 +361,9 @@ class Cache:
             if not inserted:
                 new = at[:fits][rows[at[:fits]] < 0]
                 try:
-                    rows[new] = self.entries.insert_all(wanted.counts(new), keys[new], wanted.positions[new])
+                    rows[new] = self.entries.insert(
+                        wanted.counts(new), keys[new], wanted.hashes[new], wanted.positions[new]
+                    )
                 except LimitError:
                     return 0  # for the index has no room for them, though memory has
                 inserted = True

@@ -158,7 +158,8 @@ class Catalog:
             return
         width = shelf.name.parts
         keys, parts, pages, row_of, names = self._distinct(keys, parts, pages, width)
-        rows = self.index.find(shelf.id, names)
+        hashes = self.index.hash(shelf.id, names)
+        rows = self.index.find(shelf.id, names, hashes)
         new = np.flatnonzero(rows < 0)
         fits = self.runs.ready(width, min(len(new), self.index.max_keys - len(self.index)))
         if fits < len(new):
@@ -166,7 +167,7 @@ class Catalog:
             new = new[:fits]
         if len(new):
             with contextlib.suppress(LimitError):
-                rows[new] = self._insert(shelf, names[new])
+                rows[new] = self._insert(shelf, names[new], hashes[new])
         mine = rows[row_of]
         held = np.flatnonzero(mine >= 0)
         mine, parts, pages = mine[held], parts[held], pages[held]
@@ -238,12 +239,10 @@ class Catalog:
         used = self.runs.used * records + self.runs.memory_bytes()
         return self.index.memory_bytes() + self.index.rows_end * rows + used + members
 
-    def check(self, segments: set[int]) -> list[str]:
-        """What is wrong; nothing: an empty list. `segments`: those that the tier has. Walks everything."""
-        return [finding for found in self.steps(lambda: segments) for finding in found]
-
     def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
-        """The same, bit by bit. What a step finds is true of its moment: the catalog may change before the next one."""
+        """What is wrong, bit by bit, of everything; nothing: empty lists. `segments`: those that the tier has. What a
+        step finds is true of its moment: the catalog may change before the next one.
+        """
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
         yield self._check_count()
         yield self._check_shelves()
@@ -329,8 +328,8 @@ class Catalog:
         last = order[np.append(place[order][1:] != place[order][:-1], True)]
         return keys[last], parts[last], pages[last], row_of[last], names
 
-    def _insert(self, shelf: Shelf, keys: U64Array) -> U32Array:
-        rows = self.index.insert(shelf.id, keys)
+    def _insert(self, shelf: Shelf, keys: U64Array, hashes: U64Array) -> U32Array:
+        rows = self.index.insert(shelf.id, keys, hashes)
         first = self.runs.allocate(shelf.name.parts, len(rows))
         self.first[rows] = first
         self.missing[rows] = shelf.name.parts

@@ -18,6 +18,7 @@ from kvoffloadd.cache.entries import RowState
 from kvoffloadd.cache.index import distinct
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.cache.policy.ghost import UseCounts
+from kvoffloadd.changes import Changes
 from kvoffloadd.tiers.disk.format import ENTRY
 from kvoffloadd.tiers.disk.health import State
 from kvoffloadd.tiers.disk.segment import Batch
@@ -112,9 +113,9 @@ class Demotion:
         self.backlog_bytes = 0
         self._queue: deque[Offer] = deque()
         self._writes: set[Write] = set()
-        self._wake = asyncio.Event()
+        self._queue_changes = Changes()
         self._again: set[Space] = set()
-        self._wake_again = asyncio.Event()
+        self._again_changes = Changes()
         self._batch_bytes = min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE)
         self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
         self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
@@ -168,7 +169,7 @@ class Demotion:
         """
         if not self._settings.on_evict:  # then they are offered before they are evicted
             self._again.add(space)
-            self._wake_again.set()
+            self._again_changes.notify_all()
 
     def _whole(self, rows: U32Array) -> U32Array:
         """Those of the keys whose parts are all sealed."""
@@ -217,7 +218,7 @@ class Demotion:
         self._cache.entries.demoting[rows] = 1
         self._queue.append(Offer(space, rows, self._cache.entries.parts.generation[first], tries))
         self.backlog_bytes += size * len(rows)
-        self._wake.set()
+        self._queue_changes.notify_all()
 
     def _writable(self, space: Space, rows: U32Array) -> BoolArray:
         """Complete, sealed, and not on disk."""
@@ -239,25 +240,19 @@ class Demotion:
             if offer is not None or self._queue:
                 await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
                 continue
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(LOOK_AHEAD_S if self._settings.on_evict else None):
-                    await self._wake.wait()
-            except TimeoutError:
+            if not await self._queue_changes.wait(LOOK_AHEAD_S if self._settings.on_evict else None):
                 self._look_ahead()
 
     async def run_again(self) -> None:
         """See to what `offer_again` was told, for ever."""
         while True:
-            await self._wake_again.wait()
+            await self._again_changes.wait_for(lambda: bool(self._again))
             ready = [space for space in self._again if space.retired or self._may_write(space)]
             for space in ready:
                 self._again.discard(space)  # who falls out from now on brings it back
                 await self._offer_all(space, math.inf)
-            if not self._again:
-                self._wake_again.clear()
-            elif not ready:
-                await self._disk.wait_for_change(self._settings.retry_s)
+            if not ready:
+                await self._disk.numbers.changes.wait(self._settings.retry_s)
 
     def _may_write(self, space: Space) -> bool:
         """Some root works that has noted the space's epoch."""
@@ -307,7 +302,7 @@ class Demotion:
         while self._disk.loop.time() < until:
             if self.backlog_bytes <= backlog_bytes and (backlog_bytes or not self._writes):
                 return
-            await self._disk.wait_for_change(LOOK_AHEAD_S)
+            await self._disk.numbers.changes.wait(LOOK_AHEAD_S)
 
     def _take(self) -> Offer | None:
         """The next keys to write: of one space, still the same, not more than one write takes. None: there are none, or
@@ -395,7 +390,7 @@ class Demotion:
             busy = any(root.writing >= root.depth for root in roots)
             if not roots or (left <= 0 and not busy):
                 return 0
-            await self._disk.wait_for_change(max(left, LOOK_AHEAD_S))
+            await self._disk.numbers.changes.wait(max(left, LOOK_AHEAD_S))
 
     def _written(
         self, write: Write, root: Root, segment: Segment, entries: Records, error: BaseException | None

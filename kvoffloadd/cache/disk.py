@@ -110,15 +110,6 @@ class Disk:
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
 
-    async def wait_for_change(self, deadline_s: float) -> None:
-        """Until some root has more room or less to do, or the deadline."""
-        self.numbers.changed.clear()
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self.numbers.changed.wait()
-        except TimeoutError:
-            pass
-
     # --- names ---
 
     def shelve(self, space: Space) -> None:
@@ -283,7 +274,7 @@ class Disk:
     async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
         """Make durable what was cleared. Returns where that failed, and why: `look_after` tries it again."""
         failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
-        self.numbers.changed.set()  # what was stored since may be written now
+        self.numbers.changes.notify_all()  # what was stored since may be written now
         return failed
 
     async def _save_at(self, root: Root) -> str:

@@ -18,9 +18,6 @@ _REGISTERS = 1 << _BITS
 _RANK_MAX = 64 - _BITS + 1
 _GUARD = np.uint64(1 << (_BITS - 1))  # a hash whose other bits are all 0 has the highest rank
 
-STANDARD_ERROR = 1.04 / math.sqrt(_REGISTERS)
-"""Of `estimate`, as a fraction: 0.57 %."""
-
 
 class Distinct:
     """The sketch. It never forgets."""
@@ -39,7 +36,7 @@ class Distinct:
         self._estimate = None
 
     def estimate(self) -> float:
-        """How many different hashes were added, with a standard error of `STANDARD_ERROR`."""
+        """How many different hashes were added, with a standard error of 0.57 %."""
         if self._estimate is None:
             self._estimate = self._count()
         return self._estimate

@@ -78,13 +78,11 @@ class Entries:
 
     # --- beginning ---
 
-    def insert(self, space: Space, keys: U64Array, positions: U32Array) -> U32Array:
-        """`insert_all` of one space."""
-        return self.insert_all([(space, len(keys))], keys, positions)
-
-    def insert_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array, positions: U32Array) -> U32Array:
+    def insert(
+        self, spaces: Sequence[tuple[Space, int]], keys: U64Array, hashes: U64Array, positions: U32Array
+    ) -> U32Array:
         """New live rows with EMPTY parts, for keys that are not held: of each space in turn so many. All have as many
-        parts and the same queue, and there is room for rows and parts.
+        parts and the same queue, and there is room for rows and parts. `hashes`: what the index says of them.
 
         Raises:
             InternalError: a space is retired: nobody would find its keys, and nothing would end them.
@@ -92,8 +90,8 @@ class Entries:
         """
         for space, _ in spaces:
             self.check_current(space)
-        width, numbers = spaces[0][0].schema.parts, numbers_of(spaces)
-        rows = self.index.insert(numbers, keys)
+        width = spaces[0][0].schema.parts
+        rows = self.index.insert(numbers_of(spaces), keys, hashes)
         self.first[rows] = self.parts.allocate(width, rows)
         for space, count in spaces:
             self.records_by_uid[space.namespace.uid] += count * width
@@ -106,7 +104,7 @@ class Entries:
         for space, count in spaces:
             space.rows += count
         if queue := spaces[0][0].queue:
-            queue.policy.insert(rows, self.index.hash(numbers, keys), positions, begins_of(spaces))
+            queue.policy.insert(rows, hashes, positions, begins_of(spaces))
         return rows
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
@@ -125,9 +123,9 @@ class Entries:
         """The row of each key, or -1; in a space that is retired there are none."""
         return np.full(len(keys), -1, np.int64) if space.retired else self.index.find(space.id, keys)
 
-    def find_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array) -> I64Array:
-        """The same for keys of several spaces: of each in turn so many."""
-        rows = self.index.find(numbers_of(spaces), keys)
+    def find_all(self, spaces: Sequence[tuple[Space, int]], keys: U64Array, hashes: U64Array | None = None) -> I64Array:
+        """The same for keys of several spaces: of each in turn so many; `hashes` as in `Index.find`."""
+        rows = self.index.find(numbers_of(spaces), keys, hashes)
         begin = 0
         for space, count in spaces:
             if space.retired:

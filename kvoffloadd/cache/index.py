@@ -85,12 +85,14 @@ class Index:
         """u64 per key, of which every bit counts. `keys`: (n, WORDS)."""
         return self._hash(space, keys)
 
-    def find(self, space: int | U16Array, keys: U64Array) -> I64Array:
-        """The row of each key, or -1. `keys`: (n, WORDS); `space`: of all of them, or of each. Changes nothing."""
+    def find(self, space: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> I64Array:
+        """The row of each key, or -1. `keys`: (n, WORDS); `space`: of all of them, or of each; `hashes`: what `hash`
+        says of them, if the caller has asked. Changes nothing.
+        """
         found = np.full(len(keys), -1, np.int64)
         if not len(keys):
             return found
-        h = self.hash(space, keys)
+        h = self.hash(space, keys) if hashes is None else hashes
         bucket, tag = self._home(h), self._tag(h)
         asked = np.arange(len(keys))
         while len(asked):
@@ -118,14 +120,14 @@ class Index:
         self._directory = np.arange(self._num_segments, dtype=np.uint32)
         self._depth[: self._num_segments] = self._directory_depth
 
-    def insert(self, space: int | U16Array, keys: U64Array) -> U32Array:
+    def insert(self, space: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> U32Array:
         """New rows for keys that are distinct and not in the table; the caller guarantees both and enough free rows.
-        `space`: of all of them, or of each.
+        `space` and `hashes` as in `find`.
 
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
-        h = self.hash(space, keys)
+        h = self.hash(space, keys) if hashes is None else hashes
         self._make_room(h)
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
@@ -167,16 +169,6 @@ class Index:
         per_segment = _SEGMENT * (self._tags.itemsize + self._rows.itemsize) + 9
         free = self._free.itemsize * self._num_free
         return self._rows_used * per_row + self._num_segments * per_segment + self._directory.nbytes + free
-
-    def check(self) -> list[str]:
-        """What is wrong; nothing: an empty list. Walks every slot, and looks every key up."""
-        findings = self.check_table()
-        live = self._in_table()
-        for space in distinct(self.space[live]).tolist():
-            mine = live[self.space[live] == space]
-            if (self.find(space, self.keys[mine]) != mine).any():
-                findings.append("index: a key in the table can't be found")
-        return findings
 
     @property
     def num_found(self) -> int:

@@ -8,7 +8,8 @@ import numpy as np
 
 from kvoffloadd.cache.ghosts import Reason
 from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import DROPPED, PAGE_BYTES
+from kvoffloadd.tiers.hashing import in_turns
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.disk import Disk
@@ -34,7 +35,7 @@ class Inspection:
             for segment in list(root.segments.values()):
                 records = catalog.in_segment(segment.ordinal)
                 sizes = self._sizes(segment, records)
-                for at in _turns(sizes):
+                for at in in_turns(np.arange(len(sizes)), sizes, PIECE_BYTES, PIECE_RECORDS):
                     here = (catalog.segment[records[at]] == segment.ordinal) & (catalog.page[records[at]] != 0)
                     some, cost_bytes = records[at][here], int(sizes[at][here].sum())
                     if not len(some) or not root.holds(segment):
@@ -50,7 +51,7 @@ class Inspection:
                     count += len(some)
                     for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
                         place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
-                        findings.append(f"disk: the record at {place} is damaged{', dropped' if repair else ''}")
+                        findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")
                     if repair and len(bad):
                         self._disk.promotion.counters.damaged += len(bad)
                         self._disk.lose(np.asarray(bad), Reason.CORRUPT)
@@ -63,10 +64,3 @@ class Inspection:
         ends = np.append(self._disk.catalog.page[records], segment.size_bytes // PAGE_BYTES).astype(np.int64)
         sizes: I64Array = np.diff(ends) * PAGE_BYTES
         return sizes
-
-
-def _turns(sizes: I64Array) -> list[I64Array]:
-    """Indices of what one turn of a read lane reads, as for promotion."""
-    by_bytes, by_count = (np.cumsum(sizes) - sizes) // PIECE_BYTES, np.arange(len(sizes)) // PIECE_RECORDS
-    cuts = np.flatnonzero((np.diff(by_bytes) != 0) | (np.diff(by_count) != 0)) + 1
-    return np.split(np.arange(len(sizes)), cuts) if len(sizes) else []

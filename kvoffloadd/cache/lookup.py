@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U32Array
+if TYPE_CHECKING:
+    from kvoffloadd.model import BoolArray, GroupSchema, I64Array, U32Array
 
 TOKENS_MAX = (1 << 32) - 1
 
@@ -50,15 +52,4 @@ def _servable_lengths(group: GroupHits) -> I64Array:
     lengths = np.arange(group.first + 1, end + 1, dtype=np.int64)
     misses = np.where(group.hits, np.int64(-1), lengths - 1)
     last_miss = np.maximum.accumulate(misses) if len(misses) else misses
-    return lengths[last_miss < _first_needed(group.schema, lengths)]
-
-
-def _first_needed(schema: GroupSchema, lengths: I64Array) -> I64Array:
-    """Index of the first key that a prefix of each length needs: no miss may lie there or behind."""
-    if schema.kind is GroupKind.FULL:
-        return np.zeros_like(lengths)
-    if schema.kind is GroupKind.MAMBA:
-        return lengths - 1
-    if schema.kind is GroupKind.CHUNKED:
-        return lengths // schema.window_keys * schema.window_keys
-    return np.maximum(lengths - schema.window_keys, 0)
+    return lengths[last_miss < group.schema.kind.first_needed(lengths, group.schema.window_keys)]

@@ -43,11 +43,6 @@ class Progress:
         self._open: OrderedDict[int, None] = OrderedDict()
         self._waiters: list[Waiter] = []  # the lowest number first, so that an end looks at none that still waits
 
-    @property
-    def num_waiters(self) -> int:
-        """Who waits."""
-        return len(self._waiters)
-
     def begin(self) -> int:
         """One more; its number. Pair with `end`."""
         self.last += 1

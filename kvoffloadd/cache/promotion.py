@@ -25,6 +25,7 @@ from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KeyState
 from kvoffloadd.tiers.disk.records import DAMAGED, FAILED, NO_RESOURCES, NOT_READ, OK, READ
+from kvoffloadd.tiers.hashing import in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,6 @@ class Urgency:
     PIN: Final = 1
     PREFETCH: Final = 2
     REWRITE: Final = 3
-    VERIFY: Final = 4
 
 
 WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
@@ -498,8 +498,6 @@ def pieces(segments: U32Array, reads: np.ndarray, piece_bytes: int = PIECE_BYTES
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
     found = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
-        before = np.cumsum(sizes[begin:end]) - sizes[begin:end]
-        by_bytes, by_count = before // max(piece_bytes, 1), np.arange(end - begin) // PIECE_RECORDS
-        cuts = np.flatnonzero((by_bytes[1:] != by_bytes[:-1]) | (by_count[1:] != by_count[:-1])) + 1
-        found += [(int(ordered[begin]), piece) for piece in np.split(order[begin:end], cuts)]
+        turns = in_turns(order[begin:end], sizes[begin:end], max(piece_bytes, 1), PIECE_RECORDS)
+        found += [(int(ordered[begin]), piece) for piece in turns]
     return found

@@ -33,8 +33,6 @@ REWRITE_BYTES = 8 << 20
 REWRITE_SHARE = 4
 """At most this fraction (1/n) of a segment moves on, so that giving it up always gains room."""
 
-WRITE_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:
@@ -56,11 +54,12 @@ class Reclaim:
 
     async def keep(self, root: Root, retry_s: float) -> None:
         """For ever: whenever the root has no segment ahead, make one."""
+        changes = self._disk.numbers.changes
         while True:
             if not root.wants_segment:
-                await self._disk.wait_for_change(retry_s)
+                await changes.wait_for(lambda: root.wants_segment, retry_s)
             elif not await self._next_segment(root):
-                await self._disk.wait_for_change(retry_s)
+                await changes.wait(retry_s)
                 await asyncio.sleep(min(retry_s, 0.05))  # a root that fails at once must not keep the loop busy
 
     async def _next_segment(self, root: Root) -> bool:

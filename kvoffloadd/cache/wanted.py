@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.cache.keys import join_keys
-from kvoffloadd.cache.together import spans
+from kvoffloadd.cache.together import numbers_of, spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvoffloadd.cache.index import Index
     from kvoffloadd.cache.namespace import Space
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 
@@ -63,21 +64,25 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Groups of one request that are alike, one behind the other: `spaces`, and how many of the keys are in each."""
+    """Groups of one request that are alike, one behind the other: `spaces`, and how many of the keys are in each.
+    `hashes`: the index's, of each key, for whoever finds, inserts and orders them.
+    """
 
     spaces: list[tuple[Space, int]]
     keys: U64Array
+    hashes: U64Array
     parts: U16Array
     positions: U32Array
 
     @classmethod
-    def of(cls, some: Sequence[Wanted]) -> Joined:
+    def of(cls, some: Sequence[Wanted], index: Index) -> Joined:
         """At least one."""
         spaces, first = [(wanted.space, len(wanted.keys)) for wanted in some], some[0]
-        if len(some) == 1:
-            return cls(spaces, first.keys, first.parts, first.positions)
-        keys = join_keys(wanted.keys for wanted in some)
-        return cls(spaces, keys, first.parts, np.concatenate([wanted.positions for wanted in some]))
+        keys, positions = first.keys, first.positions
+        if len(some) > 1:
+            keys = join_keys(wanted.keys for wanted in some)
+            positions = np.concatenate([wanted.positions for wanted in some])
+        return cls(spaces, keys, index.hash(numbers_of(spaces), keys), first.parts, positions)
 
     def counts(self, at: I64Array) -> list[tuple[Space, int]]:
         """How many of the keys at these places, ascending, are in each space."""

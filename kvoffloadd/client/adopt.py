@@ -1,4 +1,4 @@
-"""Finding, or moving, the shared memory under arrays that others made."""
+"""Finding the memory under arrays that others made, and moving it to shared memory where it is not yet."""
 
 from __future__ import annotations
 
@@ -74,21 +74,47 @@ def _of_memmap(array: npt.NDArray[Any]) -> Allocation:
 
 def torch_extent(tensor: Any) -> tuple[Extent, Allocation, U8Array]:
     """Moves a torch CPU tensor's storage to shared memory, if it is not there; its rows as u8. Raises UsageError."""
-    torch = importlib.import_module("torch")
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise UsageError("only dense CPU tensors can be moved to shared memory")
-    item_bytes = tensor.element_size()
-    strides = tuple(stride * item_bytes for stride in tensor.stride())
-    rows_extent(0, tuple(tensor.shape), strides, item_bytes)  # before anything is moved
+    refusal = "only dense CPU tensors can be moved to shared memory"
+    _torch_rows(tensor, "cpu", refusal)  # before anything is moved
     storage = tensor.untyped_storage()
     allocation = Allocation.around(storage.data_ptr(), storage.nbytes())
     if allocation is None:
         allocation = _move(storage)
-    extent = rows_extent(tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
+    extent = _torch_rows(tensor, "cpu", refusal)
     start = extent.address - storage.data_ptr()
+    torch = importlib.import_module("torch")
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(storage, start, (extent.num_blocks, extent.page_bytes), (extent.stride_bytes, 1))
     return extent, allocation, raw.numpy()
+
+
+def gpu_extent(tensor: Any) -> Extent:
+    """Where the rows of a torch CUDA tensor lie, or of a CUDA array. Raises UsageError."""
+    if type(tensor).__module__.partition(".")[0] == "torch":
+        refusal = "only dense CUDA tensors lie in a GPU's memory (SharedTensor.adopt takes those of the CPU)"
+        return _torch_rows(tensor, "cuda", refusal)
+    described = getattr(tensor, "__cuda_array_interface__", None)
+    if described is None:
+        raise UsageError(f"can't share a {type(tensor).__name__}: torch CUDA tensors and CUDA arrays only")
+    item_bytes = np.dtype(described["typestr"]).itemsize
+    shape = tuple(described["shape"])
+    strides = described.get("strides")
+    if strides is None:
+        strides = tuple(int(np.prod(shape[at + 1 :], dtype=object)) * item_bytes for at in range(len(shape)))
+    address, read_only = described["data"]
+    if read_only:
+        raise UsageError("a read-only array can't be loaded into")
+    return rows_extent(int(address), shape, tuple(strides), item_bytes)
+
+
+def _torch_rows(tensor: Any, device: str, refusal: str) -> Extent:
+    """Where they lie now. Raises UsageError, for what is no dense tensor on such a device with `refusal`."""
+    torch = importlib.import_module("torch")
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != device or tensor.layout != torch.strided:
+        raise UsageError(refusal)
+    item_bytes = tensor.element_size()
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    return rows_extent(tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
 
 
 def _move(storage: Any) -> Allocation:

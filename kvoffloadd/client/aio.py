@@ -237,10 +237,7 @@ class AsyncClient:
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:
         """As `Client.wait`."""
-        await self.wait_any([job], deadline_s)
-        if job.result is None:
-            raise UsageError(f"{job} has no result")
-        return job.result
+        return await self._run(self._exchange.wait(job, self._until(deadline_s)))
 
     async def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
         """As `Client.wait_any`."""

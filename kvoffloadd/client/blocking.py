@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from kvoffloadd.client import ops
 from kvoffloadd.client.dialer import Settings
 from kvoffloadd.client.exchange import Exchange
-from kvoffloadd.errors import DeadlineError, UsageError
+from kvoffloadd.errors import DeadlineError
 from kvoffloadd.model import Direction, U8Array
 
 if TYPE_CHECKING:
@@ -299,10 +299,7 @@ class Client:
         Raises JobDeadlineError: it has not, or that is not proven; its blocks are still the daemon's, and it can be
         waited for again. No other error ends the wait: a lost connection is made anew meanwhile.
         """
-        self.wait_any([job], deadline_s)
-        if job.result is None:
-            raise UsageError(f"{job} has no result")
-        return job.result
+        return self._run(deadline_s, lambda until: self._exchange.wait(job, until))
 
     def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
         """Those of `jobs` that are done, at least one unless there are none. Raises JobDeadlineError as `wait`."""

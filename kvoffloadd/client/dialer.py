@@ -15,6 +15,7 @@ from kvoffloadd.client.waitable import Steps, Wait, Waitable
 from kvoffloadd.client.wire import TRANSIENT, unreachable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, NamespaceSpec
+from kvoffloadd.sockets import PATH_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_PATH_BYTES_MAX = 107
 _BACKOFF_FIRST_S = 0.002
 _BACKOFF_DOUBLINGS = 7
 
@@ -53,8 +53,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if len(os.fsencode(self.socket_path)) > _PATH_BYTES_MAX:
-            raise UsageError(f"the kernel takes socket paths of at most {_PATH_BYTES_MAX} bytes: {self.socket_path}")
+        if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
+            raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
         if len(self.instance) != 16:
             raise UsageError(f"an instance is named by 16 bytes, not {len(self.instance)}")
         if self.role not in ("worker", "scheduler", "observer"):

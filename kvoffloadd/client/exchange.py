@@ -23,6 +23,7 @@ from kvoffloadd.errors import ClientError, ConnectionLostError, DeadlineError, K
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvoffloadd.client.job import JobResult
     from kvoffloadd.client.kvcache import KvCache
     from kvoffloadd.client.link import Link
     from kvoffloadd.client.ops import Op, Transfer
@@ -199,6 +200,13 @@ class Exchange:
                 return ops.join_pages(pages, self.key_bytes)
 
     # --- jobs ----------------------------------------------------------------------------------------
+
+    def wait(self, job: Job, until: float) -> Steps[JobResult]:
+        """How it ended. Raises as `wait_any`."""
+        yield from self.wait_any([job], until)
+        if job.result is None:
+            raise UsageError(f"{job} has no result")
+        return job.result
 
     def wait_any(self, jobs: Sequence[Job], until: float) -> Steps[list[Job]]:
         """Those of `jobs` that are done, one at least. Reconnects meanwhile, since that may prove their blocks free.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvoffloadd.cudadriver import CudaDriver, CudaError, PointerAttribute
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
+from kvoffloadd.sockets import close_fds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,16 +94,11 @@ class Descriptors:
 
     def __init__(self) -> None:
         self.fds: list[int] = []
-        weakref.finalize(self, _close_all, self.fds)
+        weakref.finalize(self, close_fds, self.fds)
 
     def add(self, fd: int) -> None:
         """Takes it over."""
         self.fds.append(fd)
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def gpu_allocation(address: int, size_bytes: int) -> GpuAllocation:

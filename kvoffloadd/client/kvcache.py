@@ -37,11 +37,25 @@ class Group:
     part: int = 0
 
     @property
+    def payload_bytes(self) -> int:
+        """What one block has in this rank's refs."""
+        return sum(ref.payload_bytes for ref in self.refs)
+
+    @property
     def schema(self) -> GroupSchema:
         """What the namespace shares."""
         return GroupSchema(
             self.group, self.kind, self.tokens_per_key, self.window_keys, self.blocks_per_key, self.parts
         )
+
+    def check_refs(self, pages: Sequence[int]) -> None:
+        """That the refs lie within `pages`, the bytes of a row of each tensor. Raises UsageError."""
+        for ref in self.refs:
+            if not 0 <= ref.tensor < len(pages):
+                raise UsageError(f"group {self.group}: {ref} names tensor {ref.tensor} of {len(pages)}")
+            page = pages[ref.tensor]
+            if min(ref.offset, ref.stride) < 0 or min(ref.length, ref.count) < 1 or ref.end > page:
+                raise UsageError(f"group {self.group}: {ref} leaves its page of {page} bytes")
 
     def spec(self) -> GroupSpec:
         """As it travels."""
@@ -84,12 +98,7 @@ class KvCache:
             raise UsageError(f"the parts of group {group.group} differ in more than their refs")
         if not 0 <= group.part < group.parts:
             raise UsageError(f"group {group.group}: part {group.part} of {group.parts}")
-        for ref in group.refs:
-            if not 0 <= ref.tensor < len(self.tensors):
-                raise UsageError(f"group {group.group}: a ref names tensor {ref.tensor} of {len(self.tensors)}")
-            page_bytes = self.tensors[ref.tensor].page_bytes
-            if ref.offset < 0 or ref.length < 1 or ref.count < 1 or ref.end > page_bytes:
-                raise UsageError(f"group {group.group}: {ref} leaves its page of {page_bytes} bytes")
+        group.check_refs([tensor.page_bytes for tensor in self.tensors])
 
     def group(self, number: int) -> Group:
         """The group of that number; if several parts of it are held, any of them. Raises UsageError."""

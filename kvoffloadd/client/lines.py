@@ -6,14 +6,15 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvoffloadd.client.link import Link, Pending, broken
 from kvoffloadd.client.wire import Wire
 from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
+from kvoffloadd.sockets import close_fds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.client.job import Job
+    from kvoffloadd.client.link import Link, Pending
     from kvoffloadd.client.ops import Op
     from kvoffloadd.client.session import Session
 
@@ -139,13 +140,13 @@ class Lines:
                 self._closed_by_daemon(link)
                 return False
             if link.ended.done:  # broken off: nothing that is said on it counts any more
-                _close_all(fds)
+                close_fds(fds)
             else:
                 self._session.receive(link, data, fds)
                 if link.unclaimed:
                     self._take_back_unclaimed(link)
         except PeerError as error:
-            self.break_off(link, broken(error))
+            self.break_off(link, f"the daemon broke the protocol: {error}")
         except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
             self._close_wire(link)
             self._session.end(link, f"can't read: {error}")
@@ -173,7 +174,7 @@ class Lines:
             self._stalled.discard(link)
             self._poller.unwatch(wire.fileno())
             wire.close()
-        _close_all(link.connection.take_fds())
+        close_fds(link.connection.take_fds())
 
     def _dispose(self, link: Link) -> None:
         self._close_wire(link)
@@ -181,8 +182,3 @@ class Lines:
             self._poller.unwatch(link.pidfd)
             os.close(link.pidfd)
             link.pidfd = -1
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client.waitable import Waitable
-from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, PeerError, RemoteError
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, RemoteError
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
+from kvoffloadd.sockets import close_fds
 
 if TYPE_CHECKING:
     from kvoffloadd.client.job import Job
@@ -116,8 +116,7 @@ class Link:
 
     def _take_pidfd(self, message: Message, fds: list[int]) -> None:
         if not isinstance(message, messages.Welcome) or len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
+            close_fds(fds)
             raise MessageError(f"{len(fds)} descriptors with a {type(message).__name__}")
         self.pidfd = fds[0]
 
@@ -190,8 +189,3 @@ class Link:
         jobs, self.jobs = self.jobs, {}
         for job in jobs.values():
             job.lose(reason)
-
-
-def broken(error: PeerError) -> str:
-    """The reason to give where the daemon broke the protocol."""
-    return f"the daemon broke the protocol: {error}"

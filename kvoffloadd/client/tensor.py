@@ -1,4 +1,4 @@
-"""A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
+"""A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart, in shared memory or on a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client.adopt import Extent, numpy_extent, torch_extent
+from kvoffloadd.client.adopt import Extent, gpu_extent, numpy_extent, torch_extent
 from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.gpu import gpu_allocation
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import TensorSpec
 
@@ -98,6 +99,27 @@ class SharedTensor(CanonicalTensor):
     def torch(self) -> Any:
         """The same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""
         return importlib.import_module("torch").from_numpy(self.array.view(np.int8))
+
+
+class GpuTensor(CanonicalTensor):
+    """Rows of a GPU's memory that another library owns. `owner`: what keeps the memory alive. Made by `adopt`."""
+
+    def __init__(self, extent: Extent, owner: object) -> None:
+        """`extent`: addresses of the GPU. Raises as `adopt`."""
+        super().__init__(gpu_allocation(extent.address, extent.size_bytes), extent)
+        self.owner = owner
+
+    @classmethod
+    def adopt(cls, tensor: Any) -> GpuTensor:
+        """Share memory that exists: dim 0 is the block, what lies behind one block must be contiguous.
+
+        A torch CUDA tensor of any dtype, or whatever has `__cuda_array_interface__` (CuPy, Numba). Nothing is moved,
+        and nothing of the tensor changes. The tensor is held until the registration has ended.
+
+        Raises UsageError for anything else, and for memory that other processes can't map, with what to change;
+        DeviceError where there is no usable driver.
+        """
+        return cls(gpu_extent(tensor), tensor)
 
 
 def _rows_of(array: npt.NDArray[Any], extent: Extent) -> U8Array:

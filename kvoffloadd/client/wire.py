@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import DaemonUnreachableError, FramingError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
+from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
 
 if TYPE_CHECKING:
     from collections import deque
@@ -61,7 +61,10 @@ class Wire:
             was_sent = request.sent
             request.sent = True  # before the call: a signal's handler may raise at its end
             try:
-                sent = self._send_with_fds(request) if request.fds else self._socket.send(request.data)
+                if request.fds:
+                    sent = self._socket.sendmsg([request.data], pack_fds(request.fds))
+                else:
+                    sent = self._socket.send(request.data)
             except OSError as error:
                 request.sent = was_sent
                 if isinstance(error, BlockingIOError):
@@ -73,10 +76,6 @@ class Wire:
             else:
                 request.data = memoryview(request.data)[sent:]
         return True
-
-    def _send_with_fds(self, request: Pending) -> int:
-        fds = array.array("i", request.fds)
-        return self._socket.sendmsg([request.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 
     def read(self) -> tuple[memoryview, list[int]] | None:
         """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
@@ -91,10 +90,9 @@ class Wire:
             return None
         except ConnectionError:
             return memoryview(b""), []
-        fds = _descriptors(ancillary) if ancillary else []
+        fds = unpack_fds(ancillary) if ancillary else []
         if flags & _CTRUNC:
-            for fd in fds:
-                os.close(fd)
+            close_fds(fds)
             raise FramingError("more descriptors came than a frame may carry")
         return memoryview(self._buffer)[:count], fds
 
@@ -109,11 +107,3 @@ class Wire:
     def close(self) -> None:
         """Close the socket. A second time does nothing."""
         self._socket.close()
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return fds.tolist()

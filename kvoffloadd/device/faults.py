@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypedDict
@@ -15,6 +14,7 @@ from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.errors import ConfigError, DeviceError
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import Direction, Outcome, U64Array
+from kvoffloadd.units import parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,28 +145,21 @@ def parse_faults(text: str) -> Faults:
         name, _, value = (part.strip() for part in entry.partition("="))
         if name in faults:
             raise ConfigError(f"faults: {name} is given twice")
-        if name == "delay_s":
-            faults["delay_s"] = _seconds(name, value)
-        elif name == "corrupt_every":
-            faults["corrupt_every"] = _count(name, value)
-        elif name == "fail_every":
-            faults["fail_every"] = _count(name, value)
-        else:
-            raise ConfigError(f'faults: unknown "{name}"; there are {", ".join(Faults.__annotations__)}')
+        try:
+            if name == "delay_s":
+                faults["delay_s"] = parse_seconds(value)
+            elif name == "corrupt_every":
+                faults["corrupt_every"] = _parse_count(value)
+            elif name == "fail_every":
+                faults["fail_every"] = _parse_count(value)
+            else:
+                raise ConfigError(f'faults: unknown "{name}"; there are {", ".join(Faults.__annotations__)}')
+        except ValueError as error:
+            raise ConfigError(f"faults: {name}={value}: {error}") from None
     return faults
 
 
-def _seconds(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f'faults: {name}={text}: must be a number of seconds, like "0.5"')
-    return value
-
-
-def _count(name: str, text: str) -> int:
+def _parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f'faults: {name}={text}: must be a whole number, like "100"')
+        raise ValueError('must be a whole number, like "100"')
     return int(text)

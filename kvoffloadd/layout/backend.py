@@ -90,14 +90,6 @@ class Backend:
         """Which dimension counts blocks."""
         return self.shape.index(BLOCK)
 
-    def stride_order(self) -> tuple[int, ...]:
-        """`memory` as a permutation of `shape`."""
-        return tuple(self.shape.index(axis) for axis in self.memory)
-
-    def layered_order(self) -> tuple[int, ...]:
-        """`with_layers` as a permutation of (layer, *shape)."""
-        return tuple((LAYER, *self.shape).index(axis) for axis in self.with_layers)
-
 
 def _permuted(name: str, shape: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
     if sorted(order) != list(range(len(shape))):

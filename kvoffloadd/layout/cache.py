@@ -45,27 +45,8 @@ class CanonicalCache:
             if tensor.shape[0] > 1 and strides[0] < tensor.shape[1]:
                 raise UsageError(f"tensor {at}: rows of {tensor.shape[1]} bytes, {strides[0]} apart, overlap")
         for group in self.groups:
-            self._check(group.group, group.refs)
-
-    def _check(self, group: int, refs: Sequence[Ref]) -> None:
-        taken: dict[int, list[tuple[int, int]]] = {}
-        for ref in refs:
-            if not 0 <= ref.tensor < len(self.tensors):
-                raise UsageError(f"group {group}: {ref} names tensor {ref.tensor} of {len(self.tensors)}")
-            page = self.tensors[ref.tensor].shape[1]
-            if min(ref.offset, ref.stride) < 0 or min(ref.length, ref.count) < 1 or ref.end > page:
-                raise UsageError(f"group {group}: {ref} leaves its page of {page} bytes")
-            runs = [ref.offset + at * ref.stride for at in range(ref.count)]
-            taken.setdefault(ref.tensor, []).extend((run, run + ref.length) for run in runs)
-        for tensor, runs_of in taken.items():
-            ordered = sorted(runs_of)
-            for one, other in itertools.pairwise(ordered):
-                if one[1] > other[0]:
-                    raise UsageError(f"group {group}: bytes {other[0]} to {one[1]} of tensor {tensor} are named twice")
-
-    def payload_bytes(self, group: int) -> int:
-        """Of one block of the group at this index."""
-        return sum(ref.payload_bytes for ref in self.groups[group].refs)
+            group.check_refs([tensor.shape[1] for tensor in self.tensors])
+            _check_apart(group.group, group.refs)
 
     def kv_cache(self, timelines: Sequence[Timeline] = ()) -> KvCache:
         """What `Client.register` takes. CPU tensors that are not shared yet are moved to shared memory in place.
@@ -78,6 +59,19 @@ class CanonicalCache:
         adopt = GpuTensor.adopt if on == "cuda" else SharedTensor.adopt
         shared: list[CanonicalTensor] = [adopt(tensor) for tensor in self.tensors]
         return KvCache(shared, self.groups, timelines)
+
+
+def _check_apart(group: int, refs: Sequence[Ref]) -> None:
+    """That no byte of a row is named twice. Raises UsageError."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for ref in refs:
+        runs = [ref.offset + at * ref.stride for at in range(ref.count)]
+        taken.setdefault(ref.tensor, []).extend((run, run + ref.length) for run in runs)
+    for tensor, runs_of in taken.items():
+        ordered = sorted(runs_of)
+        for one, other in itertools.pairwise(ordered):
+            if one[1] > other[0]:
+                raise UsageError(f"group {group}: bytes {other[0]} to {one[1]} of tensor {tensor} are named twice")
 
 
 def canonicalise(

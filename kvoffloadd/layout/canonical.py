@@ -29,10 +29,6 @@ class Canonical:
     groups: tuple[Group, ...]
     layers: Mapping[str, tuple[Ref, ...]]
 
-    def payload_bytes(self, group: int) -> int:
-        """Of one block of the group at this index."""
-        return sum(ref.payload_bytes for ref in self.groups[group].refs)
-
 
 def canonical_geometry(
     views: Mapping[str, Sequence[View]],

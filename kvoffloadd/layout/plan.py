@@ -64,10 +64,6 @@ class Plan:
         """What one block takes in all tensors."""
         return sum(tensor.bytes for tensor in self.tensors) // self.num_blocks
 
-    def blocks_in(self, budget_bytes: int) -> int:
-        """How many blocks fit into that much memory. Plan again with this number."""
-        return budget_bytes // self.block_bytes
-
     def allocate(self, device: str = HOST) -> Allocated:
         """Zeros on a torch device ("cpu", "cuda:1", "meta"), or in sealed shared memory ("host"). Imports torch.
 

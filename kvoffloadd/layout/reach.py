@@ -45,20 +45,6 @@ class Reach:
             case GroupKind.MAMBA:
                 return max(0, tokens - 1)
 
-    def boundary_blocks(self) -> int:
-        """How many blocks a sliding window needs at most at the end of a block. Raises UsageError for other kinds."""
-        return -(-(self._window() - 1) // self.block_size)
-
-    def transfer_blocks(self) -> int:
-        """How many blocks a sliding window needs at most wherever a prefix ends. Raises UsageError for other kinds."""
-        tokens = self._window() - 1
-        return 0 if tokens == 0 else -(-(tokens - 1) // self.block_size) + 1
-
-    def _window(self) -> int:
-        if self.kind is not GroupKind.SLIDING:
-            raise UsageError(f"a group of kind {self.kind} has no sliding window")
-        return self.window
-
     def wanted(self, remote: int, local: int) -> range:
         """Blocks to load for a prefix of `remote` blocks when the first `local` are here.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.place import Place, shared_views
 from kvoffloadd.layout.plan import Plan, TensorPlan
-from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, check_blocks, check_groups
+from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, check_blocks, check_groups, nth_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,8 +36,7 @@ def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], nu
     """
     check_groups(specs, groups)
     check_blocks(num_blocks)
-    most = max((len(group.layers) for group in groups), default=0)
-    slots = tuple(tuple(group.layers[at] for group in groups if at < len(group.layers)) for at in range(most))
+    slots = nth_layers(groups)
     _check_kernel_blocks(specs, slots)
     sizes = [max(specs[layer].page_bytes for layer in slot) for slot in slots]
     row_bytes = sum(sizes)

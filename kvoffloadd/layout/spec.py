@@ -229,6 +229,12 @@ class LayerGroup:
     held: int = 1
 
 
+def nth_layers(groups: Sequence[LayerGroup]) -> tuple[tuple[str, ...], ...]:
+    """The first layers of all groups, the second ones, and so on, until no group has more."""
+    most = max((len(group.layers) for group in groups), default=0)
+    return tuple(tuple(group.layers[at] for group in groups if at < len(group.layers)) for at in range(most))
+
+
 def check_blocks(num_blocks: int) -> None:
     """That there are blocks. Raises UsageError."""
     if num_blocks < 1:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.model import BoolArray, GroupKind, I64Array
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvoffloadd.model import BoolArray, GroupKind, I64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,5 @@ def _met(group: Loaded, lengths: I64Array) -> BoolArray:
     """Whether a prefix of each length in keys has what it needs."""
     # bad[n]: how many of the first n keys are not valid.
     bad = np.concatenate([np.zeros(1, np.int64), np.cumsum(~group.valid)])
-    met: BoolArray = bad[lengths] == bad[_first_needed(group, lengths)]
+    met: BoolArray = bad[lengths] == bad[group.kind.first_needed(lengths, group.window_keys)]
     return met
-
-
-def _first_needed(group: Loaded, lengths: I64Array) -> I64Array:
-    match group.kind:
-        case GroupKind.FULL:
-            return np.zeros_like(lengths)
-        case GroupKind.SLIDING:
-            return np.maximum(0, lengths - group.window_keys)
-        case GroupKind.CHUNKED:
-            return lengths // group.window_keys * group.window_keys
-        case GroupKind.MAMBA:
-            return lengths - 1

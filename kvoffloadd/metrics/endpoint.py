@@ -12,10 +12,10 @@ import io
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from kvoffloadd.checks import split_address
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics.families import families
-from kvoffloadd.sockets import pass_descriptors
+from kvoffloadd.sockets import bind_path, pass_descriptors
 
 if TYPE_CHECKING:
     import asyncio
@@ -62,46 +62,22 @@ def bind(listen: str) -> socket.socket:
     place = split_address(listen)
     try:
         if isinstance(place, str):
-            return _bind_path(place)
+            return _bind_path(Path(place))
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         return socket.create_server(place, family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"metrics.listen: {listen} can't be used: {error.strerror or error}") from None
 
 
-def _bind_path(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+def _bind_path(path: Path) -> socket.socket:
+    listener = bind_path("metrics.listen", path, SOCKET_MODE)
     try:
-        _remove_stale(path)
-        mask = os.umask(0o777 & ~SOCKET_MODE)  # so that the socket is never more open than it shall be
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(mask)
         listener.listen(_BACKLOG)
         pass_descriptors(listener, allowed=False)
     except BaseException:
         listener.close()
         raise
     return listener
-
-
-def _remove_stale(path: str) -> None:
-    """Raises ConfigError if somebody listens there, or it is no socket."""
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"metrics.listen: {path} exists and is no socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except BlockingIOError:
-            pass  # its backlog is full: alive
-    raise ConfigError(f"metrics.listen: a live process listens at {path}")
 
 
 class Endpoint(Collector):

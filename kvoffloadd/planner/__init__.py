@@ -6,7 +6,7 @@ geometry, `print_plan` and `plan_json` show it. Importing this loads no torch, a
 
 from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of
 from kvoffloadd.planner.grouping import form_groups
-from kvoffloadd.planner.layouts import KV_APART, Layout, predicted_descriptors
+from kvoffloadd.planner.layouts import KV_APART, Layout
 from kvoffloadd.planner.modelconfig import ModelConfig, read_model
 from kvoffloadd.planner.planning import CapacityPlan, Terms, make_plan
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
@@ -28,7 +28,6 @@ __all__ = [
     "form_groups",
     "make_plan",
     "plan_json",
-    "predicted_descriptors",
     "print_plan",
     "read_model",
     "read_trace",

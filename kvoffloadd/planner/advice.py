@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvoffloadd.layout import LayerKind
-from kvoffloadd.model import PAGE_BYTES, slot_pages
+from kvoffloadd.model import slot_bytes
 from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES, ROWS, Layout
 from kvoffloadd.units import format_bytes
 
@@ -78,25 +78,21 @@ def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int
     if largest > memory.payload_bytes_max:
         found.append(
             f"a payload of {format_bytes(largest)} fits no slab of {format_bytes(memory.payload_bytes_max)}: the "
-            f"daemon refuses to register it; set memory.slab_bytes to {format_bytes(_slot_bytes(largest))} or more"
+            f"daemon refuses to register it; set memory.slab_bytes to {format_bytes(slot_bytes(largest))} or more"
         )
     elif prompts_held < 1 and block <= prompt_tokens:
         found.append(
             f"memory holds less than one prompt of {prompt_tokens:,} tokens: its first blocks are gone before its last "
             "are stored; raise --memory"
         )
-    wasted = [_slot_bytes(payload) / payload - 1 for payload in layout.payloads]
+    wasted = [slot_bytes(payload) / payload - 1 for payload in layout.payloads]
     if max(wasted) > WASTEFUL:
         smallest = layout.payloads[wasted.index(max(wasted))]
         found.append(
-            f"a payload of {format_bytes(smallest)} takes a slot of {format_bytes(_slot_bytes(smallest))}: "
+            f"a payload of {format_bytes(smallest)} takes a slot of {format_bytes(slot_bytes(smallest))}: "
             "larger blocks, or several blocks a key, waste less"
         )
     return found
-
-
-def _slot_bytes(payload_bytes: int) -> int:
-    return slot_pages(payload_bytes) * PAGE_BYTES
 
 
 def _shorter(layout: Layout, rank: Rank, prompt_tokens: int) -> str:

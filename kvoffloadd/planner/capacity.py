@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES, slot_pages
+from kvoffloadd.tiers.disk.format import ENTRY, HEADER_PAGES, RECORD_HEADER_PAGES, TRAILER_PAGES, footer_pages
+from kvoffloadd.tiers.disk.segment import SEGMENTS_MIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 INDEX_BYTES_PER_KEY = 92
 """Of the daemon's own memory, beside the memory tier: measured at 10 million keys (docs/benchmarks/RESULTS.md)."""
-
-RECORD_HEADER_PAGES = 1
-SEGMENT_HEADER_PAGES = 1
-FOOTER_ENTRY_BYTES, FOOTER_SPACE_BYTES, TRAILER_PAGES = 64, 64, 1
-"""Of the disk's format (docs/DISK_FORMAT.md); a test compares them with the disk tier's."""
-
-SEGMENTS_OF_A_ROOT = 8
-"""A root has at least as many segments; smaller roots have smaller ones."""
 
 SPARE_SEGMENTS = 1
 """The next segment is made before the open one is full."""
@@ -81,25 +75,21 @@ class DiskSpace:
 
     def holds(self, demand: Mapping[int, int]) -> int:
         """How many times all of that. With records of several sizes a little less than may fit."""
-        segment = min(self.segment_bytes, self.capacity_bytes // SEGMENTS_OF_A_ROOT) // PAGE_BYTES
+        segment = min(self.segment_bytes, self.capacity_bytes // SEGMENTS_MIN) // PAGE_BYTES
         segments = self.capacity_bytes // PAGE_BYTES // segment - SPARE_SEGMENTS if segment else 0
-        room = segment - SEGMENT_HEADER_PAGES - TRAILER_PAGES
+        room = segment - HEADER_PAGES
         records = {RECORD_HEADER_PAGES + size: count for size, count in demand.items()}
-        if segments < 1 or max(records) + _footer_pages(1) > room:
+        if segments < 1 or max(records) + footer_pages(1, 1) > room:
             return 0
         if len(records) == 1:
             ((size, count),) = records.items()
-            each = _most(room // size, lambda times: times * size + _footer_pages(times) <= room)
+            each = _most(room // size, lambda times: times * size + footer_pages(times, 1) <= room)
             return segments * each // count
         # They come in any order: at a segment's end up to all but a page of the largest is lost, and a page's end of
         # the footer.
-        room -= max(records)
+        room -= max(records) + TRAILER_PAGES
         entries = sum(records.values())
-        return segments * room * PAGE_BYTES // (_pages(records) * PAGE_BYTES + entries * FOOTER_ENTRY_BYTES)
-
-
-def _footer_pages(records: int) -> int:
-    return -(-(records * FOOTER_ENTRY_BYTES + FOOTER_SPACE_BYTES) // PAGE_BYTES)
+        return segments * room * PAGE_BYTES // (_pages(records) * PAGE_BYTES + entries * ENTRY.itemsize)
 
 
 def _pages(demand: Mapping[int, int]) -> int:

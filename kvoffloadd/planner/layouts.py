@@ -23,6 +23,7 @@ from kvoffloadd.layout import (
     packed_rows,
 )
 from kvoffloadd.layout.place import Place, own_view, shared_views
+from kvoffloadd.layout.spec import nth_layers
 from kvoffloadd.model import GroupKind
 from kvoffloadd.planner.grouping import form_groups
 
@@ -81,7 +82,7 @@ class Layout:
     @property
     def payloads(self) -> tuple[int, ...]:
         """Bytes of a block of each group."""
-        return tuple(self.plan.canonical.payload_bytes(group) for group in range(self.num_groups))
+        return tuple(group.payload_bytes for group in self.plan.canonical.groups)
 
     @property
     def needs_less(self) -> bool:
@@ -111,17 +112,8 @@ class Layout:
         return tuple(one or needed for one, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
 
     def descriptors_of(self, blocks: Sequence[int]) -> int:
-        """Of so many blocks of each group, before any are merged."""
-        return predicted_descriptors(self.plan, blocks)
-
-    def bytes_of(self, blocks: Sequence[int]) -> int:
-        """Payload bytes of so many blocks of each group."""
-        return sum(count * payload for count, payload in zip(blocks, self.payloads, strict=True))
-
-
-def predicted_descriptors(plan: Plan, blocks: Sequence[int]) -> int:
-    """What the daemon will count as descriptors of a store or load of so many blocks of each group."""
-    return descriptors([group.refs for group in plan.canonical.groups], blocks)
+        """What the daemon will count as descriptors of a store or load of so many blocks of each group."""
+        return descriptors([group.refs for group in self.plan.canonical.groups], blocks)
 
 
 def possible_layouts(rank: Rank, pack_size: int = 0, num_blocks: int = BLOCKS) -> tuple[list[Layout], dict[str, str]]:
@@ -164,13 +156,9 @@ def can_pack(model: ModelConfig) -> bool:
 
 def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
     """A tensor for each slot, in the order of its layers' backend; the n-th layers of all groups overlay each other."""
-    slots = [
-        tuple(group.layers[at] for group in groups if at < len(group.layers))
-        for at in range(max(len(group.layers) for group in groups))
-    ]
     views: dict[str, tuple[View, ...]] = {}
     tensors = []
-    for at, slot in enumerate(slots):
+    for at, slot in enumerate(nth_layers(groups)):
         page = max(specs[layer].page_bytes for layer in slot)
         for layer in slot:
             spec = specs[layer]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
-from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_pages
-from kvoffloadd.planner.capacity import RECORD_HEADER_PAGES
+from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
+from kvoffloadd.report import open_console
+from kvoffloadd.tiers.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _group(plan: CapacityPlan, group: int) -> dict[str, Any]:
         "layer_bytes": spec.payload_bytes,
         "payload_bytes": payload,
         "parts": plan.parts[group],
-        "slot_bytes": slot_pages(payload) * PAGE_BYTES,
-        "record_bytes": (slot_pages(payload) + RECORD_HEADER_PAGES) * PAGE_BYTES,
+        "slot_bytes": slot_bytes(payload),
+        "record_bytes": slot_bytes(payload) + RECORD_HEADER_PAGES * PAGE_BYTES,
     }
 
 
@@ -105,11 +105,7 @@ def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
 
 def print_plan(plan: CapacityPlan) -> None:
     """Tables on standard output, then the advice, the warnings, and what all of it rests on."""
-    # Imported here, as in kvoffloadd.report: a terminal library is no business of those who want JSON.
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    console = open_console(PIPE_COLUMNS)
     _print(console, *_summary(plan), left=2)
     _print(console, *_groups(plan), left=2)
     _print(console, *_layouts(plan))

@@ -6,7 +6,6 @@ here; nothing raised by one connection reaches another.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import logging
@@ -30,6 +29,7 @@ from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
+from kvoffloadd.sockets import pack_fds, unpack_fds
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -93,7 +93,7 @@ class PeerConnection:
         except OSError as error:
             self.end(f"read failed: {error.strerror}")
             return
-        if not self._keep(fds := _descriptors(ancillary)):
+        if not self._keep(fds := unpack_fds(ancillary)):
             return
         if size == 0:
             self._close_fds(fds)
@@ -282,11 +282,7 @@ class PeerConnection:
         while self._outbox.frames and self._sock.fileno() >= 0:
             frame, fds = self._outbox.frames[0]
             try:
-                if fds:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                    size = self._sock.sendmsg([frame], rights)
-                else:
-                    size = self._sock.send(frame)
+                size = self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -393,11 +389,3 @@ class PeerConnection:
             self._flush()
             if self._outbox.queued_bytes == before:
                 await asyncio.sleep(0.01)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)

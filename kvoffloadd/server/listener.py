@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
-import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -21,9 +19,10 @@ from kvoffloadd.server import peer as peers
 from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.door import Door
-from kvoffloadd.sockets import keep_inline, pass_descriptors
+from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
 
 if TYPE_CHECKING:
+    import socket
     from pathlib import Path
 
     from kvoffloadd.server.context import Context
@@ -59,13 +58,7 @@ def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[soc
             _check_given(given, path)
             given.listen(BACKLOG)
             return given, lock
-        _remove_stale(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(mask)
+        listener = bind_path("server.socket", path, mode)
         listener.listen(BACKLOG)
     except BlockingIOError:
         os.close(lock)
@@ -84,28 +77,6 @@ def _check_given(given: socket.socket, path: Path) -> None:
     place = str(given.getsockname())
     if os.path.realpath(place) != os.path.realpath(path):
         raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: make the socket unit agree")
-
-
-def _remove_stale(path: Path) -> None:
-    """Raises ConfigError if somebody listens at `path`, or it is no socket."""
-    try:
-        if not path.is_socket():
-            if path.exists():
-                raise ConfigError(f"server.socket: {path} exists and is no socket")
-            return
-    except OSError as error:
-        raise ConfigError(f"server.socket: {path} can't be looked at: {error.strerror}") from None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            pass  # its backlog is full: alive
-        except OSError as error:
-            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
-                path.unlink(missing_ok=True)
-                return
-            raise ConfigError(f"server.socket: {path} can't be tried: {error.strerror}") from None
-    raise ConfigError(f"server.socket: a live process listens at {path}")
 
 
 class Listener:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffloadd.cache.parts import PartState
 from kvoffloadd.lanes import BACKGROUND
+from kvoffloadd.model import DROPPED
 from kvoffloadd.tiers.hashing import hash_payloads, in_turns
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
             mine = turn[columns.state[turn] == PartState.SEALED]  # others may have gone during the turns before
             wrong = await _wrong_payloads(context, mine)
             audit.payloads += len(mine)
-            audit.findings += [f"payload: part record {n} does not match its checksum, dropped" for n in wrong.tolist()]
+            audit.findings += [f"payload: part record {n} does not match its checksum{DROPPED}" for n in wrong.tolist()]
             context.transfers.drop(columns.row[wrong])
     if disk and context.cache.disk is not None:
         audit.records, findings = await context.cache.disk.inspection.run(repair=repair)

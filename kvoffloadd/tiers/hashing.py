@@ -36,7 +36,13 @@ def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
     return np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def in_turns(parts: I64Array, sizes: I64Array) -> list[I64Array]:
-    """The parts, which have these sizes, cut into what a lane does in one turn."""
-    turn = (np.cumsum(sizes) - sizes) // TURN_BYTES
-    return np.split(parts, np.flatnonzero(np.diff(turn)) + 1) if len(parts) else []
+def in_turns(
+    items: I64Array, sizes: I64Array, turn_bytes: int | None = None, turn_items: int = 1 << 62
+) -> list[I64Array]:
+    """The items, which have these sizes, cut into what a lane does in one turn: about so many bytes (None: TURN_BYTES),
+    and no more than so many items.
+    """
+    if not len(items):
+        return []
+    by_bytes, by_count = (np.cumsum(sizes) - sizes) // (turn_bytes or TURN_BYTES), np.arange(len(items)) // turn_items
+    return np.split(items, np.flatnonzero((np.diff(by_bytes) != 0) | (np.diff(by_count) != 0)) + 1)

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.report import PIPE_COLUMNS
+from kvoffloadd.report import PIPE_COLUMNS, open_console
 from kvoffloadd.top.frame import History, figures
 from kvoffloadd.top.view import render
 
@@ -93,7 +93,7 @@ class Screen:
             time.sleep(self.interval_s)
 
     def _show_for_ever(self, client: Client) -> None:
-        console = Console(markup=False, highlight=False, emoji=False)
+        console = open_console()
         with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 due = time.monotonic() + self.interval_s
@@ -107,8 +107,7 @@ class Screen:
             sys.stdout.write(json.dumps(self.shown, sort_keys=True) + "\n")
             sys.stdout.flush()
             return
-        width = None if sys.stdout.isatty() else PIPE_COLUMNS
-        console = Console(width=width, markup=False, highlight=False, emoji=False)
+        console = open_console()
         console.print(self._picture(console.width))
         if self.svg is not None:
             self._draw(self.svg)

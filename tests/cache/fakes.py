@@ -10,10 +10,16 @@ import numpy as np
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Namespace, Space
 from kvoffloadd.cache.policy import create_policy
+from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
 from kvoffloadd.tiers.hashing import hash_payloads
 from kvoffloadd.tiers.memory import MemoryTier
 from kvoffloadd.tiers.pool import Pool
+
+
+def num_waiters(progress: Progress) -> int:
+    """Who waits for what has begun."""
+    return len(progress._waiters)
 
 
 class FirstInFirstOut:

@@ -151,25 +151,25 @@ def test_the_latest_go_last() -> None:
 
 def test_names_are_written_before_a_key_is_and_not_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(PAGES, SLAB_PAGES)
-    saved = []
+    written = []
     save = cache.tier.pool.save_names
 
     def count(names: bytes) -> bool:
-        saved.append(names)
+        written.append(names)
         return save(names)
 
     monkeypatch.setattr(cache.tier.pool, "save_names", count)
     spaces = [make_space(cache, NAME, group=group)[1] for group in range(50)]
-    assert saved == [], "nobody has a key yet"
+    assert written == [], "nobody has a key yet"
     store(cache, spaces[0], keys_of(1), seals=False)
-    assert saved == []
+    assert written == []
     store(cache, spaces[0], keys_of(2))
-    assert len(saved) == 1
+    assert len(written) == 1
     for space in spaces:
         store(cache, space, keys_of(3))
-    assert len(saved) == 1, "nothing has changed"
+    assert len(written) == 1, "nothing has changed"
     store(cache, make_space(cache, NAME, group=50)[1], keys_of(3))
-    assert len(saved) == 2
+    assert len(written) == 2
     after, estate = heir(cache)
     assert len(adopt(after, estate)) == 52
 

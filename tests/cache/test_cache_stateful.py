@@ -87,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows = found.hit_rows
         if len(rows):
             self.cache.hold(rows)
-            self.cache.use(space, found, 0)
+            self.cache.use_all([(space, found, 0)])
             records = self.cache.entries.first[rows].astype(np.int64) + space.schema.parts - 1
             pages = self.cache.entries.parts.page[records].tolist()
             self.held.append((n, rows, {page: self.content[page] for page in pages}))

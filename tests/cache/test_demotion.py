@@ -81,7 +81,7 @@ async def test_nothing_is_written_twice(open_tier: Open) -> None:
     tier.disk.demotion.offer(rows)  # while they wait
     await tier.quiet()
     tier.disk.demotion.offer(rows)  # and when they are there
-    tier.cache.use(space, tier.cache.find(space, keys_of(1, 2)), 0)
+    tier.cache.use_all([(space, tier.cache.find(space, keys_of(1, 2)), 0)])
     await tier.quiet()
     tier.evict(space, 1, 2)
     assert await tier.fetch(space, 1, 2) == [1, 2]
@@ -149,7 +149,7 @@ async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None
     tier.store(space, *range(10))
     await tier.quiet()
     assert tier.on_disk(space, *range(10)) == []
-    tier.cache.use(space, tier.cache.find(space, keys_of(3, 5, 99)), 0)
+    tier.cache.use_all([(space, tier.cache.find(space, keys_of(3, 5, 99)), 0)])
     await tier.quiet()
     assert tier.on_disk(space, *range(10)) == [3, 5]
     tier.evict(space, 7, 8)
@@ -162,7 +162,7 @@ async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> Non
     tier = await open_tier(SMALL, second_use=True, on_evict=True)
     space = tier.space()
     tier.store(space, *range(32))
-    tier.cache.use(space, tier.cache.find(space, keys_of(1, 2, 20)), 0)
+    tier.cache.use_all([(space, tier.cache.find(space, keys_of(1, 2, 20)), 0)])
     await tier.until(lambda: tier.on_disk(space, *range(32)))
     await asyncio.sleep(0.15)
     assert tier.on_disk(space, *range(32)) == [1, 2], "of the next four victims, those used twice"

@@ -111,7 +111,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(n=which, some=numbers)
     def use(self, n: int, some: list[int]) -> None:
         space = self.space(n)
-        self.tier.cache.use(space, self.tier.cache.find(space, keys_of(*some)), 0)
+        self.tier.cache.use_all([(space, self.tier.cache.find(space, keys_of(*some)), 0)])
 
     @rule(n=which, some=numbers)
     def hold(self, n: int, some: list[int]) -> None:

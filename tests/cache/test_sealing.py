@@ -17,7 +17,7 @@ from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 
-from .fakes import keys_of, make_cache, make_space, store
+from .fakes import keys_of, make_cache, make_space, num_waiters, store
 
 ENGINE, OTHER = Flow(1001, 1), Flow(1001, 2)
 
@@ -123,7 +123,7 @@ async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene
     scene.gate.set()
     assert await draining
     assert scene.sealed() == 2
-    assert transfers.jobs.num_waiters == transfers.sealing.stores.num_waiters == 0
+    assert num_waiters(transfers.jobs) == num_waiters(transfers.sealing.stores) == 0
 
 
 async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
@@ -156,4 +156,4 @@ async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) ->
     assert told == []
     await scene.until_sealed(200)
     assert told == list(range(1, 201))
-    assert stores.num_waiters == 0
+    assert num_waiters(stores) == 0

@@ -196,7 +196,7 @@ def test_who_still_has_a_retired_space_reaches_nothing(cache: Cache, how: str) -
     with pytest.raises(InternalError):
         cache.reserve(old, keys_of(3), ONE, 0)
     with pytest.raises(InternalError):
-        cache.entries.insert(old, keys_of(3), np.zeros(1, np.uint32))
+        cache.entries.insert([(old, 1)], keys_of(3), np.zeros(1, np.uint64), np.zeros(1, np.uint32))
     assert check(cache, len(held), 0) == before == []
     cache.unhold(held)
 

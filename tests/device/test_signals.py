@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 
+from kvoffloadd.changes import Changes
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device import signals
 from kvoffloadd.device.copyruns import read_words
@@ -30,7 +31,7 @@ class Scene:
         self.signals = Signals(self.loop)
         self.words = np.zeros(8, np.uint64)
         self.told: list[tuple[int, Outcome]] = []
-        self.changed = asyncio.Event()
+        self.changes = Changes()
 
     def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> Wait:
         ready = Ready(self.words.ctypes.data + 8 * word, value)
@@ -38,13 +39,10 @@ class Scene:
 
     def tell(self, word: int, outcome: Outcome) -> None:
         self.told.append((word, outcome))
-        self.changed.set()
+        self.changes.notify_all()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(SOON_S):
-            while len(self.told) < count:
-                self.changed.clear()
-                await self.changed.wait()
+        assert await self.changes.wait_for(lambda: len(self.told) >= count, SOON_S)
 
 
 @pytest.fixture

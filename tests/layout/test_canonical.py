@@ -58,7 +58,7 @@ def test_k_and_v_apart_are_two_tensors(dtype: str, start: int) -> None:
     half = 64 * item
     assert described(cache) == [((6, half), (half, 1), start * item), ((6, half), (half, 1), (start + 6 * 64) * item)]
     assert cache.groups[0].refs == (Ref(0, 0, half), Ref(1, 0, half))
-    assert cache.payload_bytes(0) == spec.payload_bytes
+    assert cache.groups[0].payload_bytes == spec.payload_bytes
     assert all(one.dtype == torch.int8 and one.data_ptr() >= memory.data_ptr() for one in cache.tensors)
     assert cache.tensors[0].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     check_moves([memory.view(torch.uint8)], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
@@ -251,7 +251,7 @@ def test_a_layer_that_uses_another_ones_cache_adds_nothing() -> None:
     tensor = torch.zeros(6, 2, 4, 2, 8, dtype=torch.bfloat16)
     specs = named("l", 2, layer(backend=TRITON_NHD))
     cache = canonicalise({"l0": tensor, "l1": tensor}, specs, one_group(specs))
-    assert (len(cache.tensors), cache.payload_bytes(0)) == (1, 256)
+    assert (len(cache.tensors), cache.groups[0].payload_bytes) == (1, 256)
 
 
 def test_layers_of_one_allocation_one_behind_the_other() -> None:
@@ -318,7 +318,7 @@ def test_one_group_with_several_page_sizes() -> None:
     made = plan.allocate("meta")
     assert [tuple(one.shape) for one in made.cache.tensors] == [(3, 131072), (3, 32768)]
     assert made.cache.groups[0].refs == (Ref(0, 0, 131072), Ref(1, 0, 32768))
-    assert made.cache.payload_bytes(0) == 163840
+    assert made.cache.groups[0].payload_bytes == 163840
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_an_engines_own_canonical_form() -> None:
         (256, 256, 512),
     ]
     assert len(registered.allocations()) == 1
-    assert [cache.payload_bytes(at) for at in range(2)] == [300, 100]
+    assert [cache.groups[at].payload_bytes for at in range(2)] == [300, 100]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_gemma_2b(num_groups: int, num_blocks: int, tensor: tuple[int, ...], vie
     assert strides(made.layers["layers.25"]) == strides(last)
     # Both sizes come of one budget, anywhere between these bounds.
     for budget, fits in ((13363118079, False), (13363118080, True), (13363970047, True), (13363970048, False)):
-        both = [cross_layers(*gemma_2b(count), 1).blocks_in(budget) for count in (1, 2)]
+        both = [budget // cross_layers(*gemma_2b(count), 1).block_bytes for count in (1, 2)]
         assert (both == [7842, 15685]) is fits
 
 
@@ -185,7 +185,7 @@ def test_pages_padded_in_bytes() -> None:
         specs = named("l", 3, layer(backend=backend, padded_bytes=320))
         made = check_plan(cross_layers(specs, one_group(specs), 6))
         assert made.cache.tensors[0].shape == (6, 960)
-        assert made.cache.payload_bytes(0) == 768
+        assert made.cache.groups[0].payload_bytes == 768
     alone = named("l", 1, layer(backend=Backend("old", TRITON_NHD.shape, TRITON_NHD.memory), padded_bytes=320))
     assert check_plan(cross_layers(alone, one_group(alone), 6)).cache.groups[0].refs == (Ref(0, 0, 256),)
 
@@ -200,7 +200,7 @@ def test_every_backend(backend: Backend, ratio: int) -> None:
     if backend.shares:
         axes = specs["l0"].axes(5) | {"layer": 3}  # type: ignore[union-attr]
         whole = made.tensors[0].view(-1).view(torch.bfloat16).view([axes[axis] for axis in backend.with_layers])
-        inverse = [backend.layered_order().index(at) for at in range(len(backend.with_layers))]
+        inverse = [backend.with_layers.index(axis) for axis in ("layer", *backend.shape)]
         assert strides(made.layers["l2"]) == strides(whole.permute(inverse)[2])
 
 

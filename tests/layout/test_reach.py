@@ -25,7 +25,6 @@ QUICK = settings(max_examples=200, deadline=None)
 )
 def test_blocks_of_a_window(window: int, size: int, boundary: int, transfer: int) -> None:
     reach = Reach(GroupKind.SLIDING, size, window)
-    assert (reach.boundary_blocks(), reach.transfer_blocks()) == (boundary, transfer)
     lengths = range(4 * window + 4 * size)
     assert max(len(reach.blocks(length)) for length in lengths) == transfer
     assert max(len(reach.blocks(length * size)) for length in range(4 * window // size + 4)) == boundary
@@ -77,9 +76,7 @@ def test_more_local_than_remote() -> None:
         FULL.wanted(63, 64)
 
 
-def test_what_has_no_window() -> None:
-    with pytest.raises(UsageError, match="kind full has no sliding window"):
-        FULL.boundary_blocks()
+def test_what_is_no_reach() -> None:
     for wrong in ((GroupKind.FULL, 64, 5), (GroupKind.SLIDING, 64, 0), (GroupKind.MAMBA, 0, 0)):
         with pytest.raises(UsageError, match="a group of kind"):
             Reach(*wrong)

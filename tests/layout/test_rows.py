@@ -40,7 +40,7 @@ def test_gpt_oss() -> None:
     assert plan.block_bytes == 12 * 131072 == 1572864
     refs = plan.canonical.groups[0].refs
     assert refs == (Ref(0, 0, 1572864),)
-    assert (279 * len(refs), 279 * plan.canonical.payload_bytes(0)) == (279, 438829056)
+    assert (279 * len(refs), 279 * plan.canonical.groups[0].payload_bytes) == (279, 438829056)
     for order, descriptors in ((("block", "kv"), 3348), (("kv", "block"), 6696)):
         inner = ("token", "head", "dim")
         old = Backend("old", (*order, *inner), (*order, *inner))  # no order with layers: a tensor each

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.planner import DiskSpace, MemorySpace, capacity, demand_of
+from kvoffloadd.planner import DiskSpace, MemorySpace, demand_of
 from kvoffloadd.tiers.disk import format as disk_format
 from kvoffloadd.tiers.memory import MemoryTier
 
@@ -57,15 +56,6 @@ def test_memory_that_is_too_small() -> None:
     assert MemorySpace(64 * MIB, MIB).holds({257: 1}) == 0  # no slab is that long
     assert MemorySpace(64 * KIB, MIB).payload_bytes_max == 64 * KIB
     assert MemorySpace(0, MIB).holds({1: 1}) == 0
-
-
-def test_the_disk_format_is_as_the_tier_has_it() -> None:
-    assert capacity.SEGMENT_HEADER_PAGES == disk_format.HEADER_PAGES
-    assert disk_format.ENTRY.itemsize == capacity.FOOTER_ENTRY_BYTES
-    assert disk_format.SPACE.itemsize == capacity.FOOTER_SPACE_BYTES
-    for payload in (1, 4096, 4097, MIB):
-        pages = int(disk_format.record_pages(np.array([payload]))[0])
-        assert pages == capacity.RECORD_HEADER_PAGES + -(-payload // PAGE_BYTES)
 
 
 def filled(segment_pages: int, sizes: list[int]) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec, Outcome
-from kvoffloadd.planner import Rank, predicted_descriptors, read_model
+from kvoffloadd.planner import Rank, read_model
 from kvoffloadd.planner.layouts import Layout, possible_layouts
 from scripts.harness.daemon import Daemon
 from tests.planner.models import DEEPSEEK, GEMMA_3, GPT_OSS, LLAMA_4, QWEN, changed
@@ -70,6 +70,7 @@ def test_a_daemon_counts_what_was_predicted(daemon: Daemon, tmp_path: Path, name
             moved = {
                 counter: after[counter] - before[counter] for counter in ("descriptors", "copies", "bytes", "keys")
             }
-            assert moved["descriptors"] == predicted_descriptors(layout.plan, blocks)
+            assert moved["descriptors"] == layout.descriptors_of(blocks)
             assert 0 < moved["copies"] <= moved["descriptors"]
-            assert (moved["bytes"], moved["keys"]) == (layout.bytes_of(blocks), sum(blocks))
+            payload_bytes = sum(count * each for count, each in zip(blocks, layout.payloads, strict=True))
+            assert (moved["bytes"], moved["keys"]) == (payload_bytes, sum(blocks))

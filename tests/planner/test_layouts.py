@@ -14,7 +14,6 @@ from kvoffloadd.planner.layouts import (
     ROWS,
     Layout,
     possible_layouts,
-    predicted_descriptors,
 )
 from tests.planner.models import DEEPSEEK, GEMMA_2, GEMMA_3, GPT_OSS, LLAMA, QWEN, rank
 
@@ -48,9 +47,9 @@ def test_gpt_oss_packed_rows() -> None:
     found = layouts(GPT_OSS, block_size=64)
     assert found[ROWS].plan.block_bytes == 12 * 131_072 == 1_572_864
     blocks = (0, 279)
-    counts = {name: predicted_descriptors(one.plan, blocks) for name, one in found.items()}
+    counts = {name: one.descriptors_of(blocks) for name, one in found.items()}
     assert (counts[ROWS], counts[PER_LAYER], counts[KV_APART]) == (279, 3348, 6696)
-    assert found[ROWS].bytes_of(blocks) == 438_829_056
+    assert 279 * found[ROWS].payloads[1] == 438_829_056
 
 
 @pytest.mark.parametrize(("hybrid", "shapes"), [(False, (BLOCKS, 26, 65_536)), (True, (BLOCKS, 13, 65_536))])
@@ -61,7 +60,7 @@ def test_gemma_2(hybrid: bool, shapes: tuple[int, ...]) -> None:
     assert found.plan.block_bytes == shapes[1] * 65_536
     assert found.num_groups == 1 + hybrid
     # The documented numbers of blocks hold for one budget.
-    assert found.plan.blocks_in(13_363_118_080) == (15_685 if hybrid else 7842)
+    assert 13_363_118_080 // found.plan.block_bytes == (15_685 if hybrid else 7842)
 
 
 def test_gemma_3_groups() -> None:
@@ -79,17 +78,17 @@ def test_gemma_3_descriptors() -> None:
     """63 blocks of 64 tokens: 4,284 if all are moved; with windows 1,616, or 1,650 if the unused slot were, too."""
     tokens = 63 * 64
     apart = layouts(GEMMA_3, block_size=64)[KV_APART]
-    assert predicted_descriptors(apart.plan, apart.stored_blocks(tokens)) == 4284
+    assert apart.descriptors_of(apart.stored_blocks(tokens)) == 4284
     one_group = layouts(GEMMA_3, block_size=64, hybrid=False)[KV_APART]
-    assert predicted_descriptors(one_group.plan, (63,)) == 4284
+    assert one_group.descriptors_of((63,)) == 4284
     clipped = apart.clipped_blocks(tokens)
     assert clipped == (17, 17, 17, 17, 17, 17, 63)
-    assert predicted_descriptors(apart.plan, clipped) == 1616
+    assert apart.descriptors_of(clipped) == 1616
     padded = max(apart.descriptors)
     assert sum(count * padded for count in clipped) == 1650
     needed = apart.needed_blocks(tokens)
     assert needed == (16, 16, 16, 16, 16, 16, 63)
-    assert predicted_descriptors(apart.plan, needed) == 1558
+    assert apart.descriptors_of(needed) == 1558
     assert sum(count * padded for count in needed) == 1590
 
 

@@ -98,7 +98,7 @@ def test_no_step_of_the_cache_is_long() -> None:
         took("find")
         assert found.hits.all()
         cache.hold(found.hit_rows)
-        cache.use(space, found, 0)
+        cache.use_all([(space, found, 0)])
         cache.unhold(found.hit_rows)
         took("use")
     cache.epochs.advance(namespace.fingerprint)

@@ -57,8 +57,6 @@ class RowQueues:
         self._sweep = NOWHERE  # the next chunk to try to merge, and its queue
         self._sweep_queue = 0
         self._sizes = [0] * num_queues
-        self.entries_moved = 0
-        """Entries that merging rewrote since the start: the price of keeping the pool small."""
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -232,6 +230,5 @@ class RowQueues:
         self._write(chunk, 0, np.concatenate((rows, younger)))
         self._start[chunk] = 0
         self._live[chunk] += self._live[after]
-        self.entries_moved += int(self._live[chunk])
         self._live[after] = 0
         self._free_chunk(after)

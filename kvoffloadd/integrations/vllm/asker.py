@@ -18,9 +18,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.client.dialer import backoffs
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
-from kvoffloadd.integrations.vllm.names import KEY_BYTES
+from kvoffloadd.integrations.vllm.availability import Availability
 from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ logger = logging.getLogger("vllm.kvoffloadd")
 _PROMOTION_POLL_S = 0.002
 _HEARTBEAT_S = 1.0
 _WEIGH_S = 0.5
-_BACKOFF_MAX_S = 2.0
 _REFUSAL_TOLD_S = 60.0
 
 
@@ -73,11 +71,8 @@ class Asker:
         self._unreleased: list[int] = []
         self._clearing = False
         self._closing = False
-        self._down = False
-        self._warned = False
+        self._daemon = Availability()
         self._refusal_told_at = -_REFUSAL_TOLD_S
-        self._pauses: Iterator[float] = backoffs()
-        self._retry_at = 0.0
         self._weigh_at = 0.0
         # Both written by the thread, read by anybody.
         self.connected = False
@@ -156,7 +151,7 @@ class Asker:
     def _turn(self) -> None:
         with suppress(queue.Empty):
             self._commands.get(timeout=_PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S)()
-        if not self.connected and monotonic() >= self._retry_at:
+        if not self.connected and not self._daemon.retry_in_s:
             self._recover()
         if self._promoting:
             self._look_for_promotions()
@@ -202,8 +197,7 @@ class Asker:
             self._promoting.append(question)
 
     def _pin(self, question: Question) -> None:
-        parts = max((group.parts for group in self._groups.groups), default=1)
-        most = most_keys(self._client.limits, len(question.groups), KEY_BYTES, parts)
+        most = most_keys(self._client.limits, self._groups, len(question.groups))
         for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
             packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
             found = self._client.pin(packed, {group: some.start for group, some in piece.items()})
@@ -257,7 +251,7 @@ class Asker:
 
     def _release_all(self) -> None:
         """Those of a daemon that does not answer now, later: each attempt would hang as long as a call may."""
-        while self._unreleased and not self._down:
+        while self._unreleased and self._daemon.error is None:
             # One that ended with its daemon, or its instance, is none to release; the library knows.
             if self._attempt(partial(self._client.release, self._unreleased[-1])) or self.connected:
                 self._unreleased.pop()
@@ -292,12 +286,8 @@ class Asker:
             self._succeeded()
 
     def _succeeded(self) -> None:
-        if self._warned:
-            logger.info("kvoffloadd: the daemon answers again")
+        self._daemon.succeeded()
         self.connected = not self._clearing
-        self._down = self._warned = False
-        self._pauses = backoffs()
-        self._retry_at = 0.0
 
     def _failed(self, error: KvOffloadError) -> None:
         if isinstance(error, RemoteError) and self.connected:
@@ -309,8 +299,4 @@ class Asker:
 
     def _lost(self, error: Exception) -> None:
         self.connected = False
-        self._down = True
-        self._retry_at = monotonic() + min(next(self._pauses) * 8, _BACKOFF_MAX_S)
-        if not self._warned:
-            self._warned = True
-            logger.warning("kvoffloadd: no cache until the daemon answers: %s", error)
+        self._daemon.failed(error, "no cache until the daemon answers")

@@ -1,13 +1,12 @@
 """From vLLM's list of GPU blocks to the block ids of each key.
 
-vLLM names the blocks of a transfer group by group: so many blocks of each group, and the index, in the request, of the
-first one. A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that. Of a group that keeps a
-state (`states`) only a chunk's last block counts: it holds the state at the chunk's end, the others hold nothing.
+A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that. Of a group that keeps a state
+(`states`) only a chunk's last block counts: it holds the state at the chunk's end, the others hold nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,21 +23,29 @@ NULL_BLOCK = 0
 Chunks = dict[int, tuple[bytes, U32Array]]
 """Group -> (packed keys, u32 (keys, blocks_per_key)), what the client's `store` and `load` take."""
 
+KeysOfGroup = tuple[int, list[bytes]]
+"""A group and its keys."""
+
+
+class BlockList(Protocol):
+    """vLLM's GPULoadStoreSpec, which names the blocks of a transfer group by group: how many there are of each group,
+    and the index, in the request, of the first one.
+    """
+
+    block_ids: npt.NDArray[Any]
+    group_sizes: Sequence[int]
+    block_indices: Sequence[int]
+
 
 def load_chunks(
-    groups: Sequence[tuple[int, list[bytes]]],
-    block_ids: npt.NDArray[Any],
-    group_sizes: Sequence[int],
-    block_indices: Sequence[int],
-    blocks_per_key: int,
-    states: Collection[int] = (),
+    groups: Sequence[KeysOfGroup], blocks: BlockList, blocks_per_key: int, states: Collection[int] = ()
 ) -> Chunks:
-    """`groups`: in vLLM's order, group and keys. Blocks of a chunk that the request does not load are `NO_BLOCK`.
+    """`groups`: in vLLM's order. Blocks of a chunk that the request does not load are `NO_BLOCK`.
 
     Raises ValueError where blocks and keys do not fit each other.
     """
     chunks: Chunks = {}
-    for (group, keys), ids, first in _split(groups, block_ids, group_sizes, block_indices):
+    for (group, keys), ids, first in _split(groups, blocks):
         if not keys and not ids.size:
             continue
         skip = first % blocks_per_key
@@ -46,22 +53,17 @@ def load_chunks(
             raise ValueError(f"group {group}: {ids.size} blocks from block {first} are not {len(keys)} chunks")
         flat = np.full(len(keys) * blocks_per_key, NO_BLOCK, np.uint32)
         flat[skip : skip + ids.size] = np.where(ids == NULL_BLOCK, NO_BLOCK, ids)
-        blocks = flat.reshape(len(keys), blocks_per_key)
+        wanted = flat.reshape(len(keys), blocks_per_key)
         if group in states:
-            if (blocks[:, :-1] != NO_BLOCK).any() or blocks[-1, -1] == NO_BLOCK:
+            if (wanted[:, :-1] != NO_BLOCK).any() or wanted[-1, -1] == NO_BLOCK:
                 raise ValueError(f"group {group}: a state is loaded elsewhere than at a chunk's end")
-            blocks = np.ascontiguousarray(blocks[:, -1:])
-        chunks[group] = (b"".join(keys), blocks)
+            wanted = np.ascontiguousarray(wanted[:, -1:])
+        chunks[group] = (b"".join(keys), wanted)
     return chunks
 
 
 def store_chunks(
-    groups: Sequence[tuple[int, list[bytes]]],
-    block_ids: npt.NDArray[Any],
-    group_sizes: Sequence[int],
-    block_indices: Sequence[int],
-    blocks_per_key: int,
-    states: Collection[int] = (),
+    groups: Sequence[KeysOfGroup], blocks: BlockList, blocks_per_key: int, states: Collection[int] = ()
 ) -> Chunks:
     """As `load_chunks`, with whole chunks alone.
 
@@ -69,7 +71,7 @@ def store_chunks(
     can't be told which they are, all of the group: what is missing is a miss later, what is wrong would be a wrong hit.
     """
     chunks: Chunks = {}
-    for (group, keys), ids, first in _split(groups, block_ids, group_sizes, block_indices):
+    for (group, keys), ids, first in _split(groups, blocks):
         skip = first % blocks_per_key
         if group in states and keys:
             ends = _states(ids, skip, len(keys), blocks_per_key)
@@ -96,14 +98,9 @@ def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) ->
     return ids[-1:]
 
 
-def _split(
-    groups: Sequence[tuple[int, list[bytes]]],
-    block_ids: npt.NDArray[Any],
-    group_sizes: Sequence[int],
-    block_indices: Sequence[int],
-) -> list[tuple[tuple[int, list[bytes]], npt.NDArray[Any], int]]:
-    if not len(groups) == len(group_sizes) == len(block_indices):
-        raise ValueError(f"{len(groups)} groups of keys, {len(group_sizes)} of blocks, {len(block_indices)} starts")
-    ends = np.cumsum(group_sizes)
-    parts = np.split(block_ids, ends[:-1])
-    return list(zip(groups, parts, block_indices, strict=True))
+def _split(groups: Sequence[KeysOfGroup], blocks: BlockList) -> list[tuple[KeysOfGroup, npt.NDArray[Any], int]]:
+    sizes, starts = blocks.group_sizes, blocks.block_indices
+    if not len(groups) == len(sizes) == len(starts):
+        raise ValueError(f"{len(groups)} groups of keys, {len(sizes)} of blocks, {len(starts)} starts")
+    parts = np.split(blocks.block_ids, np.cumsum(sizes)[:-1])
+    return list(zip(groups, parts, starts, strict=True))

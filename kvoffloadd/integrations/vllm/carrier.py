@@ -12,18 +12,17 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import JobConnectionLostError, JobDeadlineError, Outcome
-from kvoffloadd.client.dialer import backoffs
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
+from kvoffloadd.integrations.vllm.availability import Availability
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 from kvoffloadd.model import Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from kvoffloadd.client import Client, Job, KvCache, Ready, Registration
     from kvoffloadd.integrations.vllm.blocks import Chunks
@@ -33,9 +32,7 @@ logger = logging.getLogger("vllm.kvoffloadd")
 
 _JOB_POLL_S = 0.002
 _IDLE_S = 1.0
-_BACKOFF_MAX_S = 2.0
 _WAIT_WARNING_S = 30.0
-_BLOCK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,10 +110,7 @@ class Carrier:
         self._open: set[int] = set()
         self._changed = threading.Condition()
         self._closing = False
-        self._warned = False
-        self._pauses: Iterator[float] = backoffs()
-        self._retry_at = 0.0
-        self._hangs = False
+        self._daemon = Availability()
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-carrier", daemon=True)
         self._thread.start()
@@ -209,7 +203,7 @@ class Carrier:
                 if submitted is not None:
                     self._begin(*submitted)
             except queue.Empty:
-                if not self._jobs and not self._asleep and monotonic() >= self._retry_at:
+                if not self._jobs and not self._asleep and not self._daemon.retry_in_s:
                     self._idle()
             if self._jobs:
                 self._look_for_ends()
@@ -231,7 +225,7 @@ class Carrier:
         except KvOffloadError as error:
             self._lost(error)
         else:
-            self._succeeded()
+            self._daemon.succeeded()
 
     def _registered(self) -> Registration:
         """Raises as the client does."""
@@ -260,7 +254,8 @@ class Carrier:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
         # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
-        lost = monotonic() < self._retry_at and (self._hangs or transfer.direction is Direction.STORE)
+        hangs = isinstance(self._daemon.error, DeadlineError)
+        lost = self._daemon.retry_in_s > 0 and (hangs or transfer.direction is Direction.STORE)
         if lost or self._asleep or phase != self._phase:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
@@ -276,15 +271,14 @@ class Carrier:
         except KvOffloadError as error:
             self._lost(error)
         else:
-            self._succeeded()
+            self._daemon.succeeded()
         if not course.jobs:
             self._end(course.ended())
 
     def _pieces(self, course: _Course) -> list[Piece]:
         chunks = course.transfer.chunks
         blocks_per_key = max(blocks.shape[1] for _, blocks in chunks.values())
-        parts = max((group.parts for group in self._caches.groups), default=1)
-        most = most_keys(self._client.limits, len(chunks), KEY_BYTES + blocks_per_key * _BLOCK_BYTES, parts)
+        most = most_keys(self._client.limits, self._caches, len(chunks), blocks_per_key)
         found = pieces({group: len(blocks) for group, (_, blocks) in chunks.items()}, most)
         course.unasked = len(found)
         return found
@@ -327,17 +321,6 @@ class Carrier:
             self._open.discard(ended.number)
             self._changed.notify_all()
 
-    def _succeeded(self) -> None:
-        if self._warned:
-            logger.info("kvoffloadd: the daemon answers again")
-        self._warned = self._hangs = False
-        self._pauses = backoffs()
-        self._retry_at = 0.0
-
     def _lost(self, error: KvOffloadError) -> None:
-        self._hangs = isinstance(error, DeadlineError)
-        self._retry_at = monotonic() + min(next(self._pauses) * 8, _BACKOFF_MAX_S)
-        if not self._warned:
-            self._warned = True
-            absent = isinstance(error, DaemonUnreachableError)
-            logger.warning("kvoffloadd: %s: %s", "no daemon, stores are dropped" if absent else "a job failed", error)
+        absent = isinstance(error, DaemonUnreachableError)
+        self._daemon.failed(error, "no daemon, stores are dropped" if absent else "a job failed")

@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.config import ServerConfig
 from kvoffloadd.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
+DEFAULT_SOCKET = str(ServerConfig().socket)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,27 +5,30 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.model import key_price
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvoffloadd.client import KvCache
     from kvoffloadd.protocol.messages import Limits
 
 Piece = dict[int, slice]
 """Group -> which of its keys."""
 
+_BLOCK_BYTES = 4
 _FRAME_BYTES = 1024
 _GROUP_BYTES = 64
 """What a frame has beside keys and blocks, at most."""
 
 
-def most_keys(limits: Limits | None, groups: int, bytes_per_key: int, parts: int = 1) -> int:
-    """How many keys fit one request. `bytes_per_key`: of the key and of what is named with it; `parts`: of a key, of
-    which a rank has one.
-    """
+def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_key: int = 0) -> int:
+    """How many keys of `caches` fit one request that names so many groups, and so many blocks with each key."""
     if limits is None:
         return sys.maxsize
+    parts = max((group.parts for group in caches.groups), default=1)
+    bytes_per_key = KEY_BYTES + blocks_per_key * _BLOCK_BYTES
     room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_BYTES
     return max(1, min(limits.keys_per_request // key_price(parts, 1), room // bytes_per_key))
 

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffloadd.client import EventGap
-from kvoffloadd.client.dialer import backoffs
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.integrations.vllm.availability import Availability
 from kvoffloadd.integrations.vllm.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _EVENTS_S = 0.1
 _ROOM_S = 0.05
-_BACKOFF_MAX_S = 2.0
+_CLOSE_S = 2.0
 _NEWS_KEYS = 256
 _NEWS_MAX = 512
 
@@ -56,7 +56,7 @@ class Watcher:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._news: deque[News] = deque()
         self._gap = True
-        self._pauses: Iterator[float] = backoffs()
+        self._daemon = Availability()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-watcher", daemon=True)
         self._thread.start()
@@ -101,10 +101,10 @@ class Watcher:
                 self._obey()  # what the engine stored, it has said before
                 for event in events:
                     self._take(event)
-            except KvOffloadError:
-                self._lost()
+            except KvOffloadError as error:
+                self._lost(error)
         with suppress(KvOffloadError):
-            self._client.close(_BACKOFF_MAX_S, force=True)
+            self._client.close(_CLOSE_S, force=True)
 
     def _obey(self) -> None:
         with suppress(queue.Empty):
@@ -125,7 +125,7 @@ class Watcher:
         self._gap = False
         for group in self._ledger.groups:
             self._list(group)
-        self._pauses = backoffs()
+        self._daemon.succeeded()
 
     def _list(self, group: int) -> None:
         """Page by page: a disk may hold more keys than are remembered here."""
@@ -147,12 +147,13 @@ class Watcher:
         self._tell(event.group, self._ledger.went(event.group, map(bytes, event.removed)), removed=True)
         self._tell(event.group, self._ledger.came(event.group, map(bytes, event.added)), removed=False)
 
-    def _lost(self) -> None:
-        """No daemon; or nobody has registered the groups there yet, which the scheduler will."""
+    def _lost(self, error: KvOffloadError) -> None:
+        """No daemon, of which the asker warns; or the groups are not registered yet, which the scheduler will do."""
         self._gap = True
         for group, keys in self._ledger.forget():
             self._tell(group, keys, removed=True)
-        self._closing.wait(min(next(self._pauses) * 8, _BACKOFF_MAX_S))
+        self._daemon.failed(error)
+        self._closing.wait(self._daemon.retry_in_s)
 
     def _tell(self, group: int, keys: list[bytes], *, removed: bool) -> None:
         for at in range(0, len(keys), _NEWS_KEYS):

@@ -37,10 +37,7 @@ class KVOffloaddWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
         """GPU -> daemon."""
-        chunks = store_chunks(
-            dst_spec.groups, src_spec.block_ids, src_spec.group_sizes, src_spec.block_indices, self._blocks_per_key,
-            self._states,
-        )  # fmt: skip
+        chunks = store_chunks(dst_spec.groups, src_spec, self._blocks_per_key, self._states)
         self._carrier.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
@@ -48,10 +45,7 @@ class KVOffloaddWorker(OffloadingWorker):
         self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step."""
-        chunks = load_chunks(
-            src_spec.groups, dst_spec.block_ids, dst_spec.group_sizes, dst_spec.block_indices, self._blocks_per_key,
-            self._states,
-        )  # fmt: skip
+        chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key, self._states)
         self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 

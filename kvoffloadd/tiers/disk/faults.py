@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import time
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.tiers.disk.files import Files
+from kvoffloadd.units import parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,20 +116,13 @@ def parse_disk_faults(text: str) -> tuple[dict[str, int], dict[str, float]]:
         if operation not in _OPERATIONS:
             raise ConfigError(f'disk faults: unknown "{name}"; there are {", ".join(_OPERATIONS)}')
         if name.endswith(_DELAY):
-            delays[operation] = _seconds(line, value)
+            try:
+                delays[operation] = parse_seconds(value)
+            except ValueError as error:
+                raise ConfigError(f"disk faults: {line}: {error}") from None
         else:
             number = getattr(errno, value, None)
             if not isinstance(number, int):
                 raise ConfigError(f'disk faults: {line}: must be the name of an error, like "EIO"')
             errors[operation] = number
     return errors, delays
-
-
-def _seconds(line: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f'disk faults: {line}: must be a number of seconds, like "0.5"')
-    return value

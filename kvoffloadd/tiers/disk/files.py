@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +36,6 @@ class DiskError(ResourceError):
     """A directory of the disk tier can't be used; the message says why."""
 
     fault = "operator"
-    newer: ClassVar[bool] = False
 
 
 class DiskManifestError(DiskError):
@@ -45,8 +44,6 @@ class DiskManifestError(DiskError):
 
 class DiskVersionError(DiskManifestError):
     """A manifest of another format version: it must not be overwritten."""
-
-    newer = True
 
 
 def lacks_resources(error: BaseException) -> bool:
@@ -204,6 +201,23 @@ def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
             left.append(np.frombuffer(one, np.uint8)[skip:])  # a memoryview can't cast all that ctypes makes
         skip = max(skip - size, 0)
     return left
+
+
+def lock_root(dir_fd: int, *, create: bool) -> int:
+    """The lock of a root's directory, which is held until the descriptor is closed.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        FileNotFoundError: there is none, and none is to be made.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    fd = os.open("lock", flags, 0o600, dir_fd=dir_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def probe_direct(files: Files, dir_fd: int) -> bool:

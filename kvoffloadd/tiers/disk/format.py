@@ -28,6 +28,10 @@ Records = npt.NDArray[Any]
 FORMAT_VERSION = 1
 HEADER_PAGES = 1
 """Pages before the first record of a segment."""
+RECORD_HEADER_PAGES = 1
+"""Pages before the payload of a record."""
+TRAILER_PAGES = 1
+"""Pages at the end of a footer."""
 
 SEGMENT_MAGIC = int.from_bytes(b"KVOSEGM\n", "little")
 RECORD_MAGIC = int.from_bytes(b"KVORECD\n", "little")
@@ -35,8 +39,6 @@ TRAILER_MAGIC = int.from_bytes(b"KVOTRLR\n", "little")
 
 CHECKSUM_OFFSET = PAGE_BYTES - 16
 """Of the page's own checksum, high half first."""
-
-UUID_BYTES = 16
 
 ENTRY = np.dtype(
     {
@@ -151,14 +153,14 @@ class Trailer:
 
 
 def record_pages(payload_bytes: npt.NDArray[Any]) -> I64Array:
-    """Pages of each record: one for its header, and those of its payload."""
-    pages: I64Array = -(-payload_bytes.astype(np.int64) // PAGE_BYTES) + 1
+    """Pages of each record: its header, and those of its payload."""
+    pages: I64Array = -(-payload_bytes.astype(np.int64) // PAGE_BYTES) + RECORD_HEADER_PAGES
     return pages
 
 
 def footer_pages(num_entries: int, num_spaces: int) -> int:
     """Pages at the end of a sealed segment, the trailer included."""
-    return -(-(num_entries * ENTRY.itemsize + num_spaces * SPACE.itemsize) // PAGE_BYTES) + 1
+    return -(-(num_entries * ENTRY.itemsize + num_spaces * SPACE.itemsize) // PAGE_BYTES) + TRAILER_PAGES
 
 
 # --- segment headers ---

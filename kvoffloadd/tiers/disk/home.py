@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -19,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvoffloadd.lanes import LaneExecutor
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, is_segment_name, lacks_resources, probe_direct
+from kvoffloadd.tiers.disk.files import (
+    DiskError,
+    DiskVersionError,
+    is_segment_name,
+    lacks_resources,
+    lock_root,
+    probe_direct,
+)
 from kvoffloadd.tiers.disk.health import said
 from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
 from kvoffloadd.tiers.disk.segments import create_segment, recycle_segment
@@ -98,10 +104,8 @@ class Home:
         if not self._uuid:  # a root that was there before and is not now is a file system that is not mounted
             files.make_directory(self.path)
         self._directory_fd = files.open_directory(self.path)
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if self._uuid else os.O_CREAT)
-        self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._directory_fd)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = lock_root(self._directory_fd, create=not self._uuid)
         except BlockingIOError:
             raise DiskError(f"{self.path} is in use by another process") from None
         if not self._uuid:

@@ -11,13 +11,14 @@ import numpy as np
 
 from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane
 from kvoffloadd.tiers.disk.files import lacks_resources
-from kvoffloadd.tiers.disk.inspect import inspect_records
 from kvoffloadd.tiers.disk.records import FAILED, NO_RESOURCES, NOT_READ, OK, read_records
+from kvoffloadd.tiers.disk.recovery import inspect_records
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from kvoffloadd.changes import Changes
     from kvoffloadd.lanes import Ticket
     from kvoffloadd.model import BoolArray, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.files import Files
@@ -30,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """`changed` is set when a read has ended. Counts what was read, and errors, since the start."""
+    """`changes` hears when a read has ended. Counts what was read, and errors, since the start."""
 
-    def __init__(self, home: Home, files: Files, lane: Lane, health: Health, changed: asyncio.Event) -> None:
+    def __init__(self, home: Home, files: Files, lane: Lane, health: Health, changes: Changes) -> None:
         self.lane = lane
         self.read_bytes = 0
         self.read_errors = 0
         self._home = home
         self._files = files
         self._health = health
-        self._changed = changed
+        self._changes = changes
         self._inspections: set[asyncio.Future[BoolArray]] = set()
 
     def read(
@@ -62,7 +63,7 @@ class Reader:
 
         def finish(result: tuple[U8Array, U64Array] | BaseException) -> None:
             segment.readers -= 1
-            self._changed.set()
+            self._changes.notify_all()
             if isinstance(result, BaseException):
                 status, digests = self._no_result(result, len(wanted)), np.zeros((len(wanted), 2), np.uint64)
             else:
@@ -101,7 +102,7 @@ class Reader:
 
         def finish(result: BoolArray | BaseException) -> None:
             segment.readers -= 1
-            self._changed.set()
+            self._changes.notify_all()
             if isinstance(result, OSError) and not lacks_resources(result):
                 self.read_errors += 1
             if ended.done():

@@ -14,7 +14,7 @@ import numpy as np
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import aligned_pages, lacks_resources
 from kvoffloadd.tiers.disk.format import Records, SpaceId, decode_records, encode_spaces, record_pages
-from kvoffloadd.tiers.hashing import hash_payloads
+from kvoffloadd.tiers.hashing import hash_payloads, in_turns
 
 if TYPE_CHECKING:
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U64Array
@@ -103,14 +103,10 @@ def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
     """Indices of records that lie behind one another on disk, in pieces of about RUN_BYTES."""
     first = wanted["page"][order].astype(np.int64)
     pages = record_pages(wanted["payload_bytes"][order])
-    before = np.cumsum(pages) - pages
     breaks = np.flatnonzero(first[1:] != first[:-1] + pages[:-1]) + 1
     runs = []
-    step = RUN_BYTES // PAGE_BYTES
     for start, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True):
-        piece = (before[start:end] - before[start]) // step
-        cuts = np.flatnonzero(piece[1:] != piece[:-1]) + 1
-        runs += np.split(order[start:end], cuts)
+        runs += in_turns(order[start:end], pages[start:end] * PAGE_BYTES, RUN_BYTES)
     return runs
 
 

@@ -1,4 +1,4 @@
-"""What a segment file holds, found out at start. Blocks, and never raises for what a file contains.
+"""What a segment file holds, found out at start or by a scrub. Blocks, and never raises for what a file contains.
 
 A sealed segment is known from its footer; its payloads are verified when they are read. Any other is walked: only what
 is whole, header and payload, is believed.
@@ -36,7 +36,7 @@ from kvoffloadd.tiers.disk.format import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.model import I64Array, U8Array
+    from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array
     from kvoffloadd.tiers.disk.files import Files
 
 WALK_BYTES = 8 << 20
@@ -177,6 +177,23 @@ def walk_segment(files: Files, fd: int, uuid: bytes, goes_on: Callable[[], None]
     return _Walker(files, fd, uuid, goes_on).walk()
 
 
+def inspect_records(
+    files: Files, segments_fd: int, name: str, uuid: bytes, pages: U32Array, *, direct: bool
+) -> BoolArray:
+    """For each page of a segment file: whether a record begins there whose header and payload match their checksums,
+    whoever it belongs to.
+
+    Raises:
+        OSError: the file can't be opened or read.
+    """
+    fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
+    try:
+        walker = _Walker(files, fd, uuid, lambda: None)
+        return np.array([walker.is_record(page) for page in pages.tolist()], bool)
+    finally:
+        files.close(fd)
+
+
 class _Walker:
     """One walk. Reads windows of WALK_BYTES; payloads that reach out of theirs are hashed piece by piece."""
 
@@ -207,6 +224,12 @@ class _Walker:
         entries["space"] = number
         return Walk(decode_spaces(table[first]), entries, tuple(self._bad))
 
+    def is_record(self, page: int) -> bool:
+        """Whether a whole record begins at this page."""
+        header = self._fill(self._window, page, 1)
+        records, valid = decode_records(header, self._uuid)
+        return bool(valid.any()) and self._is_whole(header[1:], page, _end_of(records[0], page), records[0])
+
     def _look(self, window: U8Array, start: int) -> int:
         """Take the whole records that begin in this window, which itself begins at page `start`. Returns the page to
         go on from.
@@ -218,7 +241,7 @@ class _Walker:
             if start + at < free:
                 continue
             record = records[at]
-            end = start + at + 1 - (-int(record["payload_bytes"]) // PAGE_BYTES)
+            end = _end_of(record, start + at)
             if self._is_whole(window[at + 1 :], start + at, end, record):
                 free = end
                 kept.append(at)
@@ -267,3 +290,8 @@ class _Walker:
         came = self._files.read(self._fd, page * PAGE_BYTES, [wanted])
         self._goes_on()
         return wanted[: came // PAGE_BYTES]
+
+
+def _end_of(record: Records, page: int) -> int:
+    """The first page behind a record whose header lies at this one."""
+    return page + 1 - (-int(record["payload_bytes"]) // PAGE_BYTES)

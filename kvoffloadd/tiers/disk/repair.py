@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name
+from kvoffloadd.tiers.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name, lock_root
 from kvoffloadd.tiers.disk.manifest import MANIFEST_NAME, decode_manifest
 from kvoffloadd.tiers.disk.recovery import Kind, Recovered, Walk, recover_open_segment, walk_segment
 from kvoffloadd.tiers.disk.segments import seal_segment, write_header
@@ -82,10 +81,8 @@ class _Check:
             self._segments_fd = self._files.open_directory(self._path / "segments")
         except (FileNotFoundError, NotADirectoryError):
             raise DiskError(f"{self._path} is no root of a disk tier: it has no directory with segments") from None
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._directory_fd)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = lock_root(self._directory_fd, create=True)
         except BlockingIOError:
             raise DiskError(f"a daemon uses {self._path}: ask it with `kvoffloadd verify --disk` instead") from None
 

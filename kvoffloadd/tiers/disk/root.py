@@ -28,7 +28,7 @@ from kvoffloadd.tiers.disk.home import FIRST, Home
 from kvoffloadd.tiers.disk.probe import Probe
 from kvoffloadd.tiers.disk.reader import Reader
 from kvoffloadd.tiers.disk.records import write_records
-from kvoffloadd.tiers.disk.segment import Segment
+from kvoffloadd.tiers.disk.segment import SEGMENTS_MIN, Segment
 from kvoffloadd.tiers.disk.segments import seal_segment
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from kvoffloadd.tiers.disk.segment import Batch, Numbers, Records
 
 log = logging.getLogger(__name__)
-
-SEGMENTS_MIN = 8
-"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
 
 OVERHEAD_BYTES = 128 << 10
 """Of the capacity, for the manifest, the directories and the block maps of the file system."""
@@ -93,13 +90,13 @@ class Root:
         self.health = Health(path)
         self.segments: dict[int, Segment] = {}
         self.counters = RootCounters()
-        self.changed = numbers.changed
+        self.changes = numbers.changes
         self.read_lane = Lane(f"read-{path.name}", settings.read_threads, loop)
         self.write_lane = Lane(f"write-{path.name}", settings.write_threads, loop)
         self.probe = Probe(
             self.home, self.health, (self.read_lane, self.write_lane), settings.retry_s, settings.stuck_s
         )
-        self.reader = Reader(self.home, files, self.read_lane, self.health, numbers.changed)
+        self.reader = Reader(self.home, files, self.read_lane, self.health, numbers.changes)
         self._settings = settings
         self._files = files
         self._loop = loop
@@ -174,7 +171,7 @@ class Root:
 
     def _sealed_found(self, segment: Segment, result: BaseException | None) -> None:
         segment.readers -= 1
-        self.changed.set()
+        self.changes.notify_all()
         if result is not None:
             self._write_failed(result)
 
@@ -234,9 +231,7 @@ class Root:
         """Make this closed segment, of which nobody wants anything any more, the next one; one of another size only
         leaves its space to `grow`. False as in `grow`.
         """
-        while segment.readers:
-            self.changed.clear()
-            await self.changed.wait()
+        await self.changes.wait_for(lambda: not segment.readers)
         if self.state == State.OFF or self.segments.pop(segment.ordinal, None) is None:
             return False  # it went meanwhile
         self.counters.segments_recycled += 1
@@ -268,7 +263,7 @@ class Root:
         if self.state == State.FULL:
             self.health.become(State.OK)
         self.health.wrote()
-        self.changed.set()
+        self.changes.notify_all()
         return True
 
     # --- writing ---
@@ -349,7 +344,7 @@ class Root:
             segment.broken |= is_trouble(result)  # then no more into this one; what it holds stays readable
             self._write_failed(result)
         done(segment, entries, result)
-        self.changed.set()
+        self.changes.notify_all()
 
     def _roll(self, segment: Segment) -> None:
         self._open, self._spare = self._spare, None
@@ -359,12 +354,10 @@ class Root:
         task = self._loop.create_task(self._seal(segment))
         self._sealing.add(task)
         task.add_done_callback(self._sealing.discard)
-        self.changed.set()
+        self.changes.notify_all()
 
     async def _seal(self, segment: Segment) -> None:
-        while segment.writers:
-            self.changed.clear()
-            await self.changed.wait()
+        await self.changes.wait_for(lambda: not segment.writers)
         entries = np.concatenate(segment.entries) if segment.entries else None
         try:
             if entries is not None and not segment.broken:
@@ -380,7 +373,7 @@ class Root:
             if entries is None:
                 del self.segments[segment.ordinal]
                 self._void.append((segment.name, segment.size_bytes))
-            self.changed.set()
+            self.changes.notify_all()
 
     # --- health ---
 
@@ -389,7 +382,7 @@ class Root:
             self._grow_after = self._loop.time() + self._settings.retry_s
             if self.oldest() is None and self._open is None:
                 self.health.become(State.FULL, said(error))
-        self.changed.set()
+        self.changes.notify_all()
 
     def give_up(self) -> None:
         """It is off: what waits to be written is not, and who waits for an inspection is told. Pair with `settle`, then
@@ -410,8 +403,7 @@ class Root:
         await self.settle()
         await self.home.idle()
         while any(segment.readers for segment in self.segments.values()):
-            self.changed.clear()
-            await self.changed.wait()
+            await self.changes.wait()
             await self.home.idle()
         self.segments.clear()
         self._void.clear()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffloadd.changes import Changes
 from kvoffloadd.tiers.disk.format import encode_spaces
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Records = npt.NDArray[Any]
 """Of format.ENTRY or records.READ."""
+
+SEGMENTS_MIN = 8
+"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +66,10 @@ class Batch:
 @dataclass(slots=True)
 class Numbers:
     """What all roots of a tier share: the count of segments of this run, of segments ever, of records ever; and
-    `changed`, set when any root has more room, less to do, or another state. Whoever waits for it clears it first, and
-    looks at what he waits for in between.
+    `changes`: a root has more room, less to do, or another state.
     """
 
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changes: Changes = field(default_factory=Changes)
     _ordinal: int = 0
     _number: int = 0
     _sequence: int = 0

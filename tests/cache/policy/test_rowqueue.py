@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
+from kvoffloadd.model import U32Array
 
 ROWS, QUEUES, CHUNK = 50, 3, 4
 some_rows = st.lists(st.integers(0, ROWS - 1), max_size=20, unique=True)
@@ -85,16 +86,27 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
+class CountingQueues(RowQueues):
+    """Counts the entries written."""
+
+    written = 0
+
+    def _write(self, chunk: int, at: int, rows: U32Array) -> None:
+        self.written += len(rows)
+        super()._write(chunk, at, rows)
+
+
 def test_the_pool_stays_small_however_rows_move() -> None:
     rows, chunk = 20_000, 64
-    queues = RowQueues(2, rows, chunk)
+    queues = CountingQueues(2, rows, chunk)
     queues.append(0, np.arange(rows, dtype=np.uint32))
     random = np.random.default_rng(0)
     for _ in range(2_000):
         queues.move(int(random.integers(0, 2)), random.choice(rows, 50, replace=False).astype(np.uint32))
         assert queues.chunks_in_use <= 3 * (rows // chunk)
     # Work is bounded by what was asked for, not by what is held.
-    assert queues.entries_moved <= 4 * 2_000 * 50
+    moved = 2_000 * 50
+    assert queues.written - rows - moved <= 4 * moved
 
 
 def test_one_row_left_in_each_chunk_costs_no_room() -> None:

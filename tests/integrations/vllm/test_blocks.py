@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvoffloadd.integrations.vllm.blocks import Chunks, load_chunks, store_chunks
@@ -16,22 +21,31 @@ def ids(chunks: Chunks, group: int) -> list[list[int]]:
     return found
 
 
-def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.array(numbers, np.int32)
+@dataclass
+class Blocks:
+    """As vLLM's GPULoadStoreSpec."""
+
+    group_sizes: Sequence[int]
+    block_indices: Sequence[int]
+    block_ids: npt.NDArray[Any]
+
+
+def blocks(group_sizes: list[int], block_indices: list[int], *numbers: int) -> Blocks:
+    return Blocks(group_sizes, block_indices, np.array(numbers, np.int32))
 
 
 def test_a_load_that_begins_and_ends_inside_chunks() -> None:
-    chunks = load_chunks([(0, [A, B])], blocks(7, 8, 9, 10), [4], [5], 4)
+    chunks = load_chunks([(0, [A, B])], blocks([4], [5], 7, 8, 9, 10), 4)
     assert chunks[0][0] == A + B
     assert ids(chunks, 0) == [[NO_BLOCK, 7, 8, 9], [10, NO_BLOCK, NO_BLOCK, NO_BLOCK]]
 
 
 def test_a_load_into_the_null_block_is_not_wanted() -> None:
-    assert ids(load_chunks([(0, [A])], blocks(0, 9), [2], [2], 2), 0) == [[NO_BLOCK, 9]]
+    assert ids(load_chunks([(0, [A])], blocks([2], [2], 0, 9), 2), 0) == [[NO_BLOCK, 9]]
 
 
 def test_groups_are_told_apart_by_their_sizes() -> None:
-    chunks = load_chunks([(0, [A]), (2, []), (5, [B, C])], blocks(1, 2, 3, 4, 5), [2, 0, 3], [0, 0, 1], 2)
+    chunks = load_chunks([(0, [A]), (2, []), (5, [B, C])], blocks([2, 0, 3], [0, 0, 1], 1, 2, 3, 4, 5), 2)
     assert ids(chunks, 0) == [[1, 2]]
     assert ids(chunks, 5) == [[NO_BLOCK, 3], [4, 5]]
     assert 2 not in chunks
@@ -39,14 +53,14 @@ def test_groups_are_told_apart_by_their_sizes() -> None:
 
 def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="not 2 chunks"):
-        load_chunks([(0, [A, B])], blocks(1, 2), [2], [0], 2)
+        load_chunks([(0, [A, B])], blocks([2], [0], 1, 2), 2)
 
 
 def test_a_store_drops_an_incomplete_first_chunk() -> None:
-    chunks = store_chunks([(0, [A, B])], blocks(6, 7, 8), [3], [1], 2)
+    chunks = store_chunks([(0, [A, B])], blocks([3], [1], 6, 7, 8), 2)
     assert chunks[0][0] == B
     assert ids(chunks, 0) == [[7, 8]]
-    assert store_chunks([(0, [A])], blocks(6), [1], [3], 2) == {}
+    assert store_chunks([(0, [A])], blocks([1], [3], 6), 2) == {}
 
 
 STATE = {0}
@@ -55,34 +69,34 @@ STATE = {0}
 def test_a_state_is_the_last_block_of_its_chunk() -> None:
     """However much of the chunk vLLM names: the hand-over of one block, or all that are not null."""
     for numbers, first in (([9], 3), ([8, 9], 2), ([6, 7, 8, 9], 0)):
-        chunks = store_chunks([(0, [A])], blocks(*numbers), [len(numbers)], [first], 4, STATE)
+        chunks = store_chunks([(0, [A])], blocks([len(numbers)], [first], *numbers), 4, STATE)
         assert (chunks[0][0], ids(chunks, 0)) == (A, [[9]])
 
 
 def test_states_of_several_chunks() -> None:
     """One block for each chunk is its last; so is every fourth where none is left out but at the start."""
-    assert ids(store_chunks([(0, [A, B])], blocks(4, 9), [2], [3], 4, STATE), 0) == [[4], [9]]
-    chunks = store_chunks([(0, [A, B])], blocks(3, 4, 6, 7, 8, 9), [6], [2], 4, STATE)
+    assert ids(store_chunks([(0, [A, B])], blocks([2], [3], 4, 9), 4, STATE), 0) == [[4], [9]]
+    chunks = store_chunks([(0, [A, B])], blocks([6], [2], 3, 4, 6, 7, 8, 9), 4, STATE)
     assert (chunks[0][0], ids(chunks, 0)) == (A + B, [[4], [9]])
 
 
 def test_where_it_is_not_certain_which_chunk_a_state_is_of_the_last_one_is_kept() -> None:
-    chunks = store_chunks([(0, [A, B, C])], blocks(4, 5, 8, 9), [4], [3], 4, STATE)
+    chunks = store_chunks([(0, [A, B, C])], blocks([4], [3], 4, 5, 8, 9), 4, STATE)
     assert (chunks[0][0], ids(chunks, 0)) == (C, [[9]])
 
 
 def test_a_state_is_loaded_at_the_end_of_its_chunk() -> None:
-    chunks = load_chunks([(0, [A]), (1, [B])], blocks(9, 1, 2), [1, 2], [7, 0], 2, STATE)
+    chunks = load_chunks([(0, [A]), (1, [B])], blocks([1, 2], [7, 0], 9, 1, 2), 2, STATE)
     assert (ids(chunks, 0), ids(chunks, 1)) == ([[9]], [[1, 2]])
-    assert ids(load_chunks([(0, [A])], blocks(0, 9), [2], [2], 2, STATE), 0) == [[9]]
+    assert ids(load_chunks([(0, [A])], blocks([2], [2], 0, 9), 2, STATE), 0) == [[9]]
 
 
 @pytest.mark.parametrize(("numbers", "first"), [((9,), 2), ((8, 9), 2), ((9, 0), 2)])
 def test_a_state_that_would_be_loaded_elsewhere_is_refused(numbers: tuple[int, ...], first: int) -> None:
     with pytest.raises(ValueError, match="elsewhere than at a chunk's end"):
-        load_chunks([(0, [A])], blocks(*numbers), [len(numbers)], [first], 2, STATE)
+        load_chunks([(0, [A])], blocks([len(numbers)], [first], *numbers), 2, STATE)
 
 
 def test_a_store_with_a_hole_elsewhere_is_dropped_as_a_whole() -> None:
-    chunks = store_chunks([(0, [A, B]), (1, [C])], blocks(6, 7, 8, 1, 2), [3, 2], [0, 0], 2)
+    chunks = store_chunks([(0, [A, B]), (1, [C])], blocks([3, 2], [0, 0], 6, 7, 8, 1, 2), 2)
     assert list(chunks) == [1]

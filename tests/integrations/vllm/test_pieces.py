@@ -7,8 +7,16 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffloadd.client import Group, GroupKind, KvCache
 from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
 from kvoffloadd.protocol.messages import Limits
+
+
+def in_parts(parts: int) -> KvCache:
+    return KvCache((), [Group(0, GroupKind.FULL, 16, parts=parts)])
+
+
+WHOLE = in_parts(1)
 
 
 def limits(frame_bytes: int = 4 << 20, keys: int = 16_384) -> Limits:
@@ -32,9 +40,9 @@ def test_a_request_that_fits_is_whole() -> None:
 
 
 def test_what_binds_first() -> None:
-    assert most_keys(None, 1, 36) == sys.maxsize
-    assert most_keys(limits(), 1, 32) == 16_384
-    assert most_keys(limits(keys=10), 4, 32) == 10
-    assert 14_000 < most_keys(limits(), 4, 32 + 64 * 4) < (4 << 20) // (32 + 64 * 4)
-    assert most_keys(limits(frame_bytes=64), 1, 36) == 1
-    assert most_keys(limits(), 1, 32, parts=17) == 8192, "keys of so many parts count twice"
+    assert most_keys(None, WHOLE, 1, 1) == sys.maxsize
+    assert most_keys(limits(), WHOLE, 1) == 16_384
+    assert most_keys(limits(keys=10), WHOLE, 4) == 10
+    assert 14_000 < most_keys(limits(), WHOLE, 4, 64) < (4 << 20) // (32 + 64 * 4)
+    assert most_keys(limits(frame_bytes=64), WHOLE, 1, 1) == 1
+    assert most_keys(limits(), in_parts(17), 1) == 8192, "keys of so many parts count twice"

@@ -75,10 +75,8 @@ def signed(text: str) -> bytes:
 
 @pytest.mark.parametrize("version", [0, 2, 99])
 def test_other_versions_are_told_from_damage(version: int) -> None:
-    with pytest.raises(DiskVersionError, match=f"version {version}") as caught:
+    with pytest.raises(DiskVersionError, match=f"version {version}"):
         decode_manifest(signed(f'{{"version": {version}, "new": []}}\n'))
-    assert caught.value.newer
-    assert not DiskManifestError("").newer
 
 
 @pytest.mark.parametrize(

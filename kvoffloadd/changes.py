@@ -1,0 +1,43 @@
+"""Waiting on the event loop until something holds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Changes:
+    """An `asyncio.Condition` without a lock, for state that belongs to the event loop: whoever changes it says so, and
+    whoever waits looks again. As the lock, "no `await` in between" does: between the look and the wait, and between the
+    wait and what follows it, nobody else has run if the predicate held.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify_all(self) -> None:
+        """Something has changed: all who wait by now look again, in a later turn of the loop."""
+        self._changed.set()
+        self._changed.clear()
+
+    async def wait(self, deadline_s: float | None = None) -> bool:
+        """Until the next change; False: there was none by the deadline, in seconds from now."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_for(self, predicate: Callable[[], bool], deadline_s: float | None = None) -> bool:
+        """Until the predicate holds; at once if it does. False: it did not by the deadline, in seconds from now."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not predicate():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
