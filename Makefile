@@ -70,7 +70,7 @@ test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on th
 		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py
 
 # It links to the venv's kernels, so it is made anew with it.
-$(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm_python.py
+$(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm/python.py
 	@$(VLLM_VENV)/bin/python scripts/vllm_python.py $(VLLM_NEXT)
 	@touch $@
 
@@ -114,7 +114,7 @@ gpu-bundle: ## download what gpu-check needs on a machine without a network, to 
 	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON)
 
 gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
-	@$(PYTHON) scripts/_gpu_environment.py $(GPU_VENV) gpu-bundle
+	@$(PYTHON) -m scripts.gpu.environment $(GPU_VENV) gpu-bundle
 	@$(GPU_VENV)/bin/python scripts/gpu_check.py $(GPU_CHECK)
 
 install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFDIR, BINARY

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
-from tests.e2e.process import Daemon
+from tests.e2e.daemons import make_daemon
 from tests.e2e.rank import Rank
 
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
@@ -108,7 +109,7 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
         def start(*settings: str, **options: Any) -> Daemon:
             folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
-            daemon = Daemon(folder, *settings, **options)
+            daemon = make_daemon(folder, *settings, **options)
             stack.callback(daemon.finish)
             return daemon
 
@@ -137,7 +138,7 @@ def standing(standing_daemons: dict[tuple[str, ...], Daemon], device: str) -> It
         if name not in standing_daemons:
             folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
             folder.chmod(0o755)  # tests connect as other users
-            standing_daemons[name] = Daemon(folder, *settings, memory=memory, faults=faults)
+            standing_daemons[name] = make_daemon(folder, *settings, memory=memory, faults=faults)
         lent[name] = standing_daemons[name]
         return lent[name]
 

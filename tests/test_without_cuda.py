@@ -28,10 +28,10 @@ STORE_AND_LOAD = """
 import sys
 import numpy as np
 from pathlib import Path
-import tests.e2e.process as process
+from tests.e2e.daemons import make_daemon
 from tests.e2e.rank import Rank, new_keys
 
-daemon = process.Daemon(Path(sys.argv[1]))
+daemon = make_daemon(Path(sys.argv[1]))
 with Rank(daemon.socket) as rank:
     keys = new_keys(np.random.default_rng(0), 8)
     rank.store_keys(keys)
@@ -46,7 +46,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     """An environment in which these packages can't be imported, by any process."""
     for name in ("cuda", "cupy", "torch"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is not installed')\n")
-    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"}
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
 def python(bare: dict[str, str], code: str, *arguments: str) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _trace import load_trace, num_blocks, num_references
 
 from kvoffloadd.cache.cache import Cache, LookupResult
 from kvoffloadd.cache.lookupstats import NAMESPACES_MAX, LookupStats
 from kvoffloadd.cache.missreasons import MissReasons, Reason
 from kvoffloadd.cache.namespace import Keyspace, Namespace
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U64Array
+from scripts.replay.trace import load_trace, num_blocks, num_references
 
 from .conftest import Open
 from .disktier import Tier

@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import _gpu
 import numpy as np
 import pytest
-from _gpu import Gpu, GpuBuffer
 
 from kvoffloadd.client import GpuTensor, Group, GroupKind, KvCache, Ref, SharedTensor, Timeline
 from kvoffloadd.client.gpu import IpcMemory, VmmMemory, gpu_allocation
 from kvoffloadd.errors import UsageError
+from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
@@ -191,8 +190,8 @@ def test_strides_that_are_not_said_are_those_of_c(gpu: Gpu) -> None:
 
 def test_a_delay_is_as_long_on_every_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the driver has none: by how fast this GPU does work of no use, also while the stream waits."""
-    monkeypatch.setattr(_gpu, "software_driver", lambda: None)
-    monkeypatch.setattr(_gpu, "_BUSY_BYTES", 4096)
+    monkeypatch.setattr("scripts.harness.gpu.software_driver", lambda: None)
+    monkeypatch.setattr("scripts.harness.gpu._BUSY_BYTES", 4096)
     other = Gpu()
     softcuda.load().delay(other.stream, 0.2)
     began = time.monotonic()

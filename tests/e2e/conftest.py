@@ -11,7 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.e2e.process import ROOT, Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import ROOT
 from tests.e2e.rank import Keys
 
 
@@ -23,10 +24,7 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(daemon: Daemon, what: str, keys: Keys, *options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.e2e.victim", str(daemon.socket), what, keys.tobytes().hex(), *options]
         # Of its own group, so that a child of its own can be ended, too.
-        paths = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-        child = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True, env=paths
-        )
+        child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
         children.append(child)
         assert child.stdout is not None
         assert child.stdout.readline().startswith("running")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.tiers.disk.files import is_segment_name
 from kvoffloadd.tiers.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip, is_idle
+from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank
-from tests.e2e.waiting import until
 
 MIB = 1 << 20
 SETTINGS = ("disk.min_free_bytes=0", "disk.retry_s=0.2")
@@ -46,14 +46,8 @@ def demoted(daemon: Daemon, keys: int) -> None:
 
 def idle(daemon: Daemon) -> None:
     """Wait until nothing waits to be written, or is being written."""
-    until(
-        lambda: (
-            daemon.status()["cache"]["unsealed"] == 0
-            and disk(daemon)["backlog_bytes"] == 0
-            and not any(root["writing"] for root in disk(daemon)["roots"])
-        ),
-        "all is written",
-    )
+    # Twice: a key may be on its way from the one to the other.
+    until(lambda: all(is_idle(daemon.status()) for _ in range(2)), "all is written")
 
 
 # --- keys ---
@@ -87,8 +81,8 @@ def _count_up(daemon: Daemon, least: int) -> None:
 def only_on_disk(rank: Rank, keys: Keys, at_once: int = 1024) -> Keys:
     """Those of the keys that are on disk and not in memory."""
     states = np.concatenate([rank.states(keys[at : at + at_once]) for at in range(0, len(keys), at_once)])
-    away: Keys = keys[states == KeyState.PENDING]
-    return away
+    on_disk: Keys = keys[states == KeyState.PENDING]
+    return on_disk
 
 
 def served(rank: Rank, keys: Keys, at_once: int = 64) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -116,18 +110,6 @@ def served(rank: Rank, keys: Keys, at_once: int = 64) -> np.ndarray[Any, np.dtyp
 def segments(root: Path) -> list[Path]:
     """Its files."""
     return sorted((root / "segments").iterdir())
-
-
-def file_bytes(root: Path) -> int:
-    """What `du` would say."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for path in [folder, *(os.path.join(folder, name) for name in names)]:
-            try:
-                total += os.stat(path, follow_symlinks=False).st_blocks * 512
-            except FileNotFoundError:
-                continue  # gone since it was listed
-    return total
 
 
 @dataclass(frozen=True)
@@ -181,16 +163,6 @@ def records_of(root: Path, keys: Keys) -> list[Record]:
     """Of each of the keys."""
     known = records(root)
     return [known[key.tobytes()] for key in keys]
-
-
-def flip(path: Path, offset: int) -> None:
-    """Damage one byte."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        (byte,) = os.pread(fd, 1, offset)
-        os.pwrite(fd, bytes([byte ^ 0x40]), offset)
-    finally:
-        os.close(fd)
 
 
 def flip_each(wanted: Sequence[Record], positions: Sequence[int]) -> None:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from _gpu import Gpu
-from _stress_places import GpuPlace, Layout
 
+from scripts.gpu import SOFT_VARIABLE
+from scripts.harness.gpu import Gpu
+from scripts.harness.places import GpuPlace, HostPlace, Layout
 from tests import softcuda
 
 DEVICE_VARIABLE = "KVOFFLOADD_TEST_DEVICE"
-SOFT_VARIABLE = "KVOFFLOADD_SOFT_GPU"
 TAIL = 24
 """Bytes between rows."""
 
@@ -74,11 +74,11 @@ class Where(NamedTuple):
     gpu: int = 0
     kind: str = ""
 
-    def gpu_memory(self, num_blocks: int, pages: Sequence[int]) -> GpuPlace | None:
-        """Tensors with pages of these sizes; None: they lie in shared memory."""
-        if (self.device or device()) == "host":
-            return None
+    def memory(self, num_blocks: int, pages: Sequence[int], name: str) -> HostPlace | GpuPlace:
+        """Tensors with pages of these sizes; in shared memory each in one of its own, of this name."""
         layouts = [Layout(num_blocks, page, page + TAIL) for page in pages]
+        if (self.device or device()) == "host":
+            return HostPlace(layouts, name)
         return GpuPlace(gpu(self.gpu), layouts, np.random.default_rng([num_blocks, *pages]), self.kind)
 
 

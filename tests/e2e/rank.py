@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from kvoffloadd.client import (
     Client,
@@ -21,12 +20,10 @@ from kvoffloadd.client import (
     KvCache,
     NamespaceSpec,
     Ref,
-    SharedTensor,
     Timeline,
 )
-from kvoffloadd.client.tensor import CanonicalTensor
 from kvoffloadd.model import NO_BLOCK, U8Array
-from tests.e2e import gpu_rank
+from scripts.harness.places import GpuPlace
 from tests.e2e.gpu_rank import Where
 
 WAIT_S = 15.0
@@ -88,19 +85,14 @@ class Rank:
             self.registration = self.client.register(self.cache)
 
     def _allocate(self, where: Where, num_blocks: int, pages: Sequence[int], name: str) -> None:
-        self._place = where.gpu_memory(num_blocks, pages)
-        if self._place is None:
-            shared = [SharedTensor.allocate(num_blocks, page, page + gpu_rank.TAIL, name=name) for page in pages]
-            self.tensors: Sequence[CanonicalTensor] = shared
-            # With what lies between the rows, which nobody may touch.
-            self._rows = [as_strided(t.array, (num_blocks, t.stride_bytes), (t.stride_bytes, 1)) for t in shared]
-        else:
-            self.tensors, self._rows = self._place.tensors, self._place.rows
-        self.cache = KvCache(self.tensors, self._groups, self._timelines)
+        self._place = where.memory(num_blocks, pages, name)
+        # With what lies between the rows, which nobody may touch.
+        self._rows = self._place.rows
+        self.cache = KvCache(self._place.tensors, self._groups, self._timelines)
 
     def renew(self) -> None:
         """Give the memory back, which is registered no more; then make it again, and register it."""
-        del self.registration, self.cache, self.tensors, self._place, self._rows
+        del self.registration, self.cache, self._place, self._rows
         gc.collect()
         self._again()
         self.registration = self.client.register(self.cache)
@@ -144,8 +136,7 @@ class Rank:
         """Every byte becomes 0xEE."""
         for rows in self._rows:
             rows[:] = 0xEE
-        if self._place is not None:
-            self._place.publish()
+        self._place.publish()
 
     def fill_late(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any], delay_s: float) -> None:
         """As `fill`, but the GPU's stream does so after a delay; returns at once."""
@@ -175,12 +166,11 @@ class Rank:
 
     def _look(self) -> None:
         """Have in `_rows` what a GPU's memory holds."""
-        if self._place is not None:
-            self._place.fetch([(0, len(self._rows[0]))])
+        self._place.fetch([(0, len(self._rows[0]))])
 
     def _publish(self, blocks: np.ndarray[Any, Any], delay_s: float | None = None) -> None:
         """Have in a GPU's memory what these blocks are in `_rows`; after a delay: without waiting for it."""
-        if self._place is not None:
+        if isinstance(self._place, GpuPlace):
             if delay_s is not None:
                 self._place.gpu.delay(delay_s)
             runs = [(row, 1) for row in np.unique(blocks).tolist() if row != NO_BLOCK]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, NamespaceSpec, Ref
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 
 TOKENS = 64

@@ -13,38 +13,35 @@ import pytest
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.errors import ClientError, RemoteError
+from scripts.harness.daemon import Daemon
+from tests.e2e.daemons import make_daemon
 from tests.e2e.disk import disk_settings
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
 EXIT_FATAL = 70
 Plant = Callable[[str], Daemon]
 
 
-class Planted(Daemon):
-    """A daemon in which the function of this name fails, once the file `switch` is there."""
+def program(function: str, switch: Path) -> str:
+    """`kvoffloadd`, in which the function of this name fails once the file `switch` is there."""
+    module, owner, name = function.split(":")
+    lines = (
+        f"import os, sys, {module} as module",
+        f"owner = eval({owner or 'module'!r}, vars(module) | {{'module': module}})",
+        f"right = owner.{name}",
+        "def wrong(*arguments, **options):",
+        f"    if os.path.exists({os.fspath(switch)!r}): [][7]",
+        "    return right(*arguments, **options)",
+        f"owner.{name} = wrong",
+        "from kvoffloadd.cli import main",
+        "sys.exit(main(sys.argv[1:]))",
+    )
+    return "\n".join(lines)
 
-    def __init__(self, folder: Path, function: str) -> None:
-        self.switch = folder / "switch"
-        self._function = function
-        super().__init__(folder, *disk_settings((folder / "disk", 64 << 20)))
 
-    def start(self) -> None:
-        """See `Daemon`."""
-        module, owner, name = self._function.split(":")
-        lines = (
-            f"import os, sys, {module} as module",
-            f"owner = eval({owner or 'module'!r}, vars(module) | {{'module': module}})",
-            f"right = owner.{name}",
-            "def wrong(*arguments, **options):",
-            f"    if os.path.exists({os.fspath(self.switch)!r}): [][7]",
-            "    return right(*arguments, **options)",
-            f"owner.{name} = wrong",
-            "from kvoffloadd.cli import main",
-            "sys.exit(main(sys.argv[1:]))",
-        )
-        self._command[1:3] = ["-c", "\n".join(lines)]
-        super().start()
+def switch_of(daemon: Daemon) -> Path:
+    """The file."""
+    return daemon.socket.with_name("switch")
 
 
 @pytest.fixture
@@ -52,7 +49,9 @@ def plant() -> Iterator[Plant]:
     daemons: list[Daemon] = []
 
     def make(function: str) -> Daemon:
-        daemons.append(Planted(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")), function))
+        folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
+        bug = ("-c", program(function, folder / "switch"))
+        daemons.append(make_daemon(folder, *disk_settings((folder / "disk", 64 << 20)), program=bug))
         return daemons[-1]
 
     yield make
@@ -83,17 +82,16 @@ def use(rank: Rank, seed: int) -> None:
 )
 def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: str) -> None:
     daemon = plant(function)
-    assert isinstance(daemon, Planted)
     rank = daemon.welcome(Rank(daemon.socket, role="worker"))
     use(rank, seed)
-    daemon.switch.touch()
+    switch_of(daemon).touch()
     with suppress(ClientError):  # it may be gone before the last answer
         use(rank, seed + 1)
     assert daemon.wait() == EXIT_FATAL
     assert "exiting: a bug in the cache, whose tables may be half-written: IndexError" in daemon.log()
     assert "in wrong" in daemon.log(), "the stack is there"
     daemon.leave_guests()
-    daemon.switch.unlink()
+    switch_of(daemon).unlink()
     daemon.start()
     use(daemon.welcome(Rank(daemon.socket)), seed)
 
@@ -107,13 +105,12 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
 )
 def test_a_bug_elsewhere_costs_the_request(plant: Plant, rng_keys: np.ndarray, function: str) -> None:
     daemon = plant(function)
-    assert isinstance(daemon, Planted)
     rank = daemon.welcome(Rank(daemon.socket))
     rank.store_keys(rng_keys)
-    daemon.switch.touch()
+    switch_of(daemon).touch()
     with pytest.raises(RemoteError, match="internal"):
         rank.states(rng_keys)
-    daemon.switch.unlink()
+    switch_of(daemon).unlink()
     assert rank.states(rng_keys) == [KeyState.HIT] * len(rng_keys)
     assert daemon.alive
     assert daemon.verify() == ()

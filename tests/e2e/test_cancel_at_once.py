@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
-from tests.e2e.process import Daemon
-from tests.e2e.raw import frame
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import frame
 from tests.server.scene import FULL, Scene
 
 Start = Callable[..., Daemon]

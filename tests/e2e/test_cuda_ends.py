@@ -12,10 +12,11 @@ import pytest
 
 from kvoffloadd.client import Job, KeyState, Outcome
 from kvoffloadd.errors import ClientError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, until
+from tests.e2e.daemons import gpu_mappings
 from tests.e2e.disk import demoted, disk_settings
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -107,15 +108,15 @@ def test_a_killed_worker_s_memory_is_let_go_after_its_last_copy(
     if what == "load":
         with Rank(daemon.socket) as helper:
             helper.store_keys(keys)
-        until(lambda: daemon.gpu_mappings() == 0, "the helper is gone")
+        until(lambda: gpu_mappings(daemon) == 0, "the helper is gone")
     victim = spawn(daemon, what, keys)
-    assert daemon.gpu_mappings() >= 1
+    assert gpu_mappings(daemon) >= 1
     victim.kill()
     victim.wait()
     copied = None
     slowest = 0.0
     began = time.monotonic()
-    while daemon.gpu_mappings():
+    while gpu_mappings(daemon):
         slowest = max(slowest, daemon.ping_s())
         if copied is None and not daemon.status()["running"]["jobs"]:
             copied = time.monotonic()

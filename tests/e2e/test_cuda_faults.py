@@ -9,10 +9,10 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.gpu_rank import HOST, Where
-from tests.e2e.process import Daemon
 from tests.e2e.rank import HYBRID, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 

@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _gpu import GpuBuffer
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
 from kvoffloadd.client.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
+from scripts.harness.daemon import Daemon
+from scripts.harness.gpu import GpuBuffer
+from scripts.harness.process import ROOT
+from scripts.harness.wait import until
 from tests import softcuda
 from tests.e2e import gpu_rank
+from tests.e2e.daemons import gpu_mappings
 from tests.e2e.gpu_rank import HOST, Where
-from tests.e2e.process import ROOT, Daemon
 from tests.e2e.rank import NAMESPACE, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 
@@ -63,9 +65,9 @@ def test_unregister_waits_for_running_copies_and_unmaps(start_daemon: Start, see
     call.start()
     until(lambda: daemon.sessions()[0]["registrations"] == 0, "no new job can name it")
     assert daemon.status()["running"]["jobs"] == 1
-    assert daemon.gpu_mappings() >= 1
+    assert gpu_mappings(daemon) >= 1
     call.join(10.0)
-    assert daemon.gpu_mappings() == 0
+    assert gpu_mappings(daemon) == 0
     assert rank.wait(job).outcome is Outcome.DONE
 
 
@@ -78,7 +80,7 @@ def test_sleep_and_wake(daemon: Daemon, seed: int, kind: str) -> None:
     fds, live = daemon.open_fds(), gpu_rank.extras().counters()
     for cycle in range(CYCLES):
         rank.client.unregister(rank.registration)
-        assert daemon.gpu_mappings() == 0
+        assert gpu_mappings(daemon) == 0
         rank.renew()
         if cycle % 5 == 0:
             roundtrip(rank, seed + cycle)
@@ -108,23 +110,23 @@ def test_a_close_that_takes_long_keeps_nobody_waiting(start_daemon: Start, seed:
 def test_memory_that_is_registered_twice_goes_with_the_last(daemon: Daemon, seed: int) -> None:
     rank = rank_of(daemon, where=ONE)
     first, rank.registration = rank.registration, rank.client.register(rank.cache)
-    assert daemon.gpu_mappings() == 1  # the driver maps it once
+    assert gpu_mappings(daemon) == 1  # the driver maps it once
     rank.client.unregister(first)
     roundtrip(rank, seed)
     rank.client.unregister(rank.registration)
-    assert daemon.gpu_mappings() == 0
+    assert gpu_mappings(daemon) == 0
 
 
 @pytest.mark.parametrize("where", [ONE, CHUNKS], ids=["one", "chunks"])
 def test_two_sessions_with_the_same_memory(daemon: Daemon, seed: int, where: Where) -> None:
     rank = rank_of(daemon, where=where)
-    before = daemon.gpu_mappings()
+    before = gpu_mappings(daemon)
     with Client(daemon.socket, namespace=NAMESPACE) as other:
         other.register(rank.cache)
         roundtrip(rank, seed)
     until(lambda: len(daemon.sessions()) == 1, "the other has left")
     roundtrip(rank, seed + 1)
-    assert daemon.gpu_mappings() == before
+    assert gpu_mappings(daemon) == before
 
 
 def test_two_gpus_at_once(daemon: Daemon, seed: int) -> None:
@@ -142,7 +144,7 @@ def test_two_gpus_at_once(daemon: Daemon, seed: int) -> None:
 _THREE_THOUSAND = """
 import sys
 import numpy as np
-from _gpu import Gpu, GpuBuffer
+from scripts.harness.gpu import Gpu, GpuBuffer
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, NamespaceSpec, Ref
 
 CHUNKS, CHUNK = 3000, 2 << 20
@@ -170,14 +172,14 @@ with Client(sys.argv[1], namespace=NamespaceSpec(model="chunks"), deadline_s=40.
 
 def test_three_thousand_chunks(daemon: Daemon) -> None:
     """In a process of its own, which sees a larger GPU."""
-    environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _THREE_THOUSAND, str(daemon.socket)],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=50,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + daemon.log()
     assert done.stdout.split() == ["done", "done", "True", str(3000 * 2 * MIB)]
-    assert daemon.gpu_mappings() == 0
+    assert gpu_mappings(daemon) == 0
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -218,9 +220,9 @@ def test_memory_of_another_gpu(daemon: Daemon, memory: IpcMemory, seed: int) -> 
     peer = daemon.peer()
     peer.hello()
     assert "memory of GPU 1" in peer.refused("bad_memory", "attach_ipc", device=memory.uuid, handles=found.handle)
-    assert daemon.gpu_mappings() == 0
+    assert gpu_mappings(daemon) == 0
     peer.ok("attach_ipc", device=found.uuid, handles=found.handle)
-    assert daemon.gpu_mappings() == 1
+    assert gpu_mappings(daemon) == 1
     other.free()
 
 
@@ -242,7 +244,7 @@ def test_handles_that_are_garbage(start_daemon: Start, memory: IpcMemory, code: 
     # All of them or none.
     if code == "bad_memory":
         peer.refused(code, "attach_ipc", device=memory.uuid, handles=memory.handle + handles)
-    assert daemon.gpu_mappings() == 0
+    assert gpu_mappings(daemon) == 0
     peer.ok("ping")
     roundtrip(rank_of(daemon), seed)
 

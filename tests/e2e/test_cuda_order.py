@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Timeline
+from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
 KEYS = 16

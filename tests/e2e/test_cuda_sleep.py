@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from _gpu import GpuBuffer
 
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
 from kvoffloadd.client.gpu import driver
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
+from scripts.harness.daemon import Daemon
+from scripts.harness.gpu import GpuBuffer
 from tests.e2e import gpu_rank
-from tests.e2e.process import Daemon
+from tests.e2e.daemons import gpu_mappings
 from tests.e2e.rank import PAGE, SIMPLE
 
 MISSING = gpu_rank.why_no_cuda()
@@ -81,10 +82,10 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: b
     assert cache.move(Direction.STORE, 0).success
     if told:
         cache.carrier.sleep(10.0)
-        assert daemon.gpu_mappings() == 0
+        assert gpu_mappings(daemon) == 0
         assert not cache.move(Direction.LOAD, COUNT).success
         assert cache.move(Direction.STORE, 0) == Ended(3, True, 0, 0.0)
-        assert daemon.gpu_mappings() == 0
+        assert gpu_mappings(daemon) == 0
     cache.remap()
     if told:
         cache.carrier.wake()

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import KeyState, Outcome
+from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings
-from tests.e2e.process import Daemon
 from tests.e2e.rank import HYBRID, Rank, new_keys
 
 GROUPS = (0, 1, 2)

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import KeyState
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import used_bytes
+from scripts.harness.wait import throughout
+from tests.e2e.daemons import chosen
 from tests.e2e.disk import (
     MIB,
     disk,
     disk_settings,
-    file_bytes,
     group_of,
     idle,
     only_on_disk,
@@ -23,9 +26,7 @@ from tests.e2e.disk import (
     store_all,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import throughout
 
 Start = Callable[..., Daemon]
 PAYLOAD = 60_000
@@ -41,7 +42,7 @@ def within(*bounds: tuple[Path, int]) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(0.01):
             for root in most:
-                most[root] = max(most[root], file_bytes(root))
+                most[root] = max(most[root], used_bytes(root))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -63,12 +64,7 @@ def restart(daemon: Daemon, *settings: str) -> Rank:
     """With other settings in place of those of the same names."""
     daemon.leave_guests()
     assert daemon.stop() == 0
-    names = tuple(setting.split("=")[0] + "=" for setting in settings)
-    kept = [word for word in daemon._command if not word.startswith(names)]
-    flags = [word for number, word in enumerate(kept) if word != "--set" or kept[number + 1 : number + 2] != ["--set"]]
-    while flags[-1] == "--set":
-        flags.pop()
-    daemon._command = [*flags, *(word for setting in settings for word in ("--set", setting))]
+    daemon.settings |= chosen(*settings)
     daemon.start()
     return worker(daemon)
 
@@ -143,7 +139,7 @@ def test_another_capacity_at_the_next_start(start_daemon: Start, tmp_path: Path,
     keys = new_keys(rng, 240)
     store_on_disk(daemon, rank, keys, 20)
     rank = restart(daemon, *disk_settings((root, 8 * MIB)))
-    assert file_bytes(root) <= 8 * MIB
+    assert used_bytes(root) <= 8 * MIB
     there = len(only_on_disk(rank, keys))
     assert there >= 35
     assert served(rank, keys[-35:], 20).all()

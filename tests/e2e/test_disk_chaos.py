@@ -17,10 +17,10 @@ import pytest
 
 from kvoffloadd.client import NamespaceSpec, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import MIB, Switch, disk, disk_settings, root_state, segments
-from tests.e2e.process import Daemon
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 FAULTS = (

@@ -10,10 +10,10 @@ import pytest
 
 from kvoffloadd.client import Client, KeyEvents, KeyState, NamespaceSpec, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
@@ -163,13 +163,13 @@ def test_a_clear_that_can_not_be_noted_is_told(start_daemon: Start, root: Path, 
     daemon = start_daemon(*disk_settings((root, 64 * MIB)))
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])
-    away = root.with_name("away")
-    root.rename(away)  # as if its file system were not there any more
+    on_disk = root.with_name("away")
+    root.rename(on_disk)  # as if its file system were not there any more
     until(lambda: disk(daemon)["roots"][0]["state"] == "off", "the root is off")
     with pytest.raises(RemoteError, match="not for good"):
         rank.client.clear()
     assert all_miss(rank, lots[0])
-    away.rename(root)
+    on_disk.rename(root)
     until(lambda: disk(daemon)["roots"][0]["state"] == "ok", "the root is back")
     assert all_miss(rank, lots[0])
     rank.client.clear()

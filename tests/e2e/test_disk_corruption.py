@@ -10,13 +10,14 @@ import pytest
 
 from kvoffloadd.client import Client, KeyState
 from kvoffloadd.model import PAGE_BYTES
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip
 from tests.e2e.disk import (
     MIB,
     Record,
     demoted,
     disk,
     disk_settings,
-    flip,
     flip_each,
     group_of,
     only_on_disk,
@@ -27,7 +28,6 @@ from tests.e2e.disk import (
     store_all,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 
 Start = Callable[..., Daemon]

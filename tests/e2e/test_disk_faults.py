@@ -12,22 +12,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from tests.e2e.disk import (
-    MIB,
-    Switch,
-    demoted,
-    disk,
-    disk_settings,
-    file_bytes,
-    idle,
-    records,
-    root_state,
-    served,
-    store_on_disk,
-)
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import used_bytes
+from scripts.harness.wait import until
+from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, records, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
@@ -117,7 +106,7 @@ def test_writes_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, l
             until(lambda names=wanted: names <= set(records(tmp_path / "disk")), "they are on disk")  # type: ignore[misc]
     until(lambda: disk(daemon)["demoted"]["keys"] >= before + 240, "keys are written again")
     # Files that could not be made and not be removed either are its own all the same.
-    assert file_bytes(tmp_path / "disk") <= disk(daemon)["roots"][0]["used_bytes"]
+    assert used_bytes(tmp_path / "disk") <= disk(daemon)["roots"][0]["used_bytes"]
     daemon.leave_guests()
     daemon.kill()
     daemon.start()
@@ -257,25 +246,25 @@ def test_a_disk_that_hangs_takes_no_memory_and_comes_back(
     for keys in lots[:15]:
         store_on_disk(daemon, rank, keys)
     resident = [number for number in range(15) if rank.states(lots[number]) == [HIT] * 60]
-    away = [number for number in range(15) if rank.states(lots[number]) == [PENDING] * 60]
+    on_disk = [number for number in range(15) if rank.states(lots[number]) == [PENDING] * 60]
     switch.set("read_delay_s=3600")
     blocks = rank.blocks_of(0, 0, 60)
-    for number in away:
+    for number in on_disk:
         job = rank.client.load(rank.registration, {0: (lots[number], blocks)}, deadline_s=0.2)
         result = rank.wait(job)
         assert result.outcome in (Outcome.EXPIRED, Outcome.PARTIAL)
         assert len(result.failed[0]) == 60
-    rank.client.prefetch({0: np.concatenate([lots[number] for number in away])})
+    rank.client.prefetch({0: np.concatenate([lots[number] for number in on_disk])})
     # Of 256 slots a sixteenth at most was reserved for the prefetch, and an eighth for loads.
     assert sum(int((np.array(rank.states(lots[n])) == HIT).sum()) for n in resident) >= 60 * len(resident) - 48
     until(lambda: root_state(daemon) == "off", "the root is off")
     assert disk(daemon)["roots"][0]["reason"] == "the disk does not answer"
-    until(lambda: rank.states(lots[away[0]]) == [MISS] * 60, "its keys are misses")
+    until(lambda: rank.states(lots[on_disk[0]]) == [MISS] * 60, "its keys are misses")
     told = disk(daemon)
     assert 0 < told["quarantined_bytes"] <= 2 * PIECE_SLOTS * 4096
     assert slots_without_keys(rank, lots) <= 2 * PIECE_SLOTS
     begun = time.monotonic()
-    job = rank.client.load(rank.registration, {0: (lots[away[0]], blocks)}, deadline_s=10.0)
+    job = rank.client.load(rank.registration, {0: (lots[on_disk[0]], blocks)}, deadline_s=10.0)
     assert len(rank.wait(job).failed[0]) == 60
     assert time.monotonic() - begun < 5.0, "nothing waits for a root that is off"
     for keys in lots[20:24]:
@@ -284,7 +273,7 @@ def test_a_disk_that_hangs_takes_no_memory_and_comes_back(
     switch.set()
     until(lambda: root_state(daemon) == "ok", "the root is back")
     assert disk(daemon)["quarantined_bytes"] == 0
-    assert served(rank, lots[away[0]]).all()
+    assert served(rank, lots[on_disk[0]]).all()
     store_on_disk(daemon, rank, lots[25])
 
 

@@ -12,10 +12,11 @@ import xxhash
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.tiers.disk.manifest import decode_manifest
-from tests.e2e.disk import MIB, demoted, disk, disk_settings, file_bytes, root_state, segments, served, store_on_disk
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import used_bytes
+from scripts.harness.wait import until
+from tests.e2e.disk import MIB, demoted, disk, disk_settings, root_state, segments, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 MISS, HIT = KeyState.MISS, KeyState.HIT
@@ -94,7 +95,7 @@ def test_files_without_contents_are_used_again(start_daemon: Start, root: Path, 
     store_on_disk(daemon, rank, many)
     told = disk(daemon)["roots"][0]
     assert (told["state"], told["write_errors"]) == ("ok", 0)
-    assert file_bytes(root) <= 4 * MIB
+    assert used_bytes(root) <= 4 * MIB
     assert served(rank, many[-60:]).all()
 
 
@@ -118,7 +119,7 @@ def test_other_versions_are_not_served(start_daemon: Start, root: Path, keys: Ke
     many = new_keys(np.random.default_rng(1), 800)
     store_on_disk(daemon, rank, many)
     assert root_state(daemon) == "ok"
-    assert file_bytes(root) <= 4 * MIB
+    assert used_bytes(root) <= 4 * MIB
     assert served(rank, many[-60:]).all()
 
 

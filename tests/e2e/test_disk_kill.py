@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome
+from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, group_of, served
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 
 Start = Callable[..., Daemon]

@@ -10,10 +10,10 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk_settings, idle, only_on_disk, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import until
 
 
 def test_what_others_store_meanwhile_is_not_copied(
@@ -31,21 +31,21 @@ def test_what_others_store_meanwhile_is_not_copied(
     other = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(rng, 64 * 6)
     store_on_disk(daemon, rank, keys)
-    away = only_on_disk(rank, keys)[:2]
+    on_disk = only_on_disk(rank, keys)[:2]
     idle(daemon)
     switch.write_text("read_delay_s=1.5\n")
     fresh = new_keys(rng, 1)
     storing = other.begin_store({0: (fresh, np.array([0]))})
     until(lambda: rank.states(fresh) == [KeyState.PENDING], "it is being stored")
     rank.wipe()
-    wanted = np.concatenate([away[:1], fresh, away[1:]])
+    wanted = np.concatenate([on_disk[:1], fresh, on_disk[1:]])
     job = rank.client.load(rank.registration, {0: (wanted, np.array([10, 11, 12]))})
     assert job.states[0].tolist() == [KeyState.HIT, KeyState.PENDING, KeyState.HIT]
     assert other.wait(storing).outcome is Outcome.DONE  # long before the disk has been read
     result = rank.wait(job)
     assert result.outcome is Outcome.PARTIAL
     assert result.failed[0].tolist() == [1]
-    assert rank.wrong(0, away, np.array([10, 12])) == 0
+    assert rank.wrong(0, on_disk, np.array([10, 12])) == 0
     rank.wipe_loaded(0, np.array([10, 12]))
     assert rank.clean()
 
@@ -58,8 +58,8 @@ def test_two_keys_from_disk_can_not_go_to_one_block(
     rank = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(np.random.default_rng(seed), 64 * 6)
     store_on_disk(daemon, rank, keys)
-    away = only_on_disk(rank, keys)[:2]
+    on_disk = only_on_disk(rank, keys)[:2]
     with pytest.raises(RemoteError, match="duplicate"):
-        rank.client.load(rank.registration, {0: (away, np.array([7, 7]))})
-    assert rank.states(away) == [KeyState.PENDING] * 2, "nothing was begun"
-    assert rank.load({0: (away, np.array([7, 8]))}).outcome is Outcome.DONE
+        rank.client.load(rank.registration, {0: (on_disk, np.array([7, 7]))})
+    assert rank.states(on_disk) == [KeyState.PENDING] * 2, "nothing was begun"
+    assert rank.load({0: (on_disk, np.array([7, 8]))}).outcome is Outcome.DONE

@@ -13,10 +13,10 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk, disk_settings, idle, root_state, served, store_on_disk
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 PENDING, MISS = KeyState.PENDING, KeyState.MISS

@@ -13,11 +13,13 @@ import pytest
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import flip
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import (
     Switch,
     disk,
     disk_settings,
-    flip,
     group_of,
     only_on_disk,
     records_of,
@@ -25,9 +27,7 @@ from tests.e2e.disk import (
     served,
     store_on_disk,
 )
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, until
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
@@ -126,8 +126,8 @@ def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
     """While a pin waits for the disk, its lease covers whatever its engine's ranks load; when nobody waits any more, no
     other key.
     """
-    away = only_on_disk(rank, keys)
-    mine, others = away[:60], away[60:70]
+    on_disk = only_on_disk(rank, keys)
+    mine, others = on_disk[:60], on_disk[60:70]
     token = os.urandom(16)
     mate = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS, instance=token))
     assert mate.loads_right(others)  # from now on in memory
@@ -145,8 +145,8 @@ def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
 
 def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
     """It joins the prefetch that reads its keys already, and hastens it before other prefetches."""
-    away = only_on_disk(rank, keys)
-    others, mine = away[:150], away[150:180]
+    on_disk = only_on_disk(rank, keys)
+    others, mine = on_disk[:150], on_disk[150:180]
     switch.set("read_delay_s=0.05")
     # One key a request: a read each, two at a time.
     first = [rank.client.prefetch({0: key[None]}) for key in others]
@@ -169,10 +169,10 @@ def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: 
 
 def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
     """A prefix comes; the rest are misses now, and are not lost."""
-    away = only_on_disk(rank, keys)
-    assert len(away) > SLOTS + 100
-    found = rank.client.pin({0: away})
-    assert found.promoting == len(away)
+    on_disk = only_on_disk(rank, keys)
+    assert len(on_disk) > SLOTS + 100
+    found = rank.client.pin({0: on_disk})
+    assert found.promoting == len(on_disk)
     ready = rank.client.wait_ready(found, HANG_S)
     states = ready.states[0]
     came = int((states == HIT).sum())
@@ -180,21 +180,21 @@ def test_more_than_memory_holds(daemon: Daemon, rank: Rank, keys: Keys) -> None:
     assert set(states[:came].tolist()) == {HIT}
     assert HIT not in states[came:].tolist()
     assert ready.boundaries.tolist()[0] == came * 16
-    assert rank.loads_right(away[:came], lease=ready.lease)
+    assert rank.loads_right(on_disk[:came], lease=ready.lease)
     # All of memory is held: nothing else can come.
     rank.wipe()
-    result = rank.load({0: (away[came : came + 10], rank.blocks_of(0, 0, 10))})
+    result = rank.load({0: (on_disk[came : came + 10], rank.blocks_of(0, 0, 10))})
     assert result.failed[0].tolist() == list(range(10))
     assert rank.clean()
     rank.client.release(ready.lease)
-    assert served(rank, away[came:]).all()
+    assert served(rank, on_disk[came:]).all()
 
 
 def test_a_prefetch_evicts_nothing_that_it_names(rank: Rank, keys: Keys) -> None:
     """What it brings comes in the place of what it does not name."""
-    away = only_on_disk(rank, keys)
+    on_disk = only_on_disk(rank, keys)
     there = keys[[state == HIT for state in rank.states(keys)]][:200]
-    found = rank.client.prefetch({0: np.concatenate([there, away[:200]])})
+    found = rank.client.prefetch({0: np.concatenate([there, on_disk[:200]])})
     assert (found.promoting, found.states[0].tolist().count(HIT)) == (200, len(there))
     states = rank.client.wait_ready(found, HANG_S).states[0].tolist()
     assert states == [HIT] * SLOTS + [MISS] * (len(there) + 200 - SLOTS)

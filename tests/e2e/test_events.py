@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, EventGap, KeyEvents
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import RawPeer
+from scripts.harness.wait import throughout, until
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.raw import RawPeer
 from tests.e2e.test_parts import groups
-from tests.e2e.waiting import throughout, until
 
 Start = Callable[..., Daemon]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 
 SLOTS = 16

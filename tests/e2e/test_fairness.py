@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Outcome
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 from tests.server.scene import BLOCKS, Scene, ids, keys
 

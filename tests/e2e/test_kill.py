@@ -14,9 +14,9 @@ import pytest
 
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.client import JobDeadlineError, KeyState, Outcome
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S, throughout, until
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import HANG_S, throughout, until
 
 Start = Callable[..., Daemon]
 Spawn = Callable[..., subprocess.Popen[str]]

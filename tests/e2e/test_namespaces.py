@@ -11,9 +11,9 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 HIT, MISS = KeyState.HIT, KeyState.MISS
 Start = Callable[..., Daemon]

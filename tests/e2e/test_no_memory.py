@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvoffloadd.daemon import EXIT_FATAL
-from tests.e2e.process import ROOT
+from scripts.harness.process import ROOT
 
 NO_PAGES = """
 from kvoffloadd import sharedmem

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, KvCache, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import RemoteError, UsageError
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 
 HIT, MISS, PENDING, RESERVED = KeyState.HIT, KeyState.MISS, KeyState.PENDING, KeyState.RESERVED

@@ -16,10 +16,10 @@ import pytest
 
 from kvoffloadd.client import Client, Group, GroupKind, Outcome, Ref
 from kvoffloadd.errors import ClientError, RemoteError
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import RawPeer, frame
+from scripts.harness.wait import HANG_S, throughout, until
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
-from tests.e2e.raw import RawPeer, frame
-from tests.e2e.waiting import HANG_S, throughout, until
 
 Start = Callable[..., Daemon]
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .process import Daemon
+from scripts.harness.daemon import Daemon
 
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 

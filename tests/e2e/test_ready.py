@@ -10,9 +10,9 @@ import pytest
 
 from kvoffloadd.client import Job, Ready, Timeline
 from kvoffloadd.errors import UsageError
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import until
 
 KEYS = 16
 

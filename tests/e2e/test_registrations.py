@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Outcome
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import until
 from tests.server.scene import Scene, ids
 from tests.server.scene import keys as packed
 

@@ -13,8 +13,8 @@ import numpy as np
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.lanes import Lane
+from scripts.harness.daemon import Daemon
 from tests.e2e.gpu_rank import HOST
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
 
 BIG, LAYERS = 16_384, 128

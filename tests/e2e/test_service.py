@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client
+from scripts.harness.daemon import KVOFFLOADD, Daemon
+from scripts.harness.peer import RawPeer
+from scripts.harness.process import ROOT
+from scripts.harness.wait import HANG_S, until
 from tests.conftest import OTHER_UID
 from tests.e2e import rank as ranks
-from tests.e2e.process import ROOT, Daemon
-from tests.e2e.raw import RawPeer
 from tests.e2e.users import Stranger, needs_root
-from tests.e2e.waiting import HANG_S, until
 from tests.notify import Manager, manager_in
 
 WATCHDOG_S = 2.0
@@ -54,34 +55,7 @@ STUCK = BLOCKED.replace("time.sleep, 3600", "self.stick").replace(
 """A daemon whose hash lane SIGUSR1 sticks."""
 
 
-class Service:
-    """`kvoffloadd serve` with a service manager. `program`: what runs it in place of the module."""
-
-    def __init__(self, folder: Path, manager: Manager, *words: str, program: str = "", **variables: str) -> None:
-        self.manager = manager
-        self.socket = folder / "kvo.sock"
-        self.log_path = folder / "daemon.log"
-        start = ["-c", program] if program else ["-m", "kvoffloadd"]
-        with self.log_path.open("ab") as log:
-            self.child = subprocess.Popen(
-                [sys.executable, *start, "serve", "--socket", str(self.socket), "--memory", "16MiB", *words],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "NOTIFY_SOCKET": manager.address, **variables},
-            )
-
-    def log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def end(self) -> int:
-        """SIGTERM, and wait."""
-        self.child.terminate()
-        return self.child.wait(20)
-
-
-Serve = Callable[..., Service]
+Serve = Callable[..., Daemon]
 
 
 @pytest.fixture
@@ -92,18 +66,22 @@ def manager(socket_dir: Path) -> Iterator[Manager]:
 
 @pytest.fixture
 def serve(socket_dir: Path, manager: Manager) -> Iterator[Serve]:
-    """`serve("--set", "...", program="", NAME="value")`"""
-    services: list[Service] = []
+    """`serve("--set", "...", program="", NAME="value")` -> a daemon with a service manager, just launched.
 
-    def start(*words: str, **options: str) -> Service:
-        services.append(Service(socket_dir, manager, *words, **options))
+    `program`: what runs in place of the module.
+    """
+    services: list[Daemon] = []
+
+    def start(*words: str, program: str = "", **variables: str) -> Daemon:
+        variables["NOTIFY_SOCKET"] = manager.address
+        run = ("-c", program) if program else KVOFFLOADD
+        services.append(Daemon(socket_dir, "16MiB", options=words, environment=variables, program=run))
+        services[-1].launch()
         return services[-1]
 
     yield start
     for service in services:
-        if service.child.poll() is None:
-            service.child.kill()
-            service.child.wait()
+        service.kill()
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
@@ -117,18 +95,18 @@ def test_ready_comes_when_the_socket_answers_and_stopping_when_it_no_longer_will
     assert notice.fields["STATUS"] == f"serving at {service.socket}"
     with RawPeer(service.socket) as peer:
         peer.hello()
-        service.child.terminate()
+        service.signal(signal.SIGTERM)
         manager.until("STOPPING")
         extended_s = int(manager.until("EXTEND_TIMEOUT_USEC").fields["EXTEND_TIMEOUT_USEC"]) / 1e6
         assert extended_s > 30
         peer.end()
-    assert service.child.wait(20) == 0, service.log()
+    assert service.wait() == 0, service.log()
     assert not service.socket.exists()
 
 
 def test_a_start_that_fails_is_never_ready(serve: Serve, manager: Manager) -> None:
     service = serve("--policy", "none-such")
-    assert service.child.wait(20) == 2
+    assert service.wait() == 2
     assert "READY" not in {name for notice in manager.heard for name in notice.fields}
     assert manager.silent_for("READY", 0.1)
     assert "memory.policy" in service.log()
@@ -137,7 +115,7 @@ def test_a_start_that_fails_is_never_ready(serve: Serve, manager: Manager) -> No
 # --- the watchdog ----------------------------------------------------------------------------------------------------
 
 
-def watched(serve: Serve, *words: str, program: str = "") -> Service:
+def watched(serve: Serve, *words: str, program: str = "") -> Daemon:
     return serve(*words, program=program, WATCHDOG_USEC=str(round(WATCHDOG_S * 1e6)))
 
 
@@ -152,7 +130,7 @@ def test_the_watchdog_hears_of_a_daemon_that_works(loop: str, serve: Serve, mana
     assert times[-1] - times[0] < 4 * WATCHDOG_S
     with Client(service.socket, namespace=None, role="observer") as client:
         until(lambda: len(client.status()["sessions"]) == 1, "its own pings leave no session behind")
-    assert service.end() == 0
+    assert service.stop() == 0
     assert "watchdog" not in service.log()
     assert "session" not in service.log()  # what it does every few seconds is no event
 
@@ -167,21 +145,21 @@ def test_a_full_house_is_no_reason_to_be_killed(serve: Serve, manager: Manager) 
             pass
         manager.until("WATCHDOG", deadline_s=10 * WATCHDOG_S)
         manager.until("WATCHDOG", deadline_s=10 * WATCHDOG_S)
-    assert service.end() == 0
+    assert service.stop() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["stopped", "blocked"])
 def test_a_frozen_loop_tells_nothing(number: int, serve: Serve, manager: Manager) -> None:
     service = watched(serve, program=BLOCKED)
     manager.until("WATCHDOG")
-    service.child.send_signal(number)
+    service.signal(number)
     while manager.listen(0.2):
         pass  # said before it froze
     assert manager.silent_for("WATCHDOG", WATCHDOG_S)
     # What systemd does then; what the daemon says of it.
-    service.child.send_signal(signal.SIGABRT)
-    service.child.send_signal(signal.SIGCONT)
-    assert service.child.wait(20) == -signal.SIGABRT
+    service.signal(signal.SIGABRT)
+    service.signal(signal.SIGCONT)
+    assert service.wait() == -signal.SIGABRT
     if number == signal.SIGUSR1:
         assert "Fatal Python error: Aborted" in service.log()
         assert "_run_once" in service.log() or "uvloop" in service.log() or "asyncio" in service.log()
@@ -190,7 +168,7 @@ def test_a_frozen_loop_tells_nothing(number: int, serve: Serve, manager: Manager
 def test_a_stuck_lane_tells_nothing_and_is_named(serve: Serve, manager: Manager) -> None:
     service = watched(serve, program=STUCK)
     manager.until("WATCHDOG")
-    service.child.send_signal(signal.SIGUSR1)
+    service.signal(signal.SIGUSR1)
     while manager.listen(WATCHDOG_S / 3):
         pass
     assert manager.silent_for("WATCHDOG", WATCHDOG_S)
@@ -202,7 +180,7 @@ def test_a_stuck_lane_tells_nothing_and_is_named(serve: Serve, manager: Manager)
 def test_a_thread_that_hangs_in_a_lane_of_many_is_found(serve: Serve, manager: Manager) -> None:
     service = watched(serve, "--set", "memory.hash_threads=2", program=STUCK)
     manager.until("WATCHDOG")
-    service.child.send_signal(signal.SIGUSR1)
+    service.signal(signal.SIGUSR1)
     until(lambda: "has been at one piece of work" in service.log(), "it is said", deadline_s=3 * WATCHDOG_S)
     while manager.listen(0.1):
         pass
@@ -349,7 +327,7 @@ class Configured:
         """What the log has of it."""
         before = len(self.service.log())
         self.path.write_text(text)
-        self.service.child.send_signal(signal.SIGHUP)
+        self.service.signal(signal.SIGHUP)
         self.manager.until("RELOADING")
         self.manager.until("READY")
         return self.service.log()[before:]
@@ -371,7 +349,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configu
     until(lambda: " DEBUG " in configured.service.log(), "debug records are written")
     assert "limits.sessions: 300 -> 256; log.level: debug -> info" in configured.reload("")
     assert "nothing has changed" in configured.reload("")
-    assert configured.service.end() == 0
+    assert configured.service.stop() == 0
 
 
 def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
@@ -380,12 +358,12 @@ def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
         assert "ERROR" in said
         assert "not reloaded, all stays as it was" in said
     configured.path.unlink()
-    configured.service.child.send_signal(signal.SIGHUP)
+    configured.service.signal(signal.SIGHUP)
     configured.manager.until("READY")
     assert "can't be read: No such file or directory" in configured.service.log()
     with RawPeer(configured.service.socket) as peer:
         peer.hello()
-    assert configured.service.end() == 0
+    assert configured.service.stop() == 0
 
 
 @needs_root
@@ -426,26 +404,26 @@ def test_caps_hold_for_all_and_limits_for_new_sessions(configured: Configured) -
 
 def test_a_storm_of_reloads(configured: Configured) -> None:
     for _ in range(200):
-        configured.service.child.send_signal(signal.SIGHUP)
+        configured.service.signal(signal.SIGHUP)
     with RawPeer(configured.service.socket) as peer:
         peer.hello()
-    assert configured.service.end() == 0
+    assert configured.service.stop() == 0
 
 
 def test_sighup_during_the_start_kills_nobody(serve: Serve, manager: Manager) -> None:
     service = serve("--set", "memory.prefault_threads=1")
-    until(lambda: b"SigIgn" in Path(f"/proc/{service.child.pid}/status").read_bytes(), "it runs")
+    until(lambda: b"SigIgn" in Path(f"/proc/{service.pid}/status").read_bytes(), "it runs")
     ignored = 1 << (signal.SIGHUP - 1)
 
     def handled() -> bool:
-        text = Path(f"/proc/{service.child.pid}/status").read_text()
+        text = Path(f"/proc/{service.pid}/status").read_text()
         masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigIgn", "SigCgt"))]
         return any(mask & ignored for mask in masks)
 
     until(handled, "SIGHUP does not kill any more")
-    service.child.send_signal(signal.SIGHUP)
+    service.signal(signal.SIGHUP)
     manager.until("READY")
-    assert service.end() == 0
+    assert service.stop() == 0
 
 
 def test_without_systemd_nothing_of_it_is_said(start_daemon: Callable[..., Daemon]) -> None:

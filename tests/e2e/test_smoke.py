@@ -9,7 +9,7 @@ import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome
 from kvoffloadd.model import NO_BLOCK
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import HYBRID, NAMESPACE, Rank, new_keys
 
 GROUPS = (0, 1, 2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome, Ref, Timeline
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import PAGE, Keys, Rank, content, new_keys
 
 HIT, MISS = KeyState.HIT, KeyState.MISS

@@ -13,10 +13,11 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.tiers.arenafile import _ATTEMPTS_AT as ATTEMPTS_AT
 from kvoffloadd.tiers.arenafile import ATTEMPTS_MAX
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import DaemonError
+from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk, disk_settings, group_of, idle, served, store_all
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.waiting import until
 
 Start = Callable[..., Daemon]
 SIZES = (100, 4096, 9000, 20_000)
@@ -168,8 +169,7 @@ def test_another_size_is_a_cold_start(start: Start, seed: int) -> None:
     sealed(daemon)
     daemon.leave_guests()
     daemon.stop()
-    at = daemon._command.index("--memory") + 1
-    daemon._command[at] = "16MiB"
+    daemon.memory = "16MiB"
     daemon.start()
     assert "a cold start" in daemon.log()
     rank = daemon.welcome(Rank(daemon.socket, group_of(4096)))
@@ -180,7 +180,7 @@ def test_another_size_is_a_cold_start(start: Start, seed: int) -> None:
 
 def test_one_pool_one_daemon(start: Start, start_daemon: Start, pool_file: Path) -> None:
     start()
-    with pytest.raises(AssertionError, match="another daemon has it"):
+    with pytest.raises(DaemonError, match="another daemon has it"):
         start_daemon(f"memory.pool_file={pool_file}")
 
 
@@ -224,10 +224,10 @@ def test_an_orderly_end_of_a_start_is_no_crash(start: Start, tmp_path: Path, poo
     daemon.stop()
     switch.write_text("\n".join(f"{what}_delay_s=3600" for what in ("open", "names", "read")))
     for _ in range(ATTEMPTS_MAX + 1):
-        starting = daemon.start_anyhow()
+        daemon.launch()
         until(lambda: attempts(pool_file) == 1, "it is taking over")
-        starting.terminate()
-        assert starting.wait(20) == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
         assert attempts(pool_file) == 0
     switch.unlink()
     daemon.start()

@@ -12,7 +12,7 @@ from typing import Self
 
 import pytest
 
-from tests.e2e.raw import RawPeer
+from scripts.harness.peer import RawPeer
 
 # The kernel notes who connects, not who uses the socket later. The child lives on: its end would end the session.
 _CONNECT = """

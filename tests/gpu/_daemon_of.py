@@ -1,6 +1,6 @@
 """`kvoffloadd serve` as another user: all that it needs of files is loaded before root is given up.
 
-python _daemon_of.py UID serve ...
+python -m tests.gpu._daemon_of UID FOLDER serve ...
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import os
 import pkgutil
 import sys
 
-from _gpu_worker import become
-
 import kvoffloadd
 from kvoffloadd import cli
+from scripts.gpu.worker import become
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
         if not module.name.endswith(("__main__", "_copyruns")) and ".integrations." not in module.name:
             importlib.import_module(module.name)
     uid = int(sys.argv.pop(1))
-    os.chown(os.getcwd(), uid, uid)
+    os.chown(sys.argv.pop(1), uid, uid)
     become(uid)
     sys.exit(cli.main())
 

@@ -1,6 +1,6 @@
 """A process that registers memory which it was handed with the driver, and copies through a GPU.
 
-python _pinning.py FD BYTES (write | read)
+python -m tests.gpu._pinning FD BYTES (write | read)
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from _gpu import Gpu, GpuBuffer
-from _gpu_memory import Pinned, content
 
 from kvoffloadd.client.gpu import driver
+from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.gpumemory import Pinned, content
 
 
 def main() -> None:

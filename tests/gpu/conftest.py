@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _gpu_worker_process import GpuWorker
 
+from scripts.gpu import SOFT_VARIABLE
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import search_path
+from scripts.harness.wait import until
 from tests import softcuda
 from tests.e2e.gpu_rank import DEVICE_VARIABLE
-from tests.e2e.process import ROOT, Daemon
-from tests.e2e.waiting import until
 
-VARIABLE = "KVOFFLOADD_SOFT_GPU"
 PROBE_S = 60.0
-_GPU = "import _gpu, sys; sys.exit(not _gpu.gpu_is_usable())"
+_GPU = "import sys; from scripts.harness import gpu; sys.exit(not gpu.gpu_is_usable())"
 _TORCH = "import torch, sys; sys.exit(not torch.cuda.is_available())"
 
 StartWorker = Callable[..., GpuWorker]
@@ -32,8 +33,7 @@ Record = Callable[[str, object], None]
 
 def _succeeds(program: str) -> bool:
     """Here, without touching a GPU in this process."""
-    search = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": search}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=PROBE_S)
     return done.returncode == 0
 
@@ -41,7 +41,7 @@ def _succeeds(program: str) -> bool:
 @pytest.fixture(scope="session")
 def real() -> bool:
     """Whether there is a GPU, and it is to be used."""
-    return os.environ.get(VARIABLE) != "1" and _succeeds(_GPU)
+    return os.environ.get(SOFT_VARIABLE) != "1" and _succeeds(_GPU)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def driver_variables(real: bool) -> dict[str, str]:
     """The environment that processes of these tests need."""
     if real:
         return {}
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(SOFT_VARIABLE) == "0":
         pytest.skip("no usable CUDA driver or GPU")
     pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from _gpu_memory import Rows
+from scripts.harness.gpumemory import Rows
 
 MIB = 1 << 20
 

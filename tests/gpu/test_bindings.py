@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.process import ROOT
+from scripts.harness.process import ROOT
 
 VERSIONS = re.findall(r"^cuda-bindings==(\S+)$", (ROOT / "requirements-bindings.lock").read_text(), re.MULTILINE)
 TIMEOUT_S = 300.0

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _gpu_parts import Ended, Part
-from _gpu_plot import bandwidth
-from _gpu_report import write
-from _gpu_worker_process import WorkerError
 
-from tests.e2e.process import ROOT, Daemon
+from scripts.gpu.parts import Ended, Part
+from scripts.gpu.plot import bandwidth
+from scripts.gpu.report import write
+from scripts.gpu.workerprocess import WorkerError
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import ROOT
 from tests.gpu.conftest import StartWorker
 from tests.gpu.layouts import PLAIN
 
@@ -26,10 +27,10 @@ LIMIT_S = 50.0
 _RUN = """
 import json, os, sys
 from pathlib import Path
-import _gpu_parts
-_gpu_parts.adopt_orphans()
-part = _gpu_parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
-ended = _gpu_parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
+from scripts.gpu import parts
+parts.adopt_orphans()
+part = parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
+ended = parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
 names = "state", "remark", "figures", "cases", "last_lines", "seconds"
 print(json.dumps({name: getattr(ended, name) for name in names}))
 """
@@ -42,7 +43,7 @@ time.sleep(600)
 
 
 def run(program: str, log: Path, limit_s: float = 10.0) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _RUN, program, str(limit_s), str(log)],
         env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S,
@@ -78,7 +79,7 @@ def test_a_part_that_hangs_ends_with_all_that_it_began(tmp_path: Path) -> None:
 
 _CUT = """
 import sys, time
-from _gpu_bench import done
+from scripts.gpu.bench import done
 done({"rows": 4096, "gb_per_s": 12.5}, [])
 print("about to hang", file=sys.stderr, flush=True)
 time.sleep(600)
@@ -97,7 +98,7 @@ def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
 
 def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
     worker = start_worker(gpu_daemon)
-    with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*_gpu_worker"):
+    with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*worker"):
         worker.call("no_such_thing")
     with pytest.raises(WorkerError, match=r"^AttributeError"):
         worker.call("share")  # it has not begun
@@ -107,7 +108,7 @@ def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu
 
 def test_what_the_machine_says_is_never_fatal(tmp_path: Path) -> None:
     """A driver that opens no memory and makes no batches: lines with its errors, and all other steps."""
-    command = [sys.executable, str(ROOT / "scripts" / "_gpu_bench_contact.py"), "--quick", "--json"]
+    command = [sys.executable, "-m", "scripts.gpu.bench_contact", "--quick", "--json"]
     environment = {**os.environ, "SOFTCUDA_FAULTS": "open_error=999,no_batch"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     cases = {case.pop("step"): case for case in json.loads(done.stdout)["cases"]}

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from _gpu_memory import Rows
-from _gpu_worker_process import GpuWorker
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.daemon import Daemon
+from scripts.harness.gpumemory import Rows
+from scripts.harness.wait import until
 from tests.gpu.conftest import Record, StartWorker, gauges, mapped_bytes
 from tests.gpu.layouts import INSIDE, MIB, Layout
 from tests.gpu.test_memory import DONE, KEYS, loads_right, sharing

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from _gpu_worker_process import GpuWorker, WorkerError
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.gpu.workerprocess import GpuWorker, WorkerError
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.gpu.conftest import Record, StartWorker, mapped_bytes
 from tests.gpu.layouts import INSIDE, LAYOUTS, MIB, PLAIN, Layout
 

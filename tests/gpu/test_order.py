@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from _gpu_worker_process import GpuWorker
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import throughout
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import throughout
 from tests.gpu.conftest import Record, StartWorker
 from tests.gpu.layouts import INSIDE
 from tests.gpu.test_memory import DONE, loads_right, sharing

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
-from tests.e2e.process import ROOT, Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import module, search_path
+from scripts.harness.wait import until
 from tests.gpu.conftest import StartWorker, gauges
 from tests.gpu.layouts import INSIDE, MIB
 from tests.gpu.test_memory import DONE, KEYS, loads_right
@@ -32,10 +31,9 @@ def memory() -> Iterator[int]:
 
 
 def child(fd: int, what: str) -> subprocess.Popen[str]:
-    search = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("_pinning.py")), str(fd), str(SIZE_BYTES), what],
-        pass_fds=[fd], env={**os.environ, "PYTHONPATH": search}, text=True,
+        module("tests.gpu._pinning", str(fd), str(SIZE_BYTES), what),
+        pass_fds=[fd], env={**os.environ, "PYTHONPATH": search_path()}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
 

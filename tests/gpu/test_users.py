@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from _gpu_worker_process import GpuWorker, WorkerError
 
-from kvoffloadd.client import Client
-from kvoffloadd.errors import ClientError
-from tests.e2e.process import ROOT
+from scripts.gpu.workerprocess import GpuWorker, WorkerError
+from scripts.harness.daemon import Daemon
 from tests.e2e.users import needs_root
-from tests.e2e.waiting import until
 from tests.gpu.conftest import Record
 from tests.gpu.layouts import INSIDE
 from tests.gpu.test_memory import DONE, KEYS, loads_right
@@ -30,33 +24,17 @@ NOBODY, OTHER = 65534, 65533
 def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
     """The socket of a daemon of that user, which everybody may use."""
     folder.chmod(0o755)
-    path = folder / "kvo.sock"
-    search = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    settings = (f"server.allowed_uids=[0,{NOBODY},{OTHER}]", "server.socket_mode=0o666", "memory.slab_bytes=4MiB")
-    command = [
-        *(sys.executable, str(Path(__file__).with_name("_daemon_of.py")), str(uid), "serve", "--socket", str(path)),
-        *("--memory", "64MiB", *(word for setting in settings for word in ("--set", setting))),
-    ]
-    with (folder / "daemon.log").open("wb") as log:
-        child = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": search}, stdin=subprocess.DEVNULL, stderr=log
-        )
+    settings = {
+        "server.allowed_uids": f"[0,{NOBODY},{OTHER}]",
+        "server.socket_mode": "0o666",
+        "memory.slab_bytes": "4MiB",
+    }
+    daemon = Daemon(folder, "64MiB", settings, program=("-m", "tests.gpu._daemon_of", str(uid), str(folder)))
     try:
-        until(lambda: child.poll() is not None or answers(path), "the daemon answers")
-        assert child.poll() is None, (folder / "daemon.log").read_text()
-        yield path
+        daemon.start()
+        yield daemon.socket
     finally:
-        child.terminate()
-        assert child.wait(20) == 0, (folder / "daemon.log").read_text()
-
-
-def answers(path: Path) -> bool:
-    try:
-        with Client(path, namespace=None, role="observer", connect_deadline_s=0.0) as observer:
-            observer.ping()
-    except ClientError:
-        return False
-    return True
+        assert daemon.stop() == 0, daemon.log()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ from kvoffloadd.layout import (
     packed_rows,
 )
 from kvoffloadd.model import U8Array
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.layout.decoder import VOCABULARY, Decoder
 from tests.layout.oracle import gather, rows_of, scatter, torch
 

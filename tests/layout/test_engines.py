@@ -28,7 +28,7 @@ from kvoffloadd.layout import (
     share_of,
 )
 from kvoffloadd.model import U8Array
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.layout.models import named
 from tests.layout.oracle import heads_of, put_heads, wipe
 

@@ -19,9 +19,10 @@ from kvoffloadd.cache.missreasons import REASONS
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import DaemonError
+from scripts.harness.wait import until
 from tests.e2e.rank import Rank
-from tests.e2e.waiting import until
 
 
 def ask(address: Any, path: str = "/metrics", header: str = "") -> tuple[int, str, str]:
@@ -215,7 +216,7 @@ def test_a_daemon_that_can_not_have_its_port_does_not_start(start_daemon: Callab
     assert ask_nobody(daemon)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(AssertionError, match=r"metrics\.listen: .* can't be used"):
+        with pytest.raises(DaemonError, match=r"metrics\.listen: .* can't be used"):
             start_daemon(f"metrics.listen=localhost:{port}")
 
 

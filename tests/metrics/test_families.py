@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffloadd.metrics.families import families
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "METRICS.md").read_text(encoding="utf-8")

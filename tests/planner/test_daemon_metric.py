@@ -11,7 +11,7 @@ import pytest
 from kvoffloadd.client import Client, NamespaceSpec, Outcome
 from kvoffloadd.planner import Rank, read_model
 from kvoffloadd.planner.layouts import Layout, possible_layouts
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.planner.models import DEEPSEEK, GEMMA_3, GPT_OSS, LLAMA_4, QWEN, changed
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")

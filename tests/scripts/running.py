@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from scripts.harness.process import ROOT
+
 LIMIT_S = 270.0
 """For a script that hangs; below the limit of a test."""
 
@@ -26,8 +25,6 @@ class Done:
 
 def run_script(name: str, *arguments: str, limit_s: float = LIMIT_S) -> Done:
     """With `--json`."""
-    # The package may not be installed where the tests run.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(ROOT / "scripts" / name), *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     return Done(done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr)

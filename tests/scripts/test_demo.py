@@ -21,11 +21,8 @@ def test_a_short_demo_is_clean() -> None:
     assert 0 < figures["restored_tokens"] <= figures["known_tokens"] <= figures["prompt_tokens"]
     assert figures["kills"] == 1
     assert figures["unmap_ms"] > 0
-    assert figures["store_ratio_to_limit"] > 0
     assert figures["daemon_kills"] == 1
     assert figures["keys_found_on_disk"] >= figures["demoted_keys"] > 0
     assert 0 < figures["after_restart_from_disk_keys"] <= figures["after_restart_hit_keys"]
-    assert figures["after_restart_bytes"] > 0
-    assert figures["after_restart_disk_bytes"] > 0
     assert figures["disk_most_bytes"] <= figures["disk_bytes"]
     assert figures["corrupt"] == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from _counters import Counters
-from _metrics import Scraped, disagreements
+
+from scripts.harness.counters import Counters
+from scripts.harness.metrics import Scraped, disagreements
 
 
 class Told(Scraped):

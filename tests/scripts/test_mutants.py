@@ -6,9 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from _mutations import found, written
 
-from tests.scripts.running import ROOT
+from scripts.harness.process import ROOT
+from scripts.mutants.mutations import found, written
 
 PROGRAM = """
 def clipped(value: int, most: int) -> int:

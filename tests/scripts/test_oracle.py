@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _chat import TURNS_EACH, chat
-from _counters import Counters
-from _geometry import Geometry, random_geometry
-from _kvmemory import KvMemory
-from _oracle import Oracle
 
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.model import NO_BLOCK
+from scripts.demo.chat import TURNS_EACH, chat
+from scripts.harness.counters import Counters
+from scripts.harness.geometry import Geometry, random_geometry
+from scripts.harness.kvmemory import KvMemory
+from scripts.harness.oracle import Oracle
 
 
 def oracle(seed: int = 0, namespace: int = 0, key_bytes: int = 16) -> Oracle:

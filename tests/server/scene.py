@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.sharedmem import create_memfd
-from tests.e2e.process import Daemon
-from tests.e2e.raw import Fields, RawPeer
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import Fields, RawPeer
 
 PAGE, STRIDE, BLOCKS = 4096, 4200, 16
 SIZE = STRIDE * BLOCKS

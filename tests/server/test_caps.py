@@ -10,9 +10,10 @@ import pytest
 
 from kvoffloadd.cache.lease import LEASE_KEYS
 from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
-from tests.e2e.process import UID, Daemon
-from tests.e2e.raw import Fields, RawPeer
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.leaks import UID
+from scripts.harness.peer import Fields, RawPeer
+from scripts.harness.wait import until
 from tests.server.scene import FULL, Scene, ids, keys
 
 Start = Callable[..., Daemon]

@@ -17,11 +17,11 @@ import pytest
 from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.server.closer import SPARE, STUCK_LOOKS, Closer
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import RawPeer, frame
+from scripts.harness.wait import until
 from tests.conftest import OTHER_UID
-from tests.e2e.process import Daemon
-from tests.e2e.raw import RawPeer, frame
 from tests.e2e.users import Stranger, needs_root
-from tests.e2e.waiting import until
 from tests.lingering import Lingering, lingering
 
 THEIRS, OURS = 7, 8

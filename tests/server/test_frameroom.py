@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 
 from kvoffloadd.server.frameroom import ROOM_BYTES, FrameRoom
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene, ids, keys
 
 SESSIONS = 60

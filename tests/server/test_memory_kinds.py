@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.server.scene import Scene
 
 SIZE = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
-from tests.e2e.raw import Fields
+from scripts.harness.peer import Fields
 from tests.server.scene import FULL, Scene
 
 SIZE = 4096

@@ -10,8 +10,8 @@ import pytest
 
 from kvoffloadd.protocol.messages import REQUESTS
 from kvoffloadd.protocol.state import ROLE_MAY
-from tests.e2e.process import Daemon
-from tests.e2e.raw import NAMESPACE, RawPeer, frame, said
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import NAMESPACE, RawPeer, frame, said
 from tests.server.scene import Scene, ids, keys
 
 HELLO: dict[str, Any] = {"version": 1, "role": "worker", "instance": bytes(range(16)), "namespace": NAMESPACE}

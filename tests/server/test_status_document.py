@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client import Client
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.waiting import until
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "STATUS.md").read_text(encoding="utf-8")
 BY_NAME = {"transfers", "lanes", "devices"}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID
-from tests.e2e.process import Daemon
-from tests.e2e.raw import RawPeer
 from tests.e2e.users import Stranger, needs_root
 from tests.server.scene import FULL, SIZE, Scene, ids, keys
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import NamespaceSpec, Outcome, Timeline
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import Fields, RawPeer
 from tests.device.hiding import HIDDEN, hide
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Rank, new_keys
-from tests.e2e.raw import Fields, RawPeer
 from tests.server import vanishing
 from tests.server.scene import ids, keys
 from tests.server.vanishing import BLOCK, BLOCKS, GONE_BLOCK, SIZE, Vanish

@@ -44,7 +44,7 @@ print(served, failed, round(longest, 2))
 
 def python(container: Container, *words: str, user: str = USER) -> list[str]:
     """This interpreter, inside."""
-    paths = [f"LD_LIBRARY_PATH={PYTHON}/lib", f"PYTHONPATH={SOURCE}:{SOURCE}/scripts:{SITE}"]
+    paths = [f"LD_LIBRARY_PATH={PYTHON}/lib", f"PYTHONPATH={SOURCE}:{SITE}"]
     become = container.command("env", *paths, f"{PYTHON}/bin/python3", "-B", *words, user=user)
     return become
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.vllm import models
 from tests.vllm.engine import COUNT, OUTPUT_TOKENS, Engine, Prompts, prompts, tokens
 

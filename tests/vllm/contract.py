@@ -25,8 +25,9 @@ from kvoffloadd.integrations.vllm.connector import FailingWorker
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
-from tests.e2e.process import UID, Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.leaks import UID
+from scripts.harness.wait import until
 from tests.vllm.engine import by_connector, by_spec
 from tests.vllm.modelless import BLOCK, Modelless
 

@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
+from scripts.vllm import ENVIRONMENT, transfer_config
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
@@ -32,15 +33,8 @@ CONNECTED = "vllm:kvoffloadd_connected"
 
 Prompts = list[list[int]]
 
-MODULE = "kvoffloadd.integrations.vllm"
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "PYTHONHASHSEED": "0",
+    **ENVIRONMENT,
     "TOKENIZERS_PARALLELISM": "false",
     # Threads that spin while they wait would starve the daemon on a small machine.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -252,29 +246,12 @@ def cached(requests: Sequence[Request]) -> list[int | None]:
 
 def by_spec(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
     """`kv_transfer_config`: vLLM's own connector with our spec."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "KVOffloaddSpec",
-            "spec_module_path": MODULE,
-            "block_size": chunk,
-            "socket": str(socket),
-            **_PATIENCE,
-            **extra,
-        },
-    }
+    return transfer_config("spec", socket=str(socket), block_size=chunk, **_PATIENCE, **extra)
 
 
 def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
     """`kv_transfer_config`: our connector, which outlives the daemon."""
-    return {
-        "kv_connector": "KVOffloaddConnector",
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"block_size": chunk, "socket": str(socket), **_PATIENCE, **extra},
-    }
+    return transfer_config("connector", socket=str(socket), block_size=chunk, **_PATIENCE, **extra)
 
 
 def by_chunks(socket: Path, blocks: int) -> dict[str, Any]:

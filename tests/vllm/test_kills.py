@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, settle, tokens
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
 from tests.e2e import disk
-from tests.e2e.process import Daemon
-from tests.e2e.waiting import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, ROUTES, Prompts, by_connector, cached, prompts, settle, tokens
 

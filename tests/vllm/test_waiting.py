@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.process import UID
+from scripts.harness.leaks import UID
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ROUTES, prompts, tokens
 from tests.vllm.test_pressure import check_nothing_held

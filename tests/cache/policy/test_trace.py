@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _trace import (
+
+from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.model import I64Array
+from scripts.replay.trace import (
     TraceError,
     belady_hits,
     ceiling_hits,
@@ -16,9 +19,6 @@ from _trace import (
     num_references,
     simulate,
 )
-
-from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.model import I64Array
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "data" / "conversation_trace.jsonl"
 

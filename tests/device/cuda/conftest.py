@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from _gpu import Gpu
 
 from kvoffloadd.device.cuda.driver import Driver
+from scripts.harness.gpu import Gpu
 from tests import softcuda
 
 

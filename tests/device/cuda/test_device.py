@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import pytest
-from _gpu import Gpu
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.errors import DeviceError
+from scripts.harness.gpu import Gpu
 
 STUCK_S, CONTEXT_S = 0.1, 0.4
 

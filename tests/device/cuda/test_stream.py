@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from _gpu import Gpu, GpuBuffer
 
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver
@@ -16,6 +15,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
+from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda
 
 SIZE = 8 << 20

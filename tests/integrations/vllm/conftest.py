@@ -13,7 +13,7 @@ from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ref
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.transfer_thread import TransferThread
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
 from tests.e2e.rank import NAMESPACE, PAGE, Rank
 
 GROUPS = (0, 1)

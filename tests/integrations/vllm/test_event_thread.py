@@ -10,10 +10,10 @@ import pytest
 
 from kvoffloadd.integrations.vllm import event_thread as watching
 from kvoffloadd.integrations.vllm.event_thread import EventThread
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import throughout, until
 from tests.e2e.disk import disk_settings, idle
-from tests.e2e.process import Daemon
 from tests.e2e.rank import Keys, new_keys
-from tests.e2e.waiting import throughout, until
 from tests.integrations.vllm.conftest import Lines
 
 Start = Callable[..., Daemon]

@@ -12,9 +12,9 @@ from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
-from tests.e2e.process import Daemon
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import throughout, until
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
-from tests.e2e.waiting import throughout, until
 from tests.integrations.vllm.conftest import Lines
 
 Start = Callable[..., Daemon]

@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Stores and loads through the daemon, beside memcpy by one thread, in one run on one machine.
+
+Each case moves the same bytes (256 MiB by default) as one job, for one size of rows in the worker's tensors. A round
+measures memcpy, stores back to back (the arena is full: each store evicts, and the hash lane still works at what the
+one before stored), stores with a `drain` before each, loads, and memcpy again. Times are the client's: from `store` or
+`load` to the end of `wait`. `ratio_to_limit` is the median over the rounds of (memcpy's time) / (the job's time).
+Then the cases end, and another process pings the daemon while nothing is copied, and while stores and loads are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.units import format_bytes
+from scripts.harness.daemon import Daemon
+from scripts.harness.figures import (
+    KEY_BYTES,
+    at_least,
+    judged,
+    median_ratio,
+    p50,
+    p99,
+    print_bounds,
+    print_grid,
+)
+from scripts.harness.output import Live
+from scripts.harness.process import private_folder
+from scripts.harness.program import benchmark_line, show_result, size
+from scripts.harness.worker import WorkerProcess
+from scripts.harness.workload import WAIT_S, Workload
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+
+GIB = 1 << 30
+LAYERS = 24
+ROW_BYTES = (4 << 10, 32 << 10, 64 << 10, 1 << 20)
+LARGE_ROW_BYTES = 32 << 10
+LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
+SETS = 3
+"""How often the bytes of one job fit into the arena."""
+LAG = ("p99_us", "max_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`tensors` rows of `row_bytes` for each key; block ids at random, or one after the other."""
+
+    row_bytes: int
+    tensors: int
+    contiguous: bool
+
+    @property
+    def name(self) -> str:
+        ids = ", contiguous" if self.contiguous else ""
+        return f"{format_bytes(self.row_bytes)} x {self.tensors}{ids}"
+
+    def keys_in(self, job_bytes: int) -> int:
+        """Keys of a job of about that many bytes."""
+        return max(1, job_bytes // (self.row_bytes * self.tensors))
+
+
+CASES = (
+    *(Case(size, 1, False) for size in ROW_BYTES),
+    *(Case(size, LAYERS, False) for size in ROW_BYTES),
+    Case(ROW_BYTES[0], 1, True),
+    Case(LARGE_ROW_BYTES, LAYERS, True),
+)
+
+
+class Bench(Workload):
+    """A worker with a KV cache of as many blocks as a job has keys, and memory for memcpy."""
+
+    def __init__(self, client: Client, case: Case, job_bytes: int) -> None:
+        keys = case.keys_in(job_bytes)
+        tensors = [SharedTensor.allocate(keys, case.row_bytes) for _ in range(case.tensors)]
+        super().__init__(client, tensors, keys, scattered=not case.contiguous)
+        self._case = case
+        self._source, self._target = (SharedTensor.allocate(1, self.bytes).array[0] for _ in range(2))
+        for array in (self._source, self._target, *(tensor.array for tensor in tensors)):
+            array[:] = 1  # the kernel provides the pages now
+
+    def memcpy(self) -> float:
+        """Seconds of one thread for the bytes of a job, between two shared mappings."""
+        begun = time.perf_counter()
+        ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, self.bytes)
+        return time.perf_counter() - begun
+
+    def rowwise(self) -> float:
+        """Seconds of one thread, row by row in random order."""
+        rows = self._source.reshape(-1, self._case.row_bytes)
+        order = self._rng.permutation(len(rows))
+        target = self._target.reshape(-1, self._case.row_bytes)
+        begun = time.perf_counter()
+        np.take(rows, order, axis=0, out=target, mode="clip")
+        return time.perf_counter() - begun
+
+
+Samples = dict[str, list[float]]
+"""What was measured -> mean seconds of one job, by round; the daemon's own under "daemon ..."."""
+
+
+def measure(bench: Bench, rounds: int, jobs: int) -> Samples:
+    """Rounds of `jobs` jobs of each kind; the first warms up, after every page of the arena has been written."""
+    samples: Samples = {}
+    for _ in range(SETS + 1):
+        bench.store()
+    for number in range(-1, rounds):
+        kept: Samples = samples if number >= 0 else {}
+        bench.drain()
+        memcpy = [bench.memcpy() for _ in range(jobs)]
+        note(kept, "store", [bench.store() for _ in range(jobs)])
+        note(kept, "store, drained", [drained(bench) for _ in range(jobs)])
+        bench.drain()
+        note(kept, "load", [bench.load() for _ in range(jobs)])
+        memcpy += [bench.memcpy() for _ in range(jobs)]
+        kept.setdefault("memcpy", []).append(mean(memcpy))
+        kept.setdefault("memcpy by rows", []).append(bench.rowwise())
+    return samples
+
+
+def drained(bench: Bench) -> tuple[float, float]:
+    """A store into a daemon at rest."""
+    bench.drain()
+    return bench.store()
+
+
+def note(samples: Samples, what: str, seconds: list[tuple[float, float]]) -> None:
+    """Means, since jobs back to back are one stretch of work."""
+    for name, values in zip((what, f"daemon {what}"), zip(*seconds, strict=True), strict=True):
+        samples.setdefault(name, []).append(mean(values))
+
+
+# --- lag: how long others wait meanwhile ---------------------------------------------------------------
+
+
+def measure_lag(bench: Bench, daemon: Daemon, log: Path, jobs: int) -> dict[str, Any]:
+    """Round trips of another session, microseconds: idle, during stores, during loads."""
+    pinger = WorkerProcess("scripts.bench.ping", {"socket": str(daemon.socket)}, log)
+
+    def told() -> list[float]:
+        pinger.ask({})
+        seconds: list[float] = pinger.answer(WAIT_S)["seconds"]
+        return seconds
+
+    def during(work: Callable[[], object]) -> dict[str, float]:
+        told()
+        work()
+        seconds = told()
+        figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
+        return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
+
+    told()  # it has started
+    lag = {
+        "idle": during(lambda: time.sleep(0.5)),
+        "stores": during(lambda: [bench.store() for _ in range(jobs)]),
+        "loads": during(lambda: [bench.load() for _ in range(jobs)]),
+    }
+    pinger.end()
+    return lag
+
+
+# --- running, showing ----------------------------------------------------------------------------------
+
+
+def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One case with a daemon of its own."""
+    job_bytes = case.keys_in(arguments.bytes) * case.row_bytes * case.tensors
+    # A slab takes whole slots: one of a job's size leaves nothing over.
+    settings = {
+        "memory.slab_bytes": str(job_bytes),
+        "copy.threads": str(arguments.threads),
+        "limits.keys_per_request": str(case.keys_in(arguments.bytes)),
+    }
+    namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
+    with (
+        private_folder() as folder,
+        Daemon(Path(folder), SETS * job_bytes, settings) as daemon,
+        Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client,
+    ):
+        bench = Bench(client, case, arguments.bytes)
+        samples = measure(bench, arguments.rounds, arguments.jobs)
+        lag = measure_lag(bench, daemon, Path(folder) / "ping.log", 2 * arguments.jobs)
+    return {
+        "name": case.name,
+        "row_bytes": case.row_bytes,
+        "tensors": case.tensors,
+        "contiguous": case.contiguous,
+        "job_bytes": job_bytes,
+        "ratio_to_limit": {what: ratio(samples, what) for what in ("store", "store, drained", "load")},
+        "daemon_ratio": {what: ratio(samples, f"daemon {what}") for what in ("store", "store, drained", "load")},
+        "gib_per_s": {what: round(job_bytes / GIB / p50(seconds), 2) for what, seconds in samples.items()},
+        "ping": lag,
+    }
+
+
+def ratio(samples: Samples, what: str) -> float:
+    """To memcpy."""
+    return round(median_ratio(samples["memcpy"], samples[what]), 3)
+
+
+def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cases and the bounds; `ratio_to_limit` is the least of all cases."""
+    bounds = []
+    for label, minimum, mine in (
+        ("rows >= 32 KiB", LARGE_RATIO_MIN, [case for case in cases if case["row_bytes"] >= LARGE_ROW_BYTES]),
+        ("rows of 4 KiB", SMALL_RATIO_MIN, [case for case in cases if case["row_bytes"] < LARGE_ROW_BYTES]),
+    ):
+        for what in ("store", "load"):
+            if mine:
+                least = min(case["ratio_to_limit"][what] for case in mine)
+                bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
+    return judged({"cases": cases, "ratio_to_limit": min(bound.value for bound in bounds)}, bounds)
+
+
+def show(result: dict[str, Any]) -> None:
+    kinds = ("store", "store, drained", "load")
+    print_grid(
+        f"copies through the daemon: ratio to memcpy of {format_bytes(result['cases'][0]['job_bytes'])} (GiB/s)",
+        ("rows x tensors", *kinds, "memcpy"),
+        (
+            (
+                case["name"],
+                *(f"{case['ratio_to_limit'][kind]:.2f} ({case['gib_per_s'][kind]:.1f})" for kind in kinds),
+                f"{case['gib_per_s']['memcpy']:.1f}",
+            )
+            for case in result["cases"]
+        ),
+    )
+    print_grid(
+        "\nround trip of another session's ping meanwhile, p99 / longest, ms",
+        ("rows x tensors", "idle", "stores", "loads"),
+        (
+            (case["name"], *(" / ".join(f"{lag[name] / 1e3:.1f}" for name in LAG) for lag in case["ping"].values()))
+            for case in result["cases"]
+        ),
+    )
+    print_bounds(result)
+
+
+def main() -> int:
+    parser = benchmark_line(__doc__)
+    parser.add_argument("--bytes", type=size, default="256MiB", help="of one job (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
+    parser.add_argument("--rows", type=size, nargs="*", help="rows of these bytes only")
+    arguments = parser.parse_args()
+    wanted = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
+    if not wanted:
+        parser.error(f"--rows: there are cases for {', '.join(map(format_bytes, ROW_BYTES))}")
+    if min(arguments.rounds, arguments.jobs, arguments.threads, arguments.bytes) < 1:
+        parser.error("--bytes, --rounds, --jobs and --threads are at least 1")
+    results = []
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(Live("bench_copy", len(wanted)))
+        for number, case in enumerate(wanted):
+            live.show(number, case.name)
+            results.append(run_case(case, arguments))
+    result = summary(results)
+    return show_result(result, arguments, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+#!/usr/bin/env python
+"""Round trips to the daemon beside those of a bare msgpack echo server in asyncio, in one run on one machine.
+
+Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64 and 512 keys, first with a blocking
+socket and `Client`, then with asyncio and `AsyncClient`. `ratio_to_limit` is the median over the rounds of
+(p50 of ping) / (p50 of the echo with the same kind of client); the budget is 2.
+
+Where the scheduler puts the processes decides more than their code: left alone, it runs some pairs on one CPU and
+some on two, and changes its mind. So they are placed: `apart`, servers on another CPU than the client, as an engine
+and the daemon are; `together`, all on one CPU, which counts nothing but the work; `free`, as the scheduler likes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from scripts.harness.daemon import Daemon
+from scripts.harness.figures import median_ratio, p50, p99, print_grid
+from scripts.harness.output import Live
+from scripts.harness.process import end, module, private_folder, spawn, tail
+from scripts.harness.program import benchmark_line, show_result
+from scripts.harness.wait import until
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from kvoffloadd.model import U8Array
+
+RATIO_MAX = 2.0
+KEY_COUNTS = (1, 64, 512)
+PAGE_BYTES = 4096
+NAMESPACE = NamespaceSpec(model="bench_rpc")
+PREFIX = struct.Struct("<I")
+START_S = 30.0
+
+Samples = dict[str, list[list[float]]]
+"""What was measured -> seconds of each round trip, by round."""
+
+
+class EchoServer(asyncio.Protocol):
+    """Unpacks each frame and packs its answer: the least that a daemon with msgpack must do."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= PREFIX.size:
+            (size,) = PREFIX.unpack_from(self._buffer)
+            if len(self._buffer) < PREFIX.size + size:
+                return
+            asked = msgpack.unpackb(self._buffer[PREFIX.size : PREFIX.size + size])
+            self._buffer = self._buffer[PREFIX.size + size :]
+            body = msgpack.packb({"type": "done", "seq": asked["seq"]})
+            self._transport.write(PREFIX.pack(len(body)) + body)
+
+
+async def serve_echo(path: str) -> None:
+    """Serve until killed."""
+    server = await asyncio.get_running_loop().create_unix_server(EchoServer, path)
+    await server.serve_forever()
+
+
+def request(seq: int) -> bytes:
+    body: bytes = msgpack.packb({"type": "ping", "seq": seq})
+    return PREFIX.pack(len(body)) + body
+
+
+def answered(frame: bytes, seq: int) -> None:
+    if msgpack.unpackb(frame[PREFIX.size :])["seq"] != seq:
+        raise RuntimeError("the echo server answered something else")
+
+
+class EchoClient:
+    """A blocking socket."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._seq = 0
+
+    def ping(self) -> None:
+        self._seq += 1
+        self._socket.sendall(request(self._seq))
+        answered(self._socket.recv(65536), self._seq)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncEchoClient(asyncio.Protocol):
+    """An asyncio protocol and a future."""
+
+    def __init__(self) -> None:
+        self._transport: Any = None
+        self._answer: asyncio.Future[bytes] | None = None
+        self._seq = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is not None:
+            self._answer.set_result(data)
+
+    async def ping(self) -> None:
+        self._seq += 1
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request(self._seq))
+        answered(await self._answer, self._seq)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def timed(call: Callable[[], object], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+@contextlib.contextmanager
+def echo_server(path: Path) -> Iterator[None]:
+    """It listens at `path` as long as the context lasts."""
+    log = path.with_suffix(".log")
+    child = spawn(module("scripts.bench.rpc", "--echo-server", str(path)), log)
+    try:
+        until(lambda: listens(path), "the echo server listens", START_S, every_s=0.02)
+        yield
+    except TimeoutError as error:
+        raise SystemExit(f"{error}\n{tail(log)}") from None
+    finally:
+        end(child, signal.SIGTERM, START_S)
+
+
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def fill(client: Client, keys: U8Array) -> None:
+    """Store all keys, so that lookups find them."""
+    tensor = SharedTensor.allocate(len(keys), PAGE_BYTES)
+    group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
+    registration = client.register(KvCache([tensor], [group]))
+    client.wait(client.store(registration, {0: (keys, np.arange(len(keys)))}), 30.0)
+    client.drain(30.0)
+
+
+def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samples:
+    """`paths`: of the daemon and of the echo server."""
+    samples: Samples = {}
+    keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
+    with Client(paths[0], namespace=NAMESPACE) as client, contextlib.closing(EchoClient(paths[1])) as echo:
+        fill(client, keys)
+        hits = int(client.lookup({0: keys}).states[0].astype(bool).sum())
+        if hits != len(keys):
+            raise SystemExit(f"the daemon holds {hits} of {len(keys)} keys: is its memory too small?")
+        with asyncio.Runner() as runner:
+            for number in range(-1, rounds):
+                kept: Samples = samples if number >= 0 else {}  # the first round warms up
+                gc.collect()
+                blocking: dict[str, Callable[[], object]] = {"echo": echo.ping, "ping": client.ping}
+                blocking |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
+                for name, call in blocking.items():
+                    kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
+                runner.run(measure_async(paths, keys, calls, kept))
+                live.show(number + 2, f"round {number + 1} of {rounds}")
+    return samples
+
+
+async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept: Samples) -> None:
+    loop = asyncio.get_running_loop()
+    _transport, echo = await loop.create_unix_connection(AsyncEchoClient, paths[1])
+    async with AsyncClient(paths[0], namespace=NAMESPACE) as client:
+        called: dict[str, Callable[[], Awaitable[object]]] = {"echo": echo.ping, "ping": client.ping}
+        called |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
+        for name, call in called.items():
+            kept.setdefault(f"asyncio {name}", []).append(await timed_async(call, calls))
+    echo.close()
+
+
+def placed(placement: str) -> tuple[set[int], set[int]]:
+    """CPUs of the client and of the servers."""
+    cpus = os.sched_getaffinity(0)
+    first, last = min(cpus), max(cpus)
+    if placement == "apart" and first == last:
+        raise SystemExit("there is one CPU only: use --placement together")
+    return {"apart": ({first}, {last}), "together": ({first}, {first}), "free": (cpus, cpus)}[placement]
+
+
+def summary(samples: Samples) -> dict[str, Any]:
+    """Microseconds and ratios."""
+    medians = {name: [p50(one) for one in rounds] for name, rounds in samples.items()}
+    rows = {
+        name: {
+            "p50_us": round(p50(medians[name]) * 1e6, 1),
+            "p99_us": round(p99([seconds for one in rounds for seconds in one]) * 1e6, 1),
+        }
+        for name, rounds in samples.items()
+    }
+    ratios = {
+        kind: round(median_ratio(medians[f"{kind} ping"], medians[f"{kind} echo"]), 2)
+        for kind in ("blocking", "asyncio")
+    }
+    return {
+        "round_trips": rows,
+        "ratio_to_limit": ratios,
+        "ratio_max": RATIO_MAX,
+        "within_budget": max(ratios.values()) <= RATIO_MAX,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    rows = []
+    for name, row in result["round_trips"].items():
+        kind, call = name.split(" ", 1)
+        unit = " keys" if call.startswith("lookup") else ""
+        rows.append((kind, call + unit, f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}"))
+    print_grid(f"round trips, processes {result['placement']}", ("client", "call", "p50 us", "p99 us"), rows, texts=2)
+    for kind, ratio in result["ratio_to_limit"].items():
+        print(f"ratio_to_limit, {kind}: {ratio:.2f} (budget {RATIO_MAX})")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    client_cpus, server_cpus = placed(arguments.placement)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        os.sched_setaffinity(0, server_cpus)  # children inherit it
+        folder = Path(stack.enter_context(private_folder()))
+        echo = folder / "echo"
+        stack.enter_context(echo_server(echo))
+        socket_path = arguments.socket
+        if socket_path is None:
+            socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
+        os.sched_setaffinity(0, client_cpus)
+        live = stack.enter_context(Live("bench_rpc", arguments.rounds + 1))
+        samples = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
+        return {"placement": arguments.placement, **summary(samples)}
+
+
+def main() -> int:
+    parser = benchmark_line(__doc__)
+    parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
+    parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
+    parser.add_argument(
+        "--placement", choices=("apart", "together", "free"), default="apart", help="see above (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
+    parser.add_argument("--echo-server", metavar="PATH", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.echo_server is not None:
+        asyncio.run(serve_echo(arguments.echo_server))
+        return 0
+    return show_result(run(arguments), arguments, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

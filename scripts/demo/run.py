@@ -1,0 +1,180 @@
+"""The main process of the demo: a daemon, two workers, a chat; one worker killed in the middle, then the daemon."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scripts.demo.chat import Turn, chat
+from scripts.demo.report import Report
+from scripts.demo.worker import Answer, gpt_oss_20b
+from scripts.harness.counters import Counters
+from scripts.harness.daemon import Daemon
+from scripts.harness.disk import disk_settings, used_bytes
+from scripts.harness.leaks import held, leaks, unreturned_slots
+from scripts.harness.output import Live
+from scripts.harness.process import bad_entries, unmapped_within
+from scripts.harness.worker import WorkerProcess
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WORKERS = 2
+START_S = TURN_S = 60.0
+UNMAP_LIMIT_S = 30.0
+LOOKAHEAD = 32
+RESTORED_TURNS = 40
+MIB = 1 << 20
+DISK_BYTES_MIN = 64 * MIB
+
+
+class Run:
+    """One demo, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path, disk_folder: Path) -> None:
+        self._given = given
+        self._folder = folder
+        self._rng = np.random.default_rng([given.seed, 3])
+        self._counters = Counters(folder / "counters", WORKERS)
+        self._memory_prefix = f"kvo-d{os.getpid()}-"
+        self._workers: dict[int, WorkerProcess] = {}
+        self._asked: dict[int, Turn] = {}
+        self._turns = chat(given.seed, given.turns, WORKERS)
+        longest = {turn.conversation: turn.total_tokens for turn in self._turns}
+        chat_bytes = sum(map(gpt_oss_20b(given.kv_heads).bytes_of, longest.values()))
+        disk_bytes = max(2 * chat_bytes, DISK_BYTES_MIN) // MIB * MIB
+        self._report = Report(given.seed, given.memory, given.kv_heads, chat_bytes, disk_bytes, self._counters)
+        self._disk = disk_folder / "root"
+        self._daemon = Daemon(folder, given.memory, {"log.level": "warning", **disk_settings(self._disk, disk_bytes)})
+
+    def run(self) -> Report:
+        """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
+        daemon, report = self._daemon, self._report
+        try:
+            daemon.start()
+            before = held(daemon.observer, daemon.pid, self._memory_prefix)
+            for row in range(WORKERS):
+                self._start_worker(row, 0)
+            self._chat()
+            self._restart()
+            self._restore()
+            report.note_disk(daemon.status(), used_bytes(self._disk))
+            self._end_workers()
+            report.findings += daemon.verify(payloads=True)
+            report.leaks += leaks(daemon.observer, daemon.pid, self._memory_prefix, before)
+            report.leaks += unreturned_slots(daemon.observer)
+            if (status := daemon.stop()) != 0:
+                report.errors.append(f"the daemon ended with status {status}")
+            report.errors += bad_entries(daemon.log_path)
+            return report
+        finally:
+            for worker in self._workers.values():
+                worker.kill()
+                worker.reap()
+            daemon.kill()
+
+    def _start_worker(self, row: int, generation: int) -> None:
+        options = {
+            "socket": str(self._daemon.socket),
+            "counters": str(self._folder / "counters"),
+            "rows": WORKERS,
+            "row": row,
+            "seed": self._given.seed,
+            "kv_heads": self._given.kv_heads,
+            "memory_name": f"{self._memory_prefix}{row}-{generation}-",
+        }
+        self._workers[row] = WorkerProcess("scripts.demo.worker", options, self._log(row))
+        self._workers[row].answer(START_S)
+
+    def _log(self, row: int) -> Path:
+        return self._folder / f"worker-{row}.log"
+
+    def _end_workers(self) -> None:
+        for row, worker in self._workers.items():
+            if (status := worker.end()) != 0:
+                self._report.errors.append(f"worker {row} ended with status {status}")
+            self._report.said += self._log(row).read_text(encoding="utf-8", errors="replace").splitlines()
+
+    # --- turns ---
+
+    def _chat(self) -> None:
+        began = time.monotonic()
+        pending = list(self._turns)
+        with Live("demo", len(self._turns)) as live:
+            for turn, answer in self._answers(pending, store=True):
+                self._report.count(turn, answer)
+                self._report.seconds = time.monotonic() - began
+                if self._report.seconds > self._given.seconds:
+                    pending.clear()
+                live.show(self._report.turns, self._report.figures())
+
+    def _restore(self) -> None:
+        """The last turn of each conversation again, as far as they come."""
+        last = {turn.conversation: turn for turn in self._turns[: self._report.turns]}
+        for _, answer in self._answers(list(last.values())[-RESTORED_TURNS:], store=False):
+            self._report.restored_after += answer.restored_tokens
+            self._report.hits_after += answer.hits
+            self._report.from_disk_after += answer.from_disk
+
+    def _answers(self, pending: list[Turn], *, store: bool) -> Iterator[tuple[Turn, Answer]]:
+        """Turns and their answers, as they come. In the middle of the chat worker 0 is killed while it is at a turn."""
+        while pending or self._asked:
+            for row in self._workers.keys() - self._asked.keys():
+                if (turn := self._next_turn(row, pending)) is not None:
+                    pending.remove(turn)
+                    self._asked[row] = turn
+                    self._workers[row].ask({"turn": asdict(turn), "store": store})
+            if store and not self._report.kills and self._report.turns >= len(self._turns) // 2 and 0 in self._asked:
+                pending.insert(0, self._kill_worker(0))
+                continue
+            asked = {row: self._workers[row] for row in self._asked}
+            ready, _, _ = select.select(list(asked.values()), [], [], TURN_S)
+            for row, worker in asked.items():
+                if worker in ready or not ready:  # nobody within the time: let the first one say so
+                    answer = Answer(**worker.answer(TURN_S if ready else 0.0))
+                    yield self._asked.pop(row), answer
+
+    def _next_turn(self, row: int, pending: list[Turn]) -> Turn | None:
+        """The first turn for this worker whose conversation waits for no earlier answer."""
+        waiting = {turn.conversation for turn in self._asked.values()}
+        for turn in pending[:LOOKAHEAD]:
+            if turn.worker == row and turn.conversation not in waiting:
+                return turn
+            waiting.add(turn.conversation)
+        return None
+
+    # --- kills ---
+
+    def _kill_worker(self, row: int) -> Turn:
+        """SIGKILL it while it is at a turn, which is returned for the process that takes its place."""
+        time.sleep(float(self._rng.uniform(0.001, 0.02)))
+        self._workers[row].kill()
+        unmap_s = unmapped_within(self._daemon.pid, f"{self._memory_prefix}{row}-", UNMAP_LIMIT_S)
+        self._workers[row].reap()
+        self._report.kills += 1
+        self._report.unmap_s = unmap_s
+        if unmap_s is None:
+            self._report.errors.append(f"the killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
+        turn = self._asked.pop(row)
+        self._start_worker(row, 1)
+        # What it had stored of its turn before is known, too.
+        return replace(turn, known_tokens=turn.prompt_tokens)
+
+    def _restart(self) -> None:
+        """SIGKILL the daemon, and start it again; its memory is gone, and the workers are still there."""
+        daemon, report = self._daemon, self._report
+        status = daemon.status()
+        report.note_disk(status, used_bytes(self._disk))
+        report.evictions = status["cache"]["keys_evicted"]
+        began = time.monotonic()
+        daemon.kill()
+        daemon.start()
+        report.restart_s = time.monotonic() - began
+        report.keys_found = daemon.status()["disk"]["keys"]

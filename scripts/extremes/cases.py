@@ -1,0 +1,383 @@
+"""The largest requests to a daemon with a memory tier alone. What comes before a case's `yield` is not measured."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
+from scripts.extremes.scene import (
+    FRAME_IDS,
+    GROUPS,
+    KEYS,
+    LAYERS,
+    MIB,
+    PAGE,
+    WAITING_JOBS,
+    completed,
+    group,
+    held_in_groups,
+    jobs_of,
+    register,
+    run,
+    shares,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from scripts.extremes.scene import Case, Scene
+    from scripts.harness.peer import RawPeer
+
+
+DRAINS = 256
+"""Of one user, that may wait."""
+
+
+def lookup_of_held_keys(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
+
+
+def lookup_of_unknown_keys(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
+
+
+def lookup_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    peer.ok("register", tensors=[], groups=[group(n, []) for n in range(GROUPS)])
+    keys = [scene.keys(KEYS // GROUPS) for _ in range(GROUPS)]
+    yield
+    peer.ok("lookup", groups=shares(keys))
+
+
+def pin_of_held_keys_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    yield
+    lease = peer.ok("pin", groups=shares(packed))["lease"]
+    peer.ok("release", lease=lease)
+
+
+def touch_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    yield
+    peer.ok("touch", groups=shares(packed))
+
+
+def pin_and_release(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    lease = peer.ok("pin", groups=[{"group": 0, "keys": scene.keys(KEYS)}])["lease"]
+    peer.ok("release", lease=lease)
+
+
+def touch(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("touch", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
+
+
+def reserve_and_release(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    lease = peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
+    peer.ok("release", lease=lease)
+
+
+def store_and_load(scene: Scene) -> Iterator[None]:
+    peer, registration = scene.worker()
+    keys, ids = scene.keys(KEYS, new=True), np.zeros(KEYS)
+    yield
+    run(peer, "store", 1, registration, keys, ids)
+
+
+def store_and_load_of_160_layers(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
+    keys, ids = scene.keys(KEYS, new=True), scene.rng.permutation(KEYS)
+    yield
+    run(peer, "store", 1, registration, keys, ids)
+    run(peer, "load", 2, registration, keys, ids[::-1])
+
+
+def jobs_of_a_million_block_ids(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    per_key = FRAME_IDS // KEYS
+    registration = register(peer, [(8, FRAME_IDS)], [group(0, [(0, 0, 8, 1)], per_key)])
+    keys, ids = scene.keys(KEYS // 4, new=True), scene.rng.permutation(FRAME_IDS)[: FRAME_IDS // 4]
+    yield
+    run(peer, "store", 1, registration, keys, ids)
+    run(peer, "load", 2, registration, keys, ids[::-1])
+
+
+def jobs_of_four_million_runs(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(MIB, 8)], [group(0, [(0, 0, 1, 1 << 19)])])
+    keys = scene.keys(8, new=True)
+    yield
+    run(peer, "store", 1, registration, keys, np.arange(8))
+    run(peer, "load", 2, registration, keys, np.arange(8))
+
+
+def jobs_of_64_groups(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(PAGE, 256)], [group(n, [(0, 16 * n, 16, 1)]) for n in range(64)])
+    groups = jobs_of([scene.keys(KEYS // 256, new=True) for _ in range(64)], np.arange(KEYS // 256))
+    yield
+    run(peer, "store", 1, registration, b"", None, groups=groups)
+    run(peer, "load", 2, registration, b"", None, groups=groups)
+
+
+def waiting(scene: Scene) -> tuple[RawPeer, Callable[[], None]]:
+    """Jobs that wait for a signal, and what raises it."""
+    peer = scene.session()
+    fds = [os.memfd_create("extremes") for _ in range(2)]
+    for fd in fds:
+        os.ftruncate(fd, 64 * PAGE)
+    memory, word = peer.attach(fds)
+    tensor = {"allocation": memory, "offset": 0, "num_blocks": 64, "page_bytes": PAGE, "stride_bytes": PAGE}
+    made = peer.ok("register", tensors=[tensor], groups=[group(0, [(0, 0, PAGE, 1)])], signals=[word])
+    for job in range(WAITING_JOBS):
+        groups = [{"group": 0, "keys": scene.keys(16), "blocks": struct.pack("<16I", *range(16))}]
+        ready = {"signal": 0, "offset": 0, "value": 1}
+        peer.ok("load", job=job, registration=made["registration"], groups=groups, ready=ready, deadline_s=600.0)
+
+    def raise_signal() -> None:
+        os.pwrite(fds[1], b"\1", 0)
+
+    return peer, raise_signal
+
+
+def jobs_of_256_groups(scene: Scene) -> Iterator[None]:
+    peer, registration, packed = held_in_groups(scene)
+    fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
+    yield
+    run(peer, "store", 1, registration, b"", None, groups=jobs_of(fresh, np.arange(KEYS // GROUPS)))
+    run(peer, "load", 2, registration, b"", None, groups=jobs_of(packed, np.arange(KEYS // GROUPS)))
+
+
+def reserve_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, _ = held_in_groups(scene)
+    fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
+    yield
+    lease = peer.ok("reserve", groups=shares(fresh))["lease"]
+    peer.ok("release", lease=lease)
+
+
+def clear_of_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, _ = held_in_groups(scene)
+    yield
+    peer.ok("clear")
+
+
+def cancel_of_big_jobs(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
+    keys, ids = scene.keys(KEYS, new=True), scene.rng.permutation(KEYS)
+    groups = [{"group": 0, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
+    run(peer, "store", 1, registration, b"", None, groups=groups)
+    for job in range(2, 18):
+        peer.ok("load", job=job, registration=registration, groups=groups)
+    yield
+    for job in range(17, 1, -1):
+        peer.begin("cancel", job=job)
+    completed(peer, 16)
+
+
+def cancel_of_a_big_store(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
+    keys, ids = scene.keys(KEYS, new=True), scene.rng.permutation(KEYS)
+    groups = [{"group": 0, "keys": keys, "blocks": ids.astype("<u4").tobytes()}]
+    yield
+    peer.ok("store", job=1, registration=registration, groups=groups)
+    peer.begin("cancel", job=1)
+    completed(peer)
+
+
+def a_session_with_30000_pins_ends(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    packed = scene.keys(KEYS)
+    for at in range(30_000):
+        peer.ok("pin", groups=[{"group": 0, "keys": packed[32 * (at % KEYS) :][:32]}])
+    yield
+    peer.close()
+    time.sleep(0.5)
+
+
+def a_thousand_jobs_begin_at_once(scene: Scene) -> Iterator[None]:
+    peer, raise_signal = waiting(scene)
+    yield
+    raise_signal()
+    completed(peer, WAITING_JOBS)
+
+
+def a_session_with_a_thousand_jobs_ends(scene: Scene) -> Iterator[None]:
+    peer, _ = waiting(scene)
+    yield
+    peer.close()
+
+
+def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
+    peer, raise_signal = waiting(scene)
+    yield
+    for _seq in range(2, 66):
+        peer.begin("drain", deadline_s=60.0)
+    raise_signal()
+    completed(peer, WAITING_JOBS)
+
+
+def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
+    """As many as a user may have."""
+    peer, raise_signal = waiting(scene)
+    peers = [scene.session() for _ in range(DRAINS // 64)]
+    yield
+    for one in peers:
+        for _seq in range(2, 66):
+            one.begin("drain", deadline_s=60.0)
+    raise_signal()
+    completed(peer, WAITING_JOBS)
+    for one in peers:
+        for _ in range(64):
+            one.receive()
+
+
+def status_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
+    peer, _ = waiting(scene)
+    yield
+    peer.ok("status")
+
+
+def attach_64(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    fds = [os.memfd_create("extremes") for _ in range(64)]
+    for fd in fds:
+        os.ftruncate(fd, MIB)
+    yield
+    peer.attach(fds)
+    for fd in fds:
+        os.close(fd)
+
+
+def attach_64_times_64(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    fds = [os.memfd_create("extremes") for _ in range(64)]
+    for fd in fds:
+        os.ftruncate(fd, MIB)
+    yield
+    for _seq in range(1, 65):
+        peer.begin("attach", rights=fds, kind="shm", fds=64)
+    for _ in range(64):
+        peer.reply()
+    for fd in fds:
+        os.close(fd)
+
+
+def register_256_groups(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    yield
+    peer.ok("register", tensors=[], groups=[group(n, []) for n in range(256)])
+
+
+def register_2048_tensors(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    yield
+    register(peer, [(64, 64)] * 2048, [group(0, [(n, 0, 64, 1) for n in range(2048)])])
+
+
+def register_the_most_runs(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    yield
+    register(peer, [(2 * MIB, 2)], [group(0, [(0, 0, 1, DESCRIPTORS_PER_KEY_MAX - 1)])])
+
+
+def register_interleaved_refs(scene: Scene) -> Iterator[None]:
+    """Refs of one tensor whose runs lie between each other's, so that all runs have to be compared."""
+    peer = scene.session(scene.new_model())
+    count = DESCRIPTORS_PER_KEY_MAX // 64
+    told = group(0, [])
+    told["refs"] = [{"tensor": 0, "offset": n, "length": 1, "count": count, "stride": 64} for n in range(64)]
+    yield
+    register(peer, [(2 * MIB, 2)], [told])
+
+
+def register_the_most_refs(scene: Scene) -> Iterator[None]:
+    """As many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
+    peer = scene.session(scene.new_model())
+    per_group = 60
+    groups = [group(n, [(0, 64 * (per_group * n + r), 64, 1) for r in range(per_group)]) for n in range(GROUPS)]
+    yield
+    register(peer, [(MIB, 2)], groups)
+
+
+def register_overlapping_tensors(scene: Scene) -> Iterator[None]:
+    """2,000 groups' worth of tensors with the same bytes: all lie in one piece."""
+    peer = scene.session(scene.new_model())
+    fd = os.memfd_create("extremes")
+    os.ftruncate(fd, MIB)
+    (allocation,) = peer.attach([fd])
+    os.close(fd)
+    tensors = [
+        {"allocation": allocation, "offset": n, "num_blocks": 64, "page_bytes": 4096, "stride_bytes": 4096 + n}
+        for n in range(2048)
+    ]
+    groups = [group(n, [(8 * n + r, 0, 64, 1) for r in range(8)]) for n in range(GROUPS)]
+    yield
+    peer.ok("register", tensors=tensors, groups=groups)
+
+
+def register_8192_tensors(scene: Scene) -> Iterator[None]:
+    """`limits.tensors_per_registration`."""
+    peer = scene.session(scene.new_model())
+    yield
+    register(peer, [(64, 2)] * 8192, [group(0, [(n, 0, 64, 1) for n in range(8000)])])
+
+
+def snapshot(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    cursor = 0
+    while True:
+        cursor = peer.ok("snapshot", group=0, cursor=cursor)["cursor"]
+        if not cursor:
+            return
+
+
+def status(scene: Scene) -> Iterator[None]:
+    peers = [scene.session() for _ in range(200)]
+    yield
+    peers[0].ok("status")
+
+
+def verify(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("verify", payloads=True)
+
+
+def subscribe_and_clear(scene: Scene) -> Iterator[None]:
+    """The last: nothing is held behind it."""
+    peer, _ = scene.worker()
+    peer.ok("subscribe")
+    yield
+    peer.ok("clear")
+
+
+CASES: tuple[Case, ...] = (
+    lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
+    touch_in_256_groups, pin_and_release, touch, reserve_and_release, store_and_load, store_and_load_of_160_layers,
+    jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups, jobs_of_256_groups,
+    reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
+    a_session_with_30000_pins_ends, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends,
+    drains_of_a_thousand_jobs, drains_of_many_sessions, status_of_a_thousand_jobs, attach_64, attach_64_times_64,
+    register_256_groups,
+    register_2048_tensors, register_the_most_runs, register_interleaved_refs, register_the_most_refs,
+    register_overlapping_tensors, register_8192_tensors, snapshot, status, verify, subscribe_and_clear,
+)  # fmt: skip

@@ -1,0 +1,288 @@
+"""The largest requests to daemons that are set up for them: with a disk, full, of many parts, of many users.
+
+What comes before a case's `yield` is not measured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.extremes.scene import (
+    GROUPS,
+    KEYS,
+    PAGE,
+    REPLY_S,
+    group,
+    held_in_groups,
+    jobs_of,
+    ready,
+    register,
+    run,
+    shares,
+    written,
+)
+from scripts.harness.figures import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from scripts.extremes.scene import Case, Scene
+    from scripts.harness.peer import RawPeer
+
+NAMESPACES = 1000
+CROWD = 2000
+PARTS = 1024
+
+
+# --- with a disk, on which all keys are and in whose memory the last ones are -----------------------------------------
+
+
+def on_disk(scene: Scene) -> bytes:
+    """As many keys as a request may have, which memory has not any more; others are brought by other cases."""
+    begin = scene.taken
+    scene.taken += KEYS
+    return keys_of(np.arange(begin, begin + KEYS)).tobytes()
+
+
+def lookup_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    written(peer)
+    yield
+    peer.ok("lookup", groups=shares(packed))
+
+
+def pin_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    written(peer)
+    yield
+    lease = peer.ok("pin", groups=shares(packed))["lease"]
+    peer.ok("release", lease=lease)
+
+
+def lookup_of_unknown_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
+    peer, _, _ = held_in_groups(scene)
+    unknown = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
+    yield
+    peer.ok("lookup", groups=shares(unknown))
+
+
+def lookup_of_keys_on_disk(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    packed = on_disk(scene)
+    scene.taken -= KEYS
+    yield
+    peer.ok("lookup", groups=[{"group": 0, "keys": packed}])
+
+
+def prefetch_of_keys_on_disk(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    packed = on_disk(scene)
+    yield
+    assert peer.ok("prefetch", groups=[{"group": 0, "keys": packed}])["promoting"]
+    ready(peer)
+
+
+def pin_of_keys_on_disk(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    packed = on_disk(scene)
+    yield
+    lease = peer.ok("pin", groups=[{"group": 0, "keys": packed}])["lease"]
+    ready(peer)
+    peer.ok("release", lease=lease)
+
+
+def load_of_keys_on_disk(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    registration = register(peer, [(PAGE, KEYS)], [group(0, [(0, 0, PAGE, 1)])])
+    packed = on_disk(scene)
+    yield
+    run(peer, "load", 1, registration, packed, np.arange(KEYS))
+
+
+def snapshot_beside_a_disk(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    cursor = 0
+    while cursor := peer.ok("snapshot", group=0, cursor=cursor)["cursor"]:
+        pass
+
+
+def clear_of_256_groups_beside_a_disk(scene: Scene) -> Iterator[None]:
+    peer, _, _ = held_in_groups(scene)
+    written(peer)
+    yield
+    peer.ok("clear")
+
+
+def clear_beside_a_disk(scene: Scene) -> Iterator[None]:
+    """The last: nothing is held behind it."""
+    peer, _ = scene.worker()
+    yield
+    peer.ok("clear")
+
+
+DISK: tuple[Case, ...] = (
+    lookup_of_held_keys_beside_a_disk, pin_of_held_keys_beside_a_disk, lookup_of_unknown_keys_beside_a_disk,
+    lookup_of_keys_on_disk, prefetch_of_keys_on_disk, pin_of_keys_on_disk, load_of_keys_on_disk,
+    snapshot_beside_a_disk, clear_of_256_groups_beside_a_disk, clear_beside_a_disk,
+)  # fmt: skip
+
+
+# --- full: whatever comes has to evict --------------------------------------------------------------------------------
+
+
+def reserve_with_eviction(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    lease = peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])["lease"]
+    peer.ok("release", lease=lease)
+
+
+def store_with_eviction(scene: Scene) -> Iterator[None]:
+    peer, registration = scene.worker()
+    run(peer, "store", 1, registration, scene.keys(KEYS, new=True), np.zeros(KEYS))  # what was given back is taken
+    keys = scene.keys(KEYS, new=True)
+    yield
+    run(peer, "store", 2, registration, keys, np.zeros(KEYS))
+
+
+def store_with_eviction_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, registration, _ = held_in_groups(scene)
+    fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
+    yield
+    run(peer, "store", 1, registration, b"", None, groups=jobs_of(fresh, np.arange(KEYS // GROUPS)))
+
+
+def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    for begin in range(0, scene.held, KEYS):
+        keys = keys_of(np.arange(begin, min(begin + KEYS, scene.held))).tobytes()
+        peer.ok("pin", groups=[{"group": 0, "keys": keys}])
+    yield
+    for _ in range(8):
+        peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
+
+
+def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
+    """Memory is full of keys of which one part of many is there, so that each one's end frees one slot alone."""
+    peer = scene.session(scene.new_model())
+    parts = 64
+    told = [{**group(0, [(0, 0, PAGE, 1)]), "parts": parts, "part": part} for part in range(parts)]
+    register(peer, [(PAGE, 1)], told)
+    one = [{**told[0]}, {**group(1, [(0, 0, PAGE, 1)])}]
+    registration = register(peer, [(PAGE, 1)], one)
+    left, job = scene.held + KEYS, 0
+    while left > 0:
+        job, left = job + 1, left - KEYS // 4
+        run(peer, "store", job, registration, scene.keys(KEYS // 4, new=True), np.zeros(KEYS // 4))
+    keys = scene.keys(KEYS, new=True)
+    yield
+    run(peer, "store", job + 1, registration, keys, np.zeros(KEYS), group=1)
+
+
+FULL: tuple[Case, ...] = (
+    reserve_with_eviction, store_with_eviction, store_with_eviction_in_256_groups, reserve_where_most_are_pinned,
+    store_over_incomplete_keys_of_many_parts,
+)  # fmt: skip
+
+
+# --- groups of many parts ---------------------------------------------------------------------------------------------
+
+
+def of_parts(scene: Scene, parts: int) -> RawPeer:
+    """A session whose namespace has a group 0 of so many parts, all of them registered."""
+    peer = scene.session(scene.new_model())
+    told = [{**group(0, [(0, 0, 16, 1)]), "parts": parts, "part": part} for part in range(parts)]
+    register(peer, [(16, KEYS)], told)
+    return peer
+
+
+def most_reserved(scene: Scene, peer: RawPeer, **fields: Any) -> None:
+    """As many keys as the daemon takes in one `reserve`, and back."""
+    for count in (KEYS >> halved for halved in range(KEYS.bit_length())):
+        groups = [{"group": 0, "keys": scene.keys(count, new=True)}]
+        reply = peer.ask("reserve", groups=groups, **fields)
+        if reply["type"] == "reserved":
+            peer.ok("release", lease=reply["lease"])
+            return
+    raise SystemExit("no reserve is small enough")
+
+
+def reserve_of_1024_parts(scene: Scene) -> Iterator[None]:
+    peer = of_parts(scene, PARTS)
+    yield
+    most_reserved(scene, peer)
+
+
+def reserve_of_8_parts(scene: Scene) -> Iterator[None]:
+    peer = of_parts(scene, 8)
+    yield
+    most_reserved(scene, peer)
+
+
+def reserve_of_one_part_of_1024(scene: Scene) -> Iterator[None]:
+    peer = of_parts(scene, PARTS)
+    yield
+    most_reserved(scene, peer, parts=[0])
+
+
+def lookups_of_reserved_keys_of_1024_parts(scene: Scene) -> Iterator[None]:
+    peer = of_parts(scene, PARTS)
+    packed = b""
+    while len(packed) < 32 * KEYS // 8:
+        packed += (some := scene.keys(128, new=True))
+        peer.ok("reserve", groups=[{"group": 0, "keys": some}], parts=[0])
+    yield
+    while packed:  # as many as it takes
+        if peer.ask("lookup", groups=[{"group": 0, "keys": packed}])["type"] == "found":
+            return
+        packed = packed[: len(packed) // 64 * 32]
+
+
+WIDE: tuple[Case, ...] = (
+    reserve_of_1024_parts, reserve_of_8_parts, reserve_of_one_part_of_1024, lookups_of_reserved_keys_of_1024_parts,
+)  # fmt: skip
+
+
+# --- many sessions, many namespaces -----------------------------------------------------------------------------------
+
+
+def status_of_a_crowd(scene: Scene) -> Iterator[None]:
+    """1,000 namespaces with a key each, and 2,000 sessions, each an engine of its own with a lease."""
+    for _ in range(NAMESPACES - 2):
+        peer = scene.session(scene.new_model())
+        registration = register(peer, [(PAGE, 1)], [group(0, [(0, 0, PAGE, 1)])])
+        run(peer, "store", 1, registration, scene.keys(1, new=True), np.zeros(1))
+        scene.leave(peer)
+    peers = [scene.worker()[0] for _ in range(CROWD)]
+    for peer in peers:
+        peer.ok("pin", groups=[{"group": 0, "keys": scene.keys(2)}])
+    yield
+    peers[0].ok("status")
+
+
+CROWDED: tuple[Case, ...] = (status_of_a_crowd,)
+
+
+# --- loads are verified -----------------------------------------------------------------------------------------------
+
+
+def verified_load(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    registration = register(peer, [(PAGE, KEYS)], [group(0, [(0, 0, PAGE, 1)])])
+    keys = scene.keys(KEYS)
+    peer.ok("drain", deadline_s=REPLY_S)
+    yield
+    run(peer, "load", 1, registration, keys, np.arange(KEYS))
+
+
+def verified_load_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, registration, packed = held_in_groups(scene)
+    peer.ok("drain", deadline_s=REPLY_S)
+    yield
+    run(peer, "load", 2, registration, b"", None, groups=jobs_of(packed, np.arange(KEYS // GROUPS)))
+
+
+CAREFUL: tuple[Case, ...] = (verified_load, verified_load_in_256_groups)

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Tests and measures the CUDA device on a machine with one GPU: one command, no network, under nine minutes.
+
+Every part is a command in a process of its own with a time limit: a crash or a hang costs that part alone. What does
+not fit into the budget is reported as not run. The output folder (--out, else $OUT, else build/gpu-check) gets
+
+    report.md        tables, rewritten after every part
+    results.jsonl    a line for each part, each test and each benchmark; of one that was cut, for each case
+    bandwidth.svg    bandwidth by size of rows
+    log.txt          what the parts printed
+
+Exit status 1 if a part failed, a bound was missed, or too few GPU tests passed. `make gpu-check` makes the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.gpu import SOFT_VARIABLE
+from scripts.gpu.parts import Ended, Part, adopt_orphans, run
+from scripts.gpu.report import machine, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET_S = 520.0
+GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
+"""Fewer that ran and passed prove nothing. The software driver can't do those of torch."""
+
+CASES_SHARE = 0.7
+"""Of a benchmark's time: it begins no case later, so that what it has measured comes out."""
+
+STRESS_S, QUICK_STRESS_S = 60, 5
+
+
+def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
+    """In the order of what tells most in least time: the later ones may not be reached."""
+
+    def bench(name: str, title: str, limit_s: float, missing: str = "") -> Part:
+        options = ("--quick",) if arguments.quick else ("--seconds", f"{CASES_SHARE * limit_s:.0f}")
+        command = (sys.executable, "-m", f"scripts.gpu.bench_{name}", "--json", *options)
+        return Part(name, title, command, limit_s, missing=missing)
+
+    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "scripts.gpu.results", "-p", "no:cacheprovider")
+    no_torch = "" if importlib.util.find_spec("torch") else "torch is not installed"
+    yield bench("contact", "What the machine and its driver say", 60)
+    yield bench("copy", "Stores and loads by size of rows", 90)
+    yield Part("tests", "Tests on the GPU", (*pytest, "-m", "gpu", "tests/gpu"), 180, tests=True, may_be_cut=True)
+    yield bench("life", "Pinning, deaths, small jobs", 60)
+    yield bench("interference", "Kernels beside copies", 70, no_torch)
+    yield bench("variants", "Settings of the daemon", 60)
+    yield bench("submit", "The processor's cost of a descriptor", 40)
+    yield _stress(arguments)
+    yield _e2e(arguments, pytest)
+
+
+def _stress(arguments: argparse.Namespace) -> Part:
+    seconds = QUICK_STRESS_S if arguments.quick else STRESS_S
+    command = [sys.executable, "-m", "scripts.stress", "--device", "cuda", "--seconds", str(seconds)]
+    command += ["--workers", "4", "--kill-workers", "--json", *(["--software-driver"] if arguments.soft else [])]
+    return Part("stress", "Stress with killed workers", command, seconds + 40, min_s=seconds + 15)
+
+
+def _e2e(arguments: argparse.Namespace, pytest: tuple[str, ...]) -> Part:
+    tests = ROOT / "tests" / "e2e"
+    command = (*pytest, "-k", "cuda", f"{tests}/test_smoke.py" if arguments.quick else str(tests))
+    title = "End-to-end tests with GPU memory"
+    return Part("e2e", title, command, 150, min_s=30, tests=True, may_be_cut=True)
+
+
+def environment_of(soft: bool) -> dict[str, str]:
+    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for."""
+    found = dict(os.environ)
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
+    found[SOFT_VARIABLE] = "1" if soft else "0"
+    if soft:
+        from tests import softcuda
+
+        found.update(softcuda.environment())
+    return found
+
+
+def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: bool) -> tuple[str, bool]:
+    """In words, and whether all is well so far."""
+    problems = [f"{one.part.name}: {one.state}, {one.remark}" for one in ended if not one.is_good]
+    passed = sum(one.count("passed") for one in ended if one.part.name == "tests")
+    least = SOFT_TESTS_MIN if arguments.soft else GPU_TESTS_MIN
+    if passed < least and any(one.part.name == "tests" for one in ended):
+        problems.append(f"only {passed} GPU tests ran and passed, of at least {least}")
+    if not (arguments.soft or arguments.quick):  # bounds are for a GPU and for full sizes
+        problems += [
+            f"{one.part.name}: bound missed: {bound['what']}: {bound['value']}, not {bound['kind']} {bound['bound']}"
+            for one in ended
+            for bound in one.figures.get("bounds", ())
+            if not bound["kept"]
+        ]
+    skipped = [f"{one.part.name} not run: {one.remark}" for one in ended if one.state == "not run"]
+    state = "All is well." if not problems else f"{len(problems)} problems:"
+    lines = [state if complete else f"Under way. {state}", *(f"- {line}" for line in (*problems, *skipped))]
+    if arguments.soft:
+        lines.append("- on the software driver: figures mean nothing, bounds are not judged")
+    return "\n".join(lines), not problems
+
+
+def main() -> int:
+    arguments = _arguments()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "log.txt"
+    log.write_bytes(b"")
+    began = time.monotonic()
+    adopt_orphans()
+    os.chdir(ROOT)
+    environment = environment_of(arguments.soft)
+    heading = "GPU check" + (", software driver" if arguments.soft else "") + (", quick" if arguments.quick else "")
+    facts = machine()
+    ended: list[Ended] = []
+    wanted = [part for part in parts_of(arguments) if not arguments.only or part.name in arguments.only]
+    for part in wanted:
+        left_s = arguments.budget - (time.monotonic() - began)
+        ended.append(_one(part, left_s, environment, log))
+        print(f"gpu-check: {part.name}: {ended[-1].state}, {ended[-1].seconds:.1f} s {ended[-1].remark}", flush=True)
+        verdict, _ = verdict_of(ended, arguments, complete=False)
+        write(out, heading, facts, ended, verdict)
+    verdict, good = verdict_of(ended, arguments, complete=True)
+    facts.append(("seconds, in all", f"{time.monotonic() - began:.0f}"))
+    write(out, heading, facts, ended, verdict)
+    print(f"gpu-check: {verdict}\ngpu-check: see {out / 'report.md'}")
+    return 0 if good else 1
+
+
+def _one(part: Part, left_s: float, environment: dict[str, str], log: Path) -> Ended:
+    if part.missing:
+        return Ended(part, "not run", remark=part.missing)
+    if left_s < part.min_s:
+        return Ended(part, "not run", remark=f"only {left_s:.0f} s of the budget were left")
+    return run(part, min(part.limit_s, left_s), environment, log)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
+    parser.add_argument("--out", type=Path, default=default, help="the output folder (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (default: %(default).0f)")
+    parser.add_argument("--only", nargs="*", metavar="PART", help="these parts alone")
+    parser.add_argument("--quick", action="store_true", help="small sizes, which show only that it runs")
+    parser.add_argument("--soft", action="store_true", help="on the software driver of tests/softcuda, without a GPU")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

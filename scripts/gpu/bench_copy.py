@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Stores and loads of GPU memory through the daemon, beside one plain copy of as many bytes, by size of rows.
+
+Times are the client's, from `store` or `load` to the end of `wait`; the ceiling is cuMemcpyAsync between the GPU and a
+registered memfd, each way and both at once, in the same rounds. Block ids are scattered, so that nothing is merged.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from scripts.gpu.bench import (
+    KIB,
+    KINDS,
+    MIB,
+    Shape,
+    against_ceiling,
+    daemon,
+    done,
+    in_time,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.harness.figures import at_least, at_most
+from scripts.harness.gpu import Gpu
+
+if TYPE_CHECKING:
+    from scripts.harness.figures import Bound
+
+ROW_BYTES = tuple(size * KIB for size in (4, 8, 16, 24, 32, 64, 256, 2048))
+LARGE_ROW_BYTES = 64 * KIB
+ROWS_MAX = 1 << 17
+"""Of a job: more of the smallest rows would only take longer."""
+
+ONE_WAY_MIN, BOTH_WAYS_MIN = 0.95, 0.90
+PLAIN = ("plain store", "plain load", "plain both")
+
+
+def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
+    """The budgets of the design."""
+    bounds = [at_most("wrong bytes", sum(case["wrong_bytes"] for case in cases), 0)]
+    large = [case["ratio_to_limit"] for case in cases if case["row_bytes"] >= LARGE_ROW_BYTES]
+    for kind in KINDS:
+        if large:
+            minimum = BOTH_WAYS_MIN if kind == "both" else ONE_WAY_MIN
+            least = min(ratios[kind] for ratios in large)
+            bounds.append(at_least(f"{kind}, rows >= 64 KiB: least ratio to the ceiling", least, minimum))
+    return bounds
+
+
+def main() -> int:
+    made = parser(__doc__ or "")
+    made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="rows of so many KiB only")
+    arguments = parse(made, 32 * MIB)
+    gpu = Gpu()
+    rows = [size for size in ROW_BYTES if not arguments.rows or size // KIB in arguments.rows]
+    if arguments.quick:
+        rows = rows[::3]
+    cases: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    with daemon(arguments.bytes) as socket:
+        # The largest first: they have bounds.
+        largest_first = in_time(rows[::-1], arguments.seconds, left_out)
+        for row_bytes in largest_first:
+            shape, job_bytes = Shape(row_bytes), min(arguments.bytes, ROWS_MAX * row_bytes)
+            found = against_ceiling(gpu, socket, shape, job_bytes, arguments.rounds, tuple(KINDS))
+            done({"name": shape.name, **found}, cases)
+    cases.reverse()
+    speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *PLAIN))] for case in cases]
+    ratios = [[case["name"], *(f"{case['ratio_to_limit'][kind]:.2f}" for kind in KINDS)] for case in cases]
+    tables = [
+        table("through the daemon: ratio to the plain copy", ("rows", *KINDS), ratios),
+        table("GB/s; plain: one cuMemcpyAsync", ("rows", *KINDS, *PLAIN), speeds),
+    ]
+    result = {"cases": cases, "left_out": left_out, "tables": tables}
+    return tell(arguments, result, bounds_of(cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Times beside copying: pinning, the end of a killed worker's GPU memory, round trips of the smallest jobs.
+
+`unmapped`: from the worker's end until the daemon has closed its mappings, by the daemon's status. `free`: until the
+driver says that the memory is free. The worker is killed while its stores run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.client import Client
+from kvoffloadd.client.gpu import driver
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from scripts.gpu.bench import (
+    GIB,
+    KIB,
+    MIB,
+    GpuWorkload,
+    Shape,
+    await_pinned,
+    daemon,
+    done,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.gpu.results import keep
+from scripts.gpu.workerprocess import GpuWorker
+from scripts.harness.figures import at_most, p50, p99
+from scripts.harness.gpu import Gpu, software_driver
+from scripts.harness.gpumemory import Pinned, Rows
+from scripts.harness.process import private_folder
+from scripts.harness.workload import WAIT_S
+
+if TYPE_CHECKING:
+    import argparse
+
+FREED_MAX_S = 1.0
+NEAR_BYTES = 64 * MIB
+PIN_BYTES = (GIB, 4 * GIB, 8 * GIB)
+
+
+def pinning(size_bytes: int) -> dict[str, Any]:
+    """Seconds of cuMemHostRegister: of memory whose pages exist, and of memory whose pages it has to provide."""
+    found: dict[str, Any] = {"bytes": size_bytes}
+    for name, prefault in (("prefaulted", True), ("fresh", False)):
+        fd = create_memfd("gpu-check", size_bytes)
+        mapping = Mapping.map_fd(fd, size_bytes)
+        if prefault:
+            populate(mapping.address, size_bytes, 8)
+        begun = time.perf_counter()
+        driver().call("cuMemHostRegister", mapping.address, size_bytes, 1)
+        middle = time.perf_counter()
+        driver().call("cuMemHostUnregister", mapping.address)
+        found[name] = middle - begun
+        found[f"{name}, undone"] = time.perf_counter() - middle
+        mapping.close()
+        os.close(fd)
+    return found
+
+
+class Deaths:
+    """Workers that are killed while the daemon copies from their memory."""
+
+    def __init__(self, gpu: Gpu, socket: Path, folder: Path, size_bytes: int) -> None:
+        self._gpu = gpu
+        self._socket = socket
+        self._log = folder / "worker.log"
+        part_bytes = size_bytes // 4
+        self._size_bytes = 4 * part_bytes
+        self._rows = [Rows(at * part_bytes, part_bytes // (32 * KIB), 32 * KIB, 32 * KIB) for at in range(4)]
+        self._observer = Client(socket, namespace=None, role="observer")
+        self._observer.connect()
+
+    def one(self, kind: str) -> dict[str, float]:
+        """Seconds until its memory was unmapped, and until it was free."""
+        before = self._gpu.free_bytes()
+        worker = GpuWorker(self._socket, self._log)
+        worker.begin(kind, self._size_bytes, self._rows, later=False)
+        worker.call("share")
+        blocks = list(range(self._rows[0].num_blocks))
+        worker.call("close_gate")
+        for number in range(4):
+            worker.call(
+                "begin_store", keys=[number * len(blocks) + block for block in blocks], blocks=blocks, signal=True
+            )
+        worker.call("open_gate")
+        worker.kill()
+        begun = time.perf_counter()
+        found: dict[str, float] = {}
+        while len(found) < 2:
+            now = time.perf_counter() - begun
+            if now > WAIT_S:
+                raise SystemExit("a killed worker's memory was not given back")
+            if "unmapped" not in found and self._mapped_bytes() == 0:
+                found["unmapped"] = now
+            is_free = before - self._gpu.free_bytes() < NEAR_BYTES
+            # The software driver knows its own process's memory alone.
+            if "free" not in found and (is_free if software_driver() is None else "unmapped" in found):
+                found["free"] = now
+            time.sleep(0.0005)
+        self._observer.clear(everything=True)
+        return found
+
+    def _mapped_bytes(self) -> int:
+        devices = self._observer.status()["devices"]
+        return sum(int(found["mapped_bytes"]) for name, found in devices.items() if name.startswith("cuda:"))
+
+
+def round_trips(gpu: Gpu, socket: Path, count: int) -> dict[str, list[float]]:
+    """Seconds of stores and loads of one key of 64 KiB, without and with a signal of an idle stream."""
+    worker = GpuWorkload(gpu, socket, Shape(64 * KIB, layers=1), 64 * KIB)
+    await_pinned(socket)
+    found: dict[str, list[float]] = {"ping": [], "store": [], "load": [], "store, signalled": []}
+    for _ in range(count):
+        begun = time.perf_counter()
+        worker.client.ping()
+        found["ping"].append(time.perf_counter() - begun)
+        found["store"].append(worker.store_s())
+        found["load"].append(worker.load_s())
+        found["store, signalled"].append(signalled(worker))
+    worker.close()
+    return found
+
+
+def signalled(worker: GpuWorkload) -> float:
+    """Seconds of a store that waits for the stream's signal, which comes at once."""
+    begun = time.perf_counter()
+    worker.finish(worker.begin_store(worker.timeline.signal()))
+    return time.perf_counter() - begun
+
+
+def main() -> int:
+    arguments: argparse.Namespace = parse(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
+    gpu = Gpu()
+    Pinned(4096).close()  # the driver's first registration takes longer
+    sizes = (8 * MIB,) if arguments.quick else PIN_BYTES
+    pins: list[dict[str, Any]] = []
+    for size in sizes:
+        done(pinning(size), pins)
+    with daemon(arguments.bytes) as socket, private_folder() as folder:
+        trips = round_trips(gpu, socket, 20 if arguments.quick else 500)
+        keep({"case": {"round trips, p50 in s": {name: p50(all_) for name, all_ in trips.items()}}})
+        deaths = Deaths(gpu, socket, Path(folder), arguments.bytes)
+        ends: dict[str, list[dict[str, float]]] = {"ipc": [], "vmm": []}
+        for kind, all_ends in ends.items():
+            for _ in range(arguments.rounds):
+                all_ends.append(deaths.one(kind))
+                keep({"case": {"killed": kind, **all_ends[-1]}})
+    pin_lines = [
+        [f"{pin['bytes'] / GIB:g} GiB", *(f"{seconds / pin['bytes'] * GIB:.3f}" for name, seconds in pin.items()
+         if name != "bytes")]
+        for pin in pins
+    ]  # fmt: skip
+    end_lines = [
+        [kind, *(f"{p50([one[what] for one in all_]):.3f} / {max(one[what] for one in all_):.3f}" for what in
+         ("unmapped", "free"))]
+        for kind, all_ in ends.items()
+    ]  # fmt: skip
+    trip_lines = [[name, f"{p50(all_) * 1e6:.0f}", f"{p99(all_) * 1e6:.0f}"] for name, all_ in trips.items()]
+    tables = [
+        table("cuMemHostRegister, seconds per GiB", ("memory", *list(pins[0])[1:]), pin_lines),
+        table("after a worker was killed, seconds: median / longest", ("memory", "unmapped", "free"), end_lines),
+        table("round trips of one key of 64 KiB, us", ("job", "p50", "p99"), trip_lines),
+    ]
+    longest = max(one["unmapped"] for all_ in ends.values() for one in all_)
+    bounds = [at_most("a killed worker's mappings closed after, s", longest, FREED_MAX_S)]
+    result = {"pinning": pins, "deaths": ends, "round_trips_s": {n: p50(a) for n, a in trips.items()}, "tables": tables}
+    return tell(arguments, result, bounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""Downloads the wheels that a GPU machine lacks for `make gpu-check`, in the versions of requirements-dev.lock.
+
+The machine is taken to have numpy, cuda-bindings and torch. Everything else that the package and its tests import
+comes along, which is small: versions that are tested together are worth more than a few MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "aiofiles", "hypothesis", "msgpack", "msgspec", "prometheus-client", "psutil", "pytest", "pytest-asyncio",
+    "pytest-timeout", "rich", "uvloop", "xxhash",
+)  # fmt: skip
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
+BYTES_MAX = 64 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="is made anew")
+    parser.add_argument("--python-version", default="3.12", help="of the GPU machine (default: %(default)s)")
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.folder, ignore_errors=True)
+    command = [
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"),
+        *("--only-binary=:all:", "--implementation", "cp", "--python-version", arguments.python_version),
+        *(word for platform in PLATFORMS for word in ("--platform", platform)),
+        *("--constraint", str(ROOT / "requirements-dev.lock"), "--dest", str(arguments.folder), *PACKAGES),
+    ]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        return status
+    wheels = sorted(arguments.folder.glob("*.whl"))
+    total = sum(wheel.stat().st_size for wheel in wheels)
+    print(f"gpu-bundle: {len(wheels)} wheels for Python {arguments.python_version}, {total / (1 << 20):.1f} MiB")
+    if total > BYTES_MAX:
+        print(f"gpu-bundle: more than {BYTES_MAX >> 20} MiB", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""One part of gpu_check.py: a command in a process of its own, which may crash or hang.
+
+Needs nothing but Python's own library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.gpu import RESULTS_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SET_CHILD_SUBREAPER = 36
+_TERM_S = 3.0
+_LAST_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is run. `min_s`: with less time left it is not begun. `tests`: it is a run of pytest, else it prints one
+    JSON object. `may_be_cut`: its time limit is no failure, as long as none of its tests has failed. `missing`: why it
+    can't be run here; empty: it can.
+    """
+
+    name: str
+    title: str
+    command: Sequence[str]
+    limit_s: float
+    min_s: float = 10.0
+    tests: bool = False
+    may_be_cut: bool = False
+    missing: str = ""
+
+
+@dataclass(slots=True)
+class Ended:
+    """How it went. `state`: "ran", "failed", "crashed", "timed out", "cut short" or "not run". `figures`: the JSON
+    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines`: of the log.
+    """
+
+    part: Part
+    state: str
+    seconds: float = 0.0
+    remark: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+    tests: list[dict[str, Any]] = field(default_factory=list)
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """It ran, or was not meant to."""
+        return self.state in ("ran", "cut short", "not run")
+
+    def count(self, outcome: str) -> int:
+        """Tests of that outcome."""
+        return sum(test["outcome"] == outcome for test in self.tests)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As lines of results.jsonl."""
+        state = {"part": self.part.name, "state": self.state, "seconds": round(self.seconds, 2), "remark": self.remark}
+        name = {"part": self.part.name}
+        figures = [{"figures": self.figures}] if self.figures else [{"case": case} for case in self.cases]
+        return [state, *({**name, **row} for row in (*self.tests, *figures))]
+
+
+def adopt_orphans() -> None:
+    """From now on what a part leaves behind becomes a child of this process, which ends it."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path) -> Ended:
+    """Runs it, for `limit_s` at most. What it prints goes to the end of `log`."""
+    with tempfile.TemporaryDirectory(prefix="kvo-gpu-") as name:
+        out, rows = Path(name, "out"), Path(name, "rows")
+        began = time.monotonic()
+        with out.open("wb") as stdout, log.open("ab") as stderr:
+            stderr.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
+            stderr.flush()
+            first = stderr.tell()
+            child = subprocess.Popen(
+                part.command,
+                env={**environment, RESULTS_VARIABLE: str(rows)},
+                stdin=subprocess.DEVNULL,
+                stdout=stderr if part.tests else stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            status = _await(child, limit_s)
+        ended = Ended(part, "ran", time.monotonic() - began)
+        kept = [json.loads(line) for line in _text(rows).splitlines() if line.endswith("}")]
+        ended.tests = [row for row in kept if "test" in row]
+        ended.cases = [row["case"] for row in kept if "case" in row]
+        with log.open("rb") as printed:
+            printed.seek(first)
+            ended.last_lines = printed.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        ended.figures = _object(_text(out))
+    _judge(ended, status, limit_s)
+    return ended
+
+
+def _await(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """Its exit status; None: it was killed at the limit. Nothing of it is left."""
+    status: int | None
+    try:
+        status = child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    _end_group(child.pid)
+    child.wait()
+    _end_orphans()
+    return status
+
+
+def _end_group(leader: int) -> None:
+    """The session that it began: politely, then not."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+        until = time.monotonic() + _TERM_S
+        while time.monotonic() < until:
+            os.killpg(leader, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-leader, os.WNOHANG)
+            time.sleep(0.02)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _end_orphans() -> None:
+    """What made sessions of its own, such as daemons: they are this process's children now."""
+    until = time.monotonic() + _TERM_S
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            for pid in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
+            if time.monotonic() > until + _TERM_S:  # a process that the driver does not let go
+                return
+            time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in _text(task / "children").split()]
+
+
+def _judge(ended: Ended, status: int | None, limit_s: float) -> None:
+    if status is None:
+        was_well = ended.part.may_be_cut and not ended.count("failed")
+        ended.state, ended.remark = "cut short" if was_well else "timed out", f"ended after {limit_s:.0f} s"
+    elif status < 0:
+        ended.state, ended.remark = "crashed", f"by signal {-status}"
+    elif status:
+        ended.state, ended.remark = "failed", f"exit status {status}: see log.txt"
+    elif not ended.part.tests and not ended.figures:
+        ended.state, ended.remark = "failed", "it printed no result"
+    if ended.tests:
+        counts = f"{ended.count('passed')} passed, {ended.count('failed')} failed, {ended.count('skipped')} skipped"
+        ended.remark = f"{counts}; {ended.remark}" if ended.remark else counts
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

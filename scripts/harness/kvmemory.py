@@ -1,0 +1,278 @@
+"""One rank's KV cache, in shared memory or a GPU's, and a private copy of what every byte of it must be.
+
+The copy (`expected`) covers rows whole: what lies between refs and between rows, and blocks that nobody asked for. So
+one comparison finds both bytes that are wrong and bytes that should not have been touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from kvoffloadd.client import Group, KvCache, Ref
+from kvoffloadd.model import NO_BLOCK
+from scripts.harness.places import HostPlace, Layout, Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvoffloadd.client import Ready
+    from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.places import Line, Place
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Bytes that are not what they must be; `stray_bytes` of them lie in blocks that nothing was asked to write."""
+
+    where: str
+    wrong_bytes: int
+    stray_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """A tensor's rows with all their padding: u8 (blocks, stride), real (as last looked at) and expected."""
+
+    real: U8Array
+    expected: U8Array
+
+    def same(self, runs: list[tuple[int, int]]) -> bool:
+        """Whether these rows (the first, and how many) hold what is expected. As fast as memory is."""
+        stride = self.real.shape[1]
+        real, expected = self.real.ctypes.data, self.expected.ctypes.data
+        return not any(_memcmp(real + at * stride, expected + at * stride, count * stride) for at, count in runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """A ref's bytes: real, and u8 (blocks, count, length) expected; `start` and `end` in the payload."""
+
+    real: Runs
+    expected: U8Array
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaps:
+    """Bytes to leave between things: one of some sizes, or always none."""
+
+    rng: np.random.Generator
+    padded: bool
+
+    def draw(self, *sizes: int) -> int:
+        """One of them."""
+        return sizes[int(self.rng.integers(0, len(sizes)))] if self.padded else 0
+
+
+class KvMemory:
+    """The tensors of one rank, whose `num_blocks` blocks are dealt out with `take` and come back with `give`.
+
+    `padded`: refs, runs and rows lie apart by random gaps. `name`: of shared memory, as a process's mappings show it.
+    `line`: what writes late, and where the memory lies; None: nothing does, and in shared memory.
+
+    Raises UsageError, DeviceError or OSError if the memory can't be had.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rank: int,
+        num_blocks: int,
+        rng: np.random.Generator,
+        name: str,
+        *,
+        padded: bool = True,
+        line: Line | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.line = line
+        self._shapes = {group.number: group for group in geometry.groups if group.part_of_rank[rank] is not None}
+        gaps = Gaps(rng, padded)
+        refs, pages = _placed(geometry, self._shapes.values(), rank, gaps)
+        layouts = [Layout(num_blocks, page, page + gaps.draw(0, 0, 64, 33)) for page in pages]
+        if line is None:
+            self._place: Place = HostPlace(layouts, name, together=bool(rng.integers(0, 2)))
+        else:
+            self._place = line.place(layouts, rng, name)
+        self._rows = [_noisy(real, rng) for real in self._place.rows]
+        self._place.publish()
+        self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}
+        groups = [group_of(shape, refs.get(shape.number, []), rank) for shape in geometry.groups]
+        self.caches = KvCache(self._place.tensors, groups, [] if line is None else [line.timeline])
+        self._free = rng.permutation(num_blocks)
+        self._num_free = num_blocks
+        self._busy = np.zeros(num_blocks, bool)
+
+    def _runs_of(self, shape: GroupShape, refs: list[Ref]) -> list[_Runs]:
+        runs, start = [], 0
+        for ref in refs:
+            end = start + shape.blocks_per_key * ref.payload_bytes
+            row = self._rows[ref.tensor]
+            real = Runs(ref.tensor, _view(row.real, ref), ref.offset, ref.stride or ref.length)
+            runs.append(_Runs(real, _view(row.expected, ref), start, end))
+            start = end
+        return runs
+
+    # --- blocks ------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken."""
+        return self._num_free
+
+    def take(self, count: int) -> I64Array:
+        """Blocks that nobody uses; the caller has made sure of `num_free`."""
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def give(self, blocks: I64Array) -> None:
+        """They are free again; what they hold stays, and is still compared."""
+        self._free[self._num_free : self._num_free + len(blocks)] = blocks
+        self._num_free += len(blocks)
+
+    # --- contents ----------------------------------------------------------------------------------
+
+    def fill(self, group: int, blocks: I64Array, contents: U8Array, *, late: bool = False) -> None:
+        """Compute, as an engine would: u8 (keys, payload) into blocks (keys, blocks_per_key).
+
+        `late`: behind what the line has to do; a job that needs the blocks waits for `ready`.
+        """
+        for runs, ids, values in self._pieces(group, blocks, contents):
+            self._place.write(runs.real, ids, values, late=late)
+            runs.expected[ids] = values
+
+    def spoil(self, group: int, blocks: I64Array, value: int) -> None:
+        """Set every byte of these blocks' refs, late: whoever used them before is not done with them yet."""
+        ids = blocks[blocks != NO_BLOCK]
+        for runs in self._runs[group]:
+            self._place.write(runs.real, ids, np.full((len(ids), *runs.expected.shape[1:]), value, np.uint8), late=True)
+            runs.expected[ids] = value
+
+    def ready(self) -> Ready | None:
+        """When all is there that was to be written late; None: it is."""
+        return None if self.line is None else self.line.point()
+
+    def expect(self, group: int, blocks: I64Array, contents: U8Array) -> None:
+        """A load has filled these blocks with these payloads. Blocks that are NO_BLOCK were not wanted."""
+        for runs, ids, values in self._pieces(group, blocks, contents):
+            runs.expected[ids] = values
+
+    def forgive(self, group: int, blocks: I64Array) -> None:
+        """A load that ended early may have written anything into these blocks' refs."""
+        ids = blocks[blocks != NO_BLOCK]
+        self._place.fetch(_consecutive(np.unique(ids)))
+        for runs in self._runs[group]:
+            runs.expected[ids] = runs.real.view[ids]
+
+    def _pieces(self, group: int, blocks: I64Array, contents: U8Array) -> list[tuple[_Runs, I64Array, U8Array]]:
+        flat = blocks.reshape(-1)
+        wanted = flat != NO_BLOCK
+        pieces = []
+        for runs in self._runs[group]:
+            values = contents[:, runs.start : runs.end].reshape(len(flat), *runs.expected.shape[1:])
+            pieces.append((runs, flat[wanted], values[wanted]))
+        return pieces
+
+    # --- comparing ---------------------------------------------------------------------------------
+
+    def lend(self, blocks: I64Array, lent: bool = True) -> None:
+        """A load writes into these blocks until it has ended (`lent` False): they can't be compared meanwhile."""
+        self._busy[blocks] = lent
+
+    def compare(self, blocks: I64Array) -> Wrong | None:
+        """What is wrong in these blocks and beside them; None: nothing. What was wrong is expected from then on."""
+        near = np.unique(np.concatenate([blocks - 1, blocks, blocks + 1]))
+        near = near[(near >= 0) & (near < self.num_blocks)]
+        return self._compared(near[~self._busy[near]], np.isin(near[~self._busy[near]], blocks))
+
+    def compare_all(self) -> Wrong | None:
+        """As `compare`, all blocks that are not lent; whatever is wrong there is stray."""
+        rows = np.flatnonzero(~self._busy)
+        return self._compared(rows, np.zeros(len(rows), bool))
+
+    def _compared(self, rows: I64Array, asked: BoolArray) -> Wrong | None:
+        found: Wrong | None = None
+        runs = _consecutive(rows)
+        self._place.fetch(runs)
+        for tensor, row in enumerate(self._rows):
+            if row.same(runs):
+                continue
+            real, expected = row.real[rows], row.expected[rows]
+            differs = real != expected
+            wrong, stray = int(differs.sum()), int(differs[~asked].sum())
+            at, byte = (int(index[0]) for index in np.nonzero(differs))
+            where = (
+                f"tensor {tensor} block {rows[at]} byte {byte} of {row.real.shape[1]}: "
+                f"{real[at, byte]:#04x} in place of {expected[at, byte]:#04x}"
+            )
+            row.expected[rows] = real
+            if found is None:
+                found = Wrong(where, wrong, stray)
+            else:
+                found = Wrong(found.where, found.wrong_bytes + wrong, found.stray_bytes + stray)
+        return found
+
+
+def group_of(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
+    """As a rank registers it."""
+    part = shape.part_of_rank[rank]
+    return Group(
+        group=shape.number,
+        kind=shape.kind,
+        tokens_per_key=shape.tokens_per_key,
+        refs=refs,
+        window_keys=shape.window_keys,
+        blocks_per_key=shape.blocks_per_key,
+        parts=len(shape.parts),
+        part=0 if part is None else part,
+    )
+
+
+def _placed(
+    geometry: Geometry, shapes: Iterable[GroupShape], rank: int, gaps: Gaps
+) -> tuple[dict[int, list[Ref]], list[int]]:
+    """Refs by group, and the page bytes of each tensor. Offsets, gaps between runs and tails are this rank's own."""
+    pages = [1] * geometry.tensors
+    refs: dict[int, list[Ref]] = {}
+    for shape in shapes:
+        part = shape.part_of_rank[rank]
+        cursors = [0] * geometry.tensors if geometry.overlaid else list(pages)
+        refs[shape.number] = []
+        for ref in shape.parts[0 if part is None else part]:
+            offset = cursors[ref.tensor] + gaps.draw(0, 0, 64, 5)
+            stride = ref.length + gaps.draw(0, 0, 32, 77) if ref.count > 1 else 0
+            placed = Ref(ref.tensor, offset, ref.length, ref.count, stride)
+            refs[shape.number].append(placed)
+            cursors[ref.tensor] = placed.end
+            pages[ref.tensor] = max(pages[ref.tensor], placed.end)
+    return refs, [page + gaps.draw(0, 0, 16, 123) for page in pages]
+
+
+def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
+    """Ascending rows as runs of neighbours: the first, and how many."""
+    breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
+    return [(int(some[0]), len(some)) for some in np.split(rows, breaks) if len(some)]
+
+
+def _noisy(real: U8Array, rng: np.random.Generator) -> _Row:
+    real[:] = np.frombuffer(rng.bytes(real.size), np.uint8).reshape(real.shape)
+    return _Row(real, real.copy())
+
+
+def _view(rows: U8Array, ref: Ref) -> U8Array:
+    """u8 (blocks, count, length) over the same memory."""
+    begin = rows[:, ref.offset :]
+    shape = (rows.shape[0], ref.count, ref.length)
+    return as_strided(begin, shape, (rows.strides[0], ref.stride or ref.length, 1))

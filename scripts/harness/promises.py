@@ -1,0 +1,113 @@
+"""What the daemon's answers must be, whatever it holds: answers that contradict each other, or the protocol."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvoffloadd.client import KeyState, Outcome
+from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvoffloadd.client import Found, JobResult
+    from kvoffloadd.model import U8Array
+    from scripts.harness.counters import Counters
+    from scripts.harness.geometry import Geometry, GroupShape
+    from scripts.harness.jobs import OpenJob
+    from scripts.harness.kvmemory import Wrong
+
+_LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
+_STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
+
+
+class Findings:
+    """Where a worker says what went wrong: counted, and written to its standard error."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def broken(self, text: str) -> None:
+        """A promise that was not kept."""
+        self._counters.add("broken_promises")
+        print(f"broken promise: {text}", file=sys.stderr, flush=True)
+
+    def wrong(self, wrong: Wrong, what: str) -> None:
+        """Bytes that are not what they must be."""
+        self._counters.add("wrong_bytes", wrong.wrong_bytes)
+        self._counters.add("stray_bytes", wrong.stray_bytes)
+        print(
+            f"wrong: {wrong.wrong_bytes} bytes ({wrong.stray_bytes} stray), first {wrong.where}; {what}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def count(states: Iterable[U8Array], wanted: KeyState) -> int:
+    """How many keys are in that state."""
+    return sum(int((state == wanted).sum()) for state in states)
+
+
+def broken_in_answer(geometry: Geometry, keys: dict[int, U8Array], found: Found) -> list[str]:
+    """What is wrong with an answer about keys: the boundaries follow from the states."""
+    broken = []
+    hits = {number: state == KeyState.HIT for number, state in zip(keys, found.states, strict=True)}
+    longest = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    right = [
+        tokens
+        for tokens in range(longest, 0, -BLOCK_TOKENS)
+        if all(_servable(group, hits[group.number], tokens) for group in geometry.groups)
+    ]
+    if found.boundaries.tolist() != right:
+        broken.append(f"boundaries {found.boundaries.tolist()}, but the states allow {right}")
+    if any(state.size and state.max() > KeyState.PENDING for state in found.states):
+        broken.append(f"a pin answered states {[np.unique(state).tolist() for state in found.states]}")
+    pending = count(found.states, KeyState.PENDING)
+    if found.promoting > pending:
+        broken.append(f"{found.promoting} keys are promoted, but only {pending} are pending")
+    return broken
+
+
+def _servable(group: GroupShape, hits: Any, tokens: int) -> bool:
+    """Whether these keys restore a prefix of that many tokens in this group."""
+    length, rest = divmod(tokens, group.tokens_per_key)
+    return rest == 0 and 0 < length <= len(hits) and bool(hits[group.first_needed(length) : length].all())
+
+
+def broken_in_result(opened: OpenJob, result: JobResult, *, may_miss: bool, closing: bool) -> list[str]:
+    """What is wrong with the end of a job. `may_miss`: keys of a load may turn out not to be there after all, because
+    they were on disk when it was accepted. `closing`: its session may have ended before.
+    """
+    broken = []
+    load, finished = opened.is_load, result.outcome in (Outcome.DONE, Outcome.PARTIAL)
+    chosen = [states == (KeyState.HIT if load else KeyState.RESERVED) for states in result.states]
+    moved = [result.valid(at) if load else mine for at, mine in enumerate(chosen)]
+    if finished:
+        expected = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, moved, strict=True))
+        if expected != result.bytes:
+            broken.append(f"{opened.job}: {result.bytes} bytes were copied, its keys have {expected}")
+    for states, failed, mine in zip(result.states, result.failed, chosen, strict=True):
+        if not np.isin(states, _LOADED if load else _STORED).all():
+            broken.append(f"{opened.job}: states {np.unique(states).tolist()}")
+        told = np.isin(np.arange(len(mine)), failed)
+        if load:
+            must_fail = ~mine if finished else np.ones(len(mine), bool)
+            must_fail |= told & mine & may_miss
+        else:
+            must_fail = mine & told if finished else mine
+        if not np.array_equal(np.sort(failed), np.flatnonzero(must_fail)):
+            broken.append(f"{opened.job}, {result.outcome}: names {failed.tolist()}, states {states.tolist()}")
+    some_failed = any(map(len, result.failed))
+    allowed = {
+        Outcome.DONE: not some_failed,
+        Outcome.PARTIAL: some_failed,
+        Outcome.CANCELLED: opened.cancelled or closing,
+        Outcome.EXPIRED: opened.hurried,
+    }
+    if not allowed.get(result.outcome, False):
+        named = [indices.tolist() for indices in result.failed]
+        broken.append(f"{opened.job} ended as {result.outcome}, failed {named}; {result.reason}")
+    return broken

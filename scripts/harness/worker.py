@@ -1,0 +1,67 @@
+"""A worker as a child process that answers one question after the other, in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from scripts.harness.process import DaemonError, end, module, spawn, tail
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+END_S = 60.0
+
+
+class WorkerProcess:
+    """Runs the module `name` with `options`, its only argument. At most one question is open at a time."""
+
+    def __init__(self, name: str, options: dict[str, Any], log: Path) -> None:
+        self._log = log
+        self._child = spawn(module(name, json.dumps(options)), log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._questions, self._answers = self._child.stdin, self._child.stdout
+
+    def fileno(self) -> int:
+        """Readable when an answer has come, or the worker has ended."""
+        return self._answers.fileno()
+
+    def ask(self, question: dict[str, Any]) -> None:
+        """Let it begin."""
+        self._questions.write(json.dumps(question).encode() + b"\n")
+        self._questions.flush()
+
+    def answer(self, limit_s: float) -> dict[str, Any]:
+        """What it says next. Raises DaemonError: it says nothing, or has ended."""
+        ready, _, _ = select.select([self], [], [], limit_s)
+        line = self._answers.readline() if ready else b""
+        if not line:
+            raise DaemonError(f"a worker does not answer:\n{tail(self._log)}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL, without waiting for its end: see `reap`."""
+        self._child.kill()
+
+    def reap(self) -> None:
+        """After `kill`."""
+        self._child.wait()
+        self._close_pipes()
+
+    def end(self) -> int:
+        """Tell it that no more questions come, and wait until it has closed its session. Returns its exit status."""
+        self._questions.close()
+        try:
+            status = self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            status = end(self._child, signal.SIGKILL, 5.0)
+        self._close_pipes()
+        return status
+
+    def _close_pipes(self) -> None:
+        self._questions.close()
+        self._answers.close()

@@ -1,0 +1,92 @@
+"""A worker of benchmarks: stores new keys, and loads those that it stored last, a job of always as many bytes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffloadd.client import Group, GroupKind, KvCache, Outcome, Ref
+from scripts.harness.figures import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvoffloadd.client import Client, Job, JobResult, Ready, Timeline
+    from kvoffloadd.client.tensor import CanonicalTensor
+    from kvoffloadd.model import I64Array, U8Array
+
+WAIT_S = 60.0
+
+
+class Workload:
+    """`keys`: of a job, each of `blocks_per_key` rows in each tensor. `scattered`: block ids at random, else one behind
+    the other. `load_to`: the first of the blocks that loads go to; stores are from 0 on.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tensors: Sequence[CanonicalTensor],
+        keys: int,
+        *,
+        scattered: bool,
+        blocks_per_key: int = 1,
+        load_to: int = 0,
+        timelines: Sequence[Timeline] = (),
+    ) -> None:
+        self.client = client
+        self.keys = keys
+        self.bytes = keys * blocks_per_key * sum(tensor.page_bytes for tensor in tensors)
+        self.scattered = scattered
+        self._blocks_per_key = blocks_per_key
+        self._load_to = load_to
+        self._stored = 0
+        self._rng = np.random.default_rng(1)
+        refs = [Ref(number, 0, tensor.page_bytes) for number, tensor in enumerate(tensors)]
+        group = Group(0, GroupKind.FULL, 16, refs=refs, blocks_per_key=blocks_per_key)
+        self.registration = client.register(KvCache(tensors, [group], timelines))
+
+    def store(self) -> tuple[float, float]:
+        """Store new keys: seconds as the client sees them, to the end of `wait`, and as the daemon does."""
+        return self._timed(self.begin_store)
+
+    def load(self) -> tuple[float, float]:
+        """Load the keys that were stored last."""
+        return self._timed(self.begin_load)
+
+    def _timed(self, begin: Callable[[], Job]) -> tuple[float, float]:
+        begun = time.perf_counter()
+        result = self.finish(begin())
+        return time.perf_counter() - begun, result.seconds
+
+    def begin_store(self, ready: Ready | None = None) -> Job:
+        """Of new keys."""
+        self._stored += self.keys
+        wanted = {0: (self._last_keys(), self._ids(0))}
+        return self.client.store(self.registration, wanted, deadline_s=WAIT_S, ready=ready)
+
+    def begin_load(self) -> Job:
+        """Of the keys that were stored last."""
+        wanted = {0: (self._last_keys(), self._ids(self._load_to))}
+        return self.client.load(self.registration, wanted, deadline_s=WAIT_S)
+
+    def finish(self, job: Job) -> JobResult:
+        """Wait. Raises SystemExit if it has not moved every byte."""
+        result = self.client.wait(job, WAIT_S)
+        if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
+            raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
+        return result
+
+    def drain(self) -> None:
+        """Until nothing is copied and nothing waits to be hashed."""
+        self.client.drain(WAIT_S)
+
+    def _last_keys(self) -> U8Array:
+        return keys_of(np.arange(self._stored - self.keys, self._stored))
+
+    def _ids(self, first: int) -> I64Array:
+        count = self.keys * self._blocks_per_key
+        ids = self._rng.permutation(count) if self.scattered else np.arange(count)
+        return (ids + first).reshape(self.keys, self._blocks_per_key)

@@ -1,0 +1,77 @@
+"""The GPUs' driver in a stress run: the machine's, or tests/softcuda in its place, and what it does wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scripts.harness.gpu import gpu_is_usable, software_driver
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from scripts.stress.options import Options
+
+_ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
+_FAILS_JOBS = {"fail_submit_every", "sticky_after"}
+CORRUPT_EVERY_COPIES = 2000
+STUCK_S = 2
+
+
+class NoDriverError(Exception):
+    """What was asked for needs another driver than there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """Variables for the daemon and for workers beside the process's own; what the driver does wrong. `ends_daemon`:
+    something that no daemon survives: it has to exit with status 70, soon; `fails_jobs`: what ends jobs as failed.
+    """
+
+    daemon: Mapping[str, str] = field(default_factory=dict)
+    workers: Mapping[str, str] = field(default_factory=dict)
+    faults: Sequence[str] = ()
+
+    @property
+    def ends_daemon(self) -> bool:
+        return self._does(_ENDS_THE_DAEMON)
+
+    @property
+    def fails_jobs(self) -> bool:
+        return self._does(_FAILS_JOBS)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of the daemon: it is to notice soon."""
+        return {"cuda.stuck_s": str(STUCK_S)} if self.ends_daemon else {}
+
+    def _does(self, names: set[str]) -> bool:
+        return any(fault.partition("=")[0] in names for fault in self.faults)
+
+
+def driver_of(options: Options) -> Driver:
+    """Raises NoDriverError, with what to do about it."""
+    if options.device != "cuda":
+        return Driver()
+    faults = _faults(options)
+    if options.software_driver:
+        from tests import softcuda  # which builds it: not for a run on a GPU
+
+        try:
+            return Driver(softcuda.environment(",".join(faults)), softcuda.environment(), faults)
+        except softcuda.SoftCudaError as error:
+            raise NoDriverError(f"--software-driver: {error}") from None
+    if not gpu_is_usable():
+        raise NoDriverError("--device cuda: no GPU, or no driver or cuda-bindings for it; --software-driver needs none")
+    if faults and software_driver() is None:
+        raise NoDriverError(f"{', '.join(faults)}: a GPU does nothing wrong on purpose; use --software-driver")
+    return Driver({"SOFTCUDA_FAULTS": ",".join(faults)} if faults else {}, {}, faults)
+
+
+def _faults(options: Options) -> list[str]:
+    faults = []
+    if options.plant_corruption == "loads":
+        faults.append(f"corrupt_every={CORRUPT_EVERY_COPIES}")
+    if options.slow_copies_s:
+        faults.append(f"delay_copies_ns={round(options.slow_copies_s * 1e9)}")
+    return faults + [fault for fault in options.driver_faults.split(",") if fault]  # of two the last one holds

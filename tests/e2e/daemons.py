@@ -1,0 +1,62 @@
+"""Daemons of tests: what they have in common, and the driver of their GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.harness.daemon import Daemon
+from tests import softcuda
+from tests.e2e import gpu_rank
+
+
+def make_daemon(
+    folder: Path,
+    *settings: str,
+    memory: str = "32MiB",
+    faults: str = "",
+    driver: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Daemon:
+    """A daemon that is started, with small slabs. `settings`: "section.key=value"; `options`: see `Daemon`.
+
+    `driver`: of its GPUs, arguments of `softcuda.environment`. Where ranks are on GPUs, planted delays are theirs, too.
+    """
+    daemon = Daemon(
+        folder,
+        memory,
+        {"memory.slab_bytes": "1MiB", **chosen(*settings)},
+        faults,
+        environment=_driver(faults, driver),
+        **options,
+    )
+    try:
+        daemon.start()
+    except BaseException:
+        daemon.destroy()
+        raise
+    return daemon
+
+
+def chosen(*settings: str) -> dict[str, str]:
+    """Settings by their names."""
+    return dict(setting.split("=", 1) for setting in settings)
+
+
+def gpu_mappings(daemon: Daemon) -> int:
+    """Mappings of workers' GPU memory, which the software driver has as memfds of its own."""
+    gpu_rank.needs_soft("counting mappings")
+    return Path(f"/proc/{daemon.pid}/maps").read_text(encoding="utf-8", errors="replace").count("/memfd:softcuda-")
+
+
+def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
+    if driver is None and gpu_rank.device() == "host":
+        return {}
+    asked = dict(driver or {})
+    planted = [asked.pop("faults")] if asked.get("faults") else []
+    planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
+    if planted or asked:
+        gpu_rank.needs_soft("what is planted")
+    return softcuda.environment(",".join(planted), **asked) if gpu_rank.is_soft() else {}
