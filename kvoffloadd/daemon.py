@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.disktier import DiskSettings, DiskTier
+from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.keyhash import SEED_BITS
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
-from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.cache.warm_restart import adopt, read_saved_state
 from kvoffloadd.config import check_memory_fits, has_memory_limit
 from kvoffloadd.device.cuda.gpus import CudaGpus
@@ -279,10 +279,10 @@ class Daemon:
         context.draining = True
         for task in beside:
             task.cancel()
-        log.info("draining: %d jobs under way", len(context.transfers.running))
+        log.info("draining: %d jobs under way", len(context.jobs.running))
         self._systemd.stopping("draining")
         self._systemd.extend(_longest_stop_s(context.config))
-        await context.transfers.settle(set(context.transfers.running), context.config.server.drain_s)
+        await context.jobs.settle(set(context.jobs.running), context.config.server.drain_s)
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
         feed.cancel()
         if endpoint is not None:
@@ -303,16 +303,16 @@ class Daemon:
         saved = read_saved_state(self._pool.names()) if self._pool.is_old else None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
-        if cache.disk is not None:
-            await cache.disk.start(context.spawn)
+        if context.disk is not None:
+            await context.disk.start(context.spawn)
         if not self._pool.is_old:
             cache.remember()  # what the disks know of clears
             return
         rows = adopt(cache, saved)
         if self._config.memory.verify_adopted == "start":
-            await context.transfers.verify_adopted()
-        if cache.disk is not None:
-            cache.disk.demotion.adopted(rows)
+            await context.jobs.verify_adopted()
+        if context.disk is not None:
+            context.disk.demotion.adopted(rows)
         self._pool.note_success()
         log.info("memory: %d keys taken over from the run before", len(rows))
 
@@ -330,8 +330,7 @@ class Daemon:
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
-        if config.disk.roots:
-            self._add_disk(cache, loop)
+        disk = self._make_disk(cache, loop) if config.disk.roots else None
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop)
         return Context(
@@ -339,7 +338,7 @@ class Daemon:
             boot_id=secrets.token_bytes(16),
             loop=loop,
             cache=cache,
-            transfers=Transfers(cache, hash_lane, signals, config.memory.verify_loads),
+            jobs=Jobs(cache, disk, hash_lane, signals, config.memory.verify_loads),
             host=device,
             gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal),
             signals=signals,
@@ -348,6 +347,7 @@ class Daemon:
             accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
             turns=Turns(loop),
+            disk=disk,
             closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
 
@@ -359,7 +359,7 @@ class Daemon:
             with suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(self._fatal, f"memory.capacity_bytes: {error}")
 
-    def _add_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
+    def _make_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> DiskTier:
         chosen = self._config.disk
         numbers = SequenceNumbers()
         files = FaultyFiles(self._disk_switch) if self._disk_switch else Files()
@@ -383,7 +383,7 @@ class Daemon:
             retry_s=chosen.retry_s,
             stuck_s=chosen.stuck_s,
         )
-        DiskTier(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
+        return DiskTier(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
         if self._taking_over:
@@ -414,13 +414,13 @@ class Daemon:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
         # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
-        if not await context.transfers.until_sealed(context.loop.time() + CLOSE_S):
-            log.warning("%d payloads have no checksum yet; they are lost with this process", context.transfers.unsealed)
+        if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
+            log.warning("%d payloads have no checksum yet; they are lost with this process", context.jobs.unsealed)
         if context.clears:
             await asyncio.wait(context.clears, timeout=CLOSE_S)
-        if context.cache.disk is not None:
+        if context.disk is not None:
             self._systemd.status("writing to disk what is not there yet")
-            if not await context.cache.disk.close(self._config.disk.flush_s, CLOSE_S):
+            if not await context.disk.close(self._config.disk.flush_s, CLOSE_S):
                 self._fatal("disk I/O does not end")
         if not await context.hash_lane.close(CLOSE_S):
             self._fatal("the hash lane does not end")

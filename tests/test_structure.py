@@ -22,6 +22,14 @@ SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 
 FILE_LINES_MAX, CLASS_LINES_MAX = 400, 300
 HEAVY = {"torch", "cupy", "cuda"}
+TWINS = {
+    **dict.fromkeys(("Registration", "Session"), "server"),
+    **dict.fromkeys(("Cleared", "Drained", "Found", "Ready", "Reserved"), "protocol"),
+    "Allocation": "device",
+    "Job": "cache",
+    "Promotion": "cache",
+}
+"""Classes of the client that have the name of their other half, and the room where that is."""
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -82,6 +90,19 @@ def test_modules_say_what_they_are(path: Path) -> None:
     if module.body:
         assert ast.get_docstring(module)
         assert "from __future__ import annotations" in path.read_text(encoding="utf-8") or path.name == "__init__.py"
+
+
+def test_one_name_is_one_class() -> None:
+    """But for the two ends of the wire: what a peer sends or asks for, what the client makes of it, and its other
+    half in the daemon.
+    """
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: sorted(path.split("/")[0] for path in paths) for name, paths in places.items() if len(paths) > 1}
+    assert twice == {name: sorted(["client", room]) for name, room in TWINS.items()}
 
 
 @each_file

@@ -191,5 +191,5 @@ class Arrivals:
             namespace.epoch = epoch
             for keyspace in namespace.keyspaces.values():
                 keyspace.disk_keyspace = None
-                self._disk.open_disk_keyspace(keyspace)
+                self._disk.open_keyspace(keyspace)
                 self._disk.demotion.offer_again(keyspace)  # what it has on disk is void

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from collections.abc import Set as AbstractSet
 
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.lowertier import LowerTier
     from kvoffloadd.cache.namespace import Keyspace, Queue
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.tiers.memory import MemoryTier
 
 log = logging.getLogger(__name__)
 
-_ON_DISK = 1 << 46  # a snapshot's cursor from here on names rows of the catalog
+_IN_LOWER = 1 << 46  # a snapshot's cursor from here on is one of the tier below
 
 
 @dataclass(slots=True)
@@ -118,16 +118,19 @@ class Cache:
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
-        self.disk: DiskTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._told_of_names = False
         self._names_differ = False
         self._tick = 0
 
-    def attach(self, disk: DiskTier) -> None:
-        """There is a disk tier."""
-        self.disk = disk
-        self.entries.disk = disk
+    @property
+    def lower(self) -> LowerTier:
+        """The tier below memory."""
+        return self.entries.lower
+
+    def attach(self, lower: LowerTier) -> None:
+        """There is a tier below memory."""
+        self.entries.lower = lower
 
     # --- namespaces and groups ---
 
@@ -152,8 +155,7 @@ class Cache:
             if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
                 for keyspace in namespace.keyspaces.values():
                     self.entries.keyspaces.retire(keyspace)
-                    if self.disk:
-                        self.disk.close_disk_keyspace(keyspace)
+                    self.lower.close_keyspace(keyspace)
                 namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
 
@@ -188,8 +190,7 @@ class Cache:
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """The payload sizes of these parts of it are known now, too."""
         self.eviction.admit(keyspace, known)
-        if self.disk:
-            self.disk.open_disk_keyspace(keyspace)
+        self.lower.open_keyspace(keyspace)
 
     def remember(self) -> None:
         """Write down whose the keys are, for a successor: before a key of a group that has changed is, and at once if
@@ -262,8 +263,7 @@ class Cache:
         for queue, some in queues.values():
             rows, places, begins = _used(some)
             queue.policy.touch(rows, places, begins)
-            if self.disk:
-                self.disk.demotion.used(rows)
+            self.lower.used(rows)
             self._touch_slots(self.entries.first[rows].astype(np.int64))
 
     def _touch_slots(self, parts: I64Array) -> None:
@@ -484,22 +484,23 @@ class Cache:
     def forget_clears(self) -> None:
         """If there are too many clears to remember, forget those of namespaces of which nothing is left here."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
-            self.epochs.forget(self.namespaces.keys() | (self.disk.namespaces() if self.disk else set()))
+            self.epochs.forget(self.namespaces.keys() | self.lower.namespaces())
 
     def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
-        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those on disk come last.
-        A keyspace that was retired has none.
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those of the tier below come
+        last. A keyspace that was retired has none.
         """
         if keyspace.retired:
             return b"", 0
-        if cursor >= _ON_DISK and self.disk:
-            packed, after = self.disk.snapshot(keyspace, cursor - _ON_DISK, SCAN_ROWS)
-            return packed, after + _ON_DISK if after else 0
+        if cursor >= _IN_LOWER:
+            packed, after = self.lower.snapshot(keyspace, cursor - _IN_LOWER, SCAN_ROWS)
+            return packed, after + _IN_LOWER if after else 0
         rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
         after = cursor + SCAN_ROWS
         packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
-        end = _ON_DISK if self.disk else 0
-        return packed, after if after < self.entries.index.rows_end else end
+        if after < self.entries.index.rows_end:
+            return packed, after
+        return packed, _IN_LOWER if keyspace.namespace.fingerprint in self.lower.namespaces() else 0
 
     def figures(self) -> dict[str, int]:
         """Counters and gauges of this room."""

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
     from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.catalog import DiskKeyspace
+    from kvoffloadd.cache.disktier import DiskTier
     from kvoffloadd.cache.namespace import Namespace
 
 
-def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:
+def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:
     """Clear the namespaces with these fingerprints, None: all, whether they are open or not. When this returns nothing
     that was stored before hits; run the coroutine to its end, whoever asked for the clear. Its result: what memory
     dropped, (keys, bytes).
@@ -32,12 +33,12 @@ def clear(cache: Cache, names: Collection[bytes] | None) -> Coroutine[Any, Any, 
         for name in names:
             cache.epochs.advance(name)
     cache.forget_clears()
-    disk_keyspaces = cache.disk.begin_clear(names) if cache.disk else []
+    disk_keyspaces = disk.begin_clear(names) if disk else []
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
     cache.remember()
-    return _finish(cache, walks, disk_keyspaces)
+    return _finish(disk, walks, disk_keyspaces)
 
 
 def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool) -> None:
@@ -54,7 +55,7 @@ def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool)
 
 
 async def _finish(
-    cache: Cache, walks: list[Iterator[tuple[int, int]]], disk_keyspaces: list[DiskKeyspace]
+    disk: DiskTier | None, walks: list[Iterator[tuple[int, int]]], disk_keyspaces: list[DiskKeyspace]
 ) -> tuple[int, int]:
     keys = held_bytes = 0
     for walk in walks:
@@ -62,6 +63,6 @@ async def _finish(
             keys += some_keys
             held_bytes += some_bytes
             await asyncio.sleep(0)
-    if cache.disk:
-        await cache.disk.finish_clear(disk_keyspaces)
+    if disk:
+        await disk.finish_clear(disk_keyspaces)
     return keys, held_bytes

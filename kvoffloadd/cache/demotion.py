@@ -19,6 +19,7 @@ from kvoffloadd.cache.keytable import RowState
 from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.policy.ghost import UseCounts
 from kvoffloadd.changes import Changes
+from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.format import ENTRY
 from kvoffloadd.tiers.disk.health import RootState
 from kvoffloadd.tiers.disk.segment import WriteBatch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvoffloadd.cache.catalog import DiskKeyspace
     from kvoffloadd.cache.disktier import DiskSettings, DiskTier
     from kvoffloadd.cache.namespace import Keyspace
-    from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array
+    from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
     from kvoffloadd.tiers.disk.root import Root
     from kvoffloadd.tiers.disk.segment import Records, Segment
 
@@ -113,6 +114,8 @@ class Demotion:
         self.backlog_bytes = 0
         self._queue: deque[DemotionBatch] = deque()
         self._writes: set[DemotionWrite] = set()
+        # Of each row of memory whether it waits to be written.
+        self._demoting: U8Array = reserve_array((disk.cache.entries.max_rows,), np.uint8)
         self._queue_changes = Changes()
         self._again: set[Keyspace] = set()
         self._again_changes = Changes()
@@ -131,6 +134,10 @@ class Demotion:
         return self.backlog_bytes + sum(sum(w.offer.keyspace.part_bytes) * len(w.offer.rows) for w in self._writes)
 
     # --- what comes in ---
+
+    def reset(self, rows: U32Array) -> None:
+        """These rows are used for new keys."""
+        self._demoting[rows] = 0
 
     def sealed(self, parts: I64Array) -> None:
         """The checksums of these parts are known now."""
@@ -207,7 +214,7 @@ class Demotion:
     def _enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
         size = sum(keyspace.part_bytes)
         if not tries:
-            rows = rows[self._cache.entries.demoting[rows] == 0]
+            rows = rows[self._demoting[rows] == 0]
         room = max(0, self._settings.backlog_bytes - self.backlog_bytes) // size
         if room < len(rows):
             self.counters.not_demoted["backlog"] += len(rows) - room
@@ -215,7 +222,7 @@ class Demotion:
         if not len(rows):
             return
         first = self._cache.entries.first[rows]
-        self._cache.entries.demoting[rows] = 1
+        self._demoting[rows] = 1
         self._queue.append(DemotionBatch(keyspace, rows, self._cache.entries.parts.generation[first], tries))
         self.backlog_bytes += size * len(rows)
         self._queue_changes.notify_all()
@@ -278,7 +285,7 @@ class Demotion:
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
             rows = self._known(rows[self._writable(keyspace, rows)])
-            left += int(np.count_nonzero(entries.demoting[rows] == 0))
+            left += int(np.count_nonzero(self._demoting[rows] == 0))
             await asyncio.sleep(0)
         return left * sum(keyspace.part_bytes)
 
@@ -295,7 +302,7 @@ class Demotion:
             for at in range(0, len(rows), step):
                 await self._until(max(0, self._settings.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
-                    left += int(np.count_nonzero(entries.demoting[rows[at:]] == 0))  # the others are in the backlog
+                    left += int(np.count_nonzero(self._demoting[rows[at:]] == 0))  # the others are in the backlog
                     break
                 self.offer(rows[at : at + step])
             await asyncio.sleep(0)
@@ -330,7 +337,7 @@ class Demotion:
             self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())
             rows, generations = rows[same], generations[same]
             writable = self._writable(offer.keyspace, rows)
-            entries.demoting[rows[~writable]] = 0
+            self._demoting[rows[~writable]] = 0
             if writable.any():
                 return DemotionBatch(offer.keyspace, rows[writable], generations[writable], offer.tries)
         return None
@@ -345,7 +352,7 @@ class Demotion:
         ]
         if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
-            self._cache.entries.demoting[offer.rows] = 0
+            self._demoting[offer.rows] = 0
             if not usable:
                 self.offer_again(keyspace)
             return
@@ -419,7 +426,7 @@ class Demotion:
             return
         self._writes.discard(write)
         offer = write.offer
-        self._cache.entries.demoting[offer.rows] = 0
+        self._demoting[offer.rows] = 0
         if write.again:
             self.offer_again(offer.keyspace)
         elif write.dropped:

@@ -112,7 +112,7 @@ class DiskTier:
 
     # --- names ---
 
-    def open_disk_keyspace(self, keyspace: Keyspace) -> None:
+    def open_keyspace(self, keyspace: Keyspace) -> None:
         """Find the disk keyspace of a keyspace, once the sizes of all its parts are known."""
         if keyspace.disk_keyspace is not None or not all(keyspace.part_bytes):
             return
@@ -133,11 +133,26 @@ class DiskTier:
             keyspace.disk_keyspace.part_bytes = tuple(keyspace.part_bytes)
             self._keyspaces[keyspace.disk_keyspace.id] = keyspace
 
-    def close_disk_keyspace(self, keyspace: Keyspace) -> None:
+    def close_keyspace(self, keyspace: Keyspace) -> None:
         """The namespace of a keyspace is forgotten; what its disk keyspace has stays."""
         if keyspace.disk_keyspace is not None and self._keyspaces.get(keyspace.disk_keyspace.id) is keyspace:
             del self._keyspaces[keyspace.disk_keyspace.id]
             self._discard_unused(keyspace.disk_keyspace)
+
+    # --- what memory tells ---
+
+    def reset(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+        self.promotion.reset(rows)
+        self.demotion.reset(rows)
+
+    def sealed(self, parts: I64Array) -> None:
+        """See `LowerTier`."""
+        self.demotion.sealed(parts)
+
+    def used(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+        self.demotion.used(rows)
 
     def _discard_unused(self, disk_keyspace: DiskKeyspace) -> None:
         """A disk keyspace that nobody has open gives its number back once it has no keys."""

@@ -15,6 +15,7 @@ import numpy as np
 from kvoffloadd.cache.index import Index, count_up, distinct
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.keyspaces import Keyspaces
+from kvoffloadd.cache.lowertier import NoLowerTier
 from kvoffloadd.cache.missreasons import MissReasons, Reason
 from kvoffloadd.cache.parttable import PartState, PartTable
 from kvoffloadd.cache.together import begins_of, groups_of, numbers_of
@@ -24,7 +25,7 @@ from kvoffloadd.sharedmem import reserve_array
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.lowertier import LowerTier
     from kvoffloadd.cache.namespace import Keyspace, Namespace, Queue
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
     from kvoffloadd.tiers.memory import MemoryTier
@@ -59,6 +60,7 @@ class KeyTable:
         # Every row has at least one slot, and a slot at least one page.
         max_rows = tier.num_pages + 1
         self.tier = tier
+        self.max_rows = max_rows
         self.index = Index(max_rows, seed)
         self.ghosts = MissReasons(seed)
         # Four times what complete keys could ever take, which have a page for each record: see `scarcity`.
@@ -68,10 +70,8 @@ class KeyTable:
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)
         self.leases: U32Array = reserve_array((max_rows,), np.uint32)
         self.state: U8Array = reserve_array((max_rows,), np.uint8)
-        self.reading: U32Array = reserve_array((max_rows,), np.uint32)  # which promotion fills it; 0: none
-        self.demoting: U8Array = reserve_array((max_rows,), np.uint8)  # it waits to be written to disk
         self.inherited: U8Array = reserve_array((max_rows,), np.uint8)  # not stored in this run: from a pool or a disk
-        self.disk: DiskTier | None = None
+        self.lower: LowerTier = NoLowerTier()
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()
         self.events_lost = 0
@@ -97,9 +97,7 @@ class KeyTable:
             self.records_by_uid[keyspace.namespace.uid] += count * width
         self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
-        if self.disk:
-            self.reading[rows] = 0
-            self.demoting[rows] = 0
+        self.lower.reset(rows)
         self.state[rows] = RowState.LIVE
         for keyspace, count in keyspaces:
             keyspace.rows += count
@@ -254,8 +252,7 @@ class KeyTable:
                 self.ghosts.went(fingerprint, group, keys, why)
             for keyspace, at in keyspaces if keyspaces[0][0].namespace.listeners else ():
                 mine = self.index.keys[rows[at]]
-                if self.disk:  # what another tier has did not come, and does not go
-                    mine = mine[~self.disk.holds_keys(keyspace, mine)]
+                mine = mine[~self.lower.holds_keys(keyspace, mine)]  # they did not come, and do not go
                 self.note(keyspace, mine, added=added)
 
     def note(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:

@@ -24,6 +24,7 @@ from kvoffloadd.cache.missreasons import Reason
 from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KeyState
+from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.tiers.disk.records import DAMAGED, FAILED, NO_RESOURCES, NOT_READ, OK, READ
 from kvoffloadd.tiers.hashing import in_turns
 
@@ -151,6 +152,8 @@ class Promotion:
         self._cache = disk.cache
         self.counters = PromotionCounters()
         self._readings: dict[int, ReadBatch] = {}
+        # Of each row of memory the number of the reading that fills it; 0: none.
+        self._reading: U32Array = reserve_array((disk.cache.entries.max_rows,), np.uint32)
         self._fetches: set[Fetch] = set()
         self._quarantine: set[PendingRead] = set()
         self._next_id = 1
@@ -179,9 +182,13 @@ class Promotion:
         """Bytes of slots that nobody can use before a disk has answered."""
         return sum(piece.num_bytes for piece in self._quarantine)
 
+    def reset(self, rows: U32Array) -> None:
+        """These rows are used for new keys."""
+        self._reading[rows] = 0
+
     def under_way(self, rows: I64Array) -> BoolArray:
         """Which of these memory rows are being read from disk."""
-        found: BoolArray = self._cache.entries.reading[rows] != 0
+        found: BoolArray = self._reading[rows] != 0
         return found
 
     def fetch(self, on_disk: list[KeysOnDisk], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
@@ -272,7 +279,7 @@ class Promotion:
         if len(found.hit_rows):  # somebody brought them meanwhile
             self._hold(fetch, found.hit_rows)
         held = np.flatnonzero((found.rows >= 0) & ~found.hits)
-        numbers = cache.entries.reading[found.rows[held]]
+        numbers = self._reading[found.rows[held]]
         for number in distinct(numbers[numbers != 0]).tolist():
             mine = held[numbers == number]
             self._join(fetch, self._readings[number], KeysOnDisk(keyspace, on_disk.keys[mine], on_disk.positions[mine]))
@@ -314,7 +321,7 @@ class Promotion:
         reading = ReadBatch(self._next_id, fetch.urgent, fetch.flow, keyspace, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._readings[reading.id] = reading
-        cache.entries.reading[rows] = reading.id
+        self._reading[rows] = reading.id
         cache.entries.inherited[rows] = 1
         cache.hold(rows)
         self._join(fetch, reading, None)
@@ -383,7 +390,7 @@ class Promotion:
         entries = self._cache.entries
         gone = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
         reading.rows = np.setdiff1d(reading.rows, gone)
-        entries.reading[gone] = 0
+        self._reading[gone] = 0
         self._cache.unhold(gone)
 
     def _note_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
@@ -432,7 +439,7 @@ class Promotion:
 
     def _end_reading(self, reading: ReadBatch) -> None:
         entries = self._cache.entries
-        entries.reading[reading.rows] = 0
+        self._reading[reading.rows] = 0
         whole = entries.live(reading.rows)
         whole = whole[entries.complete(whole)]
         self.counters.keys += len(whole)

@@ -133,8 +133,7 @@ class Sealing:
             self._settle(number, len(parts))
             if not isinstance(digests, BaseException):
                 self.cache.seal(parts, generations, digests[at : at + len(parts)])
-                if self.cache.disk:
-                    self.cache.disk.demotion.sealed(parts)
+                self.cache.lower.sealed(parts)
             at += len(parts)
         if not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)

@@ -54,6 +54,11 @@ class CopyResult:
     seconds: float
     reason: str = ""
 
+    @classmethod
+    def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
+        """Of a copy that never was: nothing was moved."""
+        return cls(outcome, 0, 0, 0, 0.0, reason)
+
 
 class Work(Protocol):
     """What is to be copied, before any copy is made. Any thread may ask; nothing changes.

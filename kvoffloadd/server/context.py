@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator
 
     from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.jobs import Jobs
     from kvoffloadd.cache.lease import LetGo
-    from kvoffloadd.cache.transfer import Transfers
     from kvoffloadd.config import Config
     from kvoffloadd.device.base import Device, Gpus, HostMemory
     from kvoffloadd.device.signals import Signals
@@ -63,7 +64,7 @@ class Context:
     boot_id: bytes
     loop: asyncio.AbstractEventLoop
     cache: Cache
-    transfers: Transfers
+    jobs: Jobs
     host: HostMemory
     gpus: Gpus
     signals: Signals
@@ -79,6 +80,7 @@ class Context:
     draining: bool = False
     accepts: int = 0
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
+    disk: DiskTier | None = None
     own_uid: int = field(default_factory=os.getuid)
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -95,7 +97,7 @@ class Context:
 
     def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
         """See `clearing.clear`. It goes on to its end, though whoever asked for it may be gone."""
-        task = self.spawn(clear(self.cache, names), errors_are_told=True)
+        task = self.spawn(clear(self.cache, self.disk, names), errors_are_told=True)
         self.clears.add(task)
         task.add_done_callback(self.clears.discard)
         return task
@@ -128,7 +130,7 @@ class Context:
 
     def features(self) -> list[str]:
         """What a client may count on."""
-        optional = {"disk": self.cache.disk is not None, "cuda": self.config.cuda.enabled}
+        optional = {"disk": self.disk is not None, "cuda": self.config.cuda.enabled}
         return ["host", "memory", *(name for name, has in optional.items() if has)]
 
     def let_go(self, ended: LetGo, uid: int) -> None:
@@ -152,8 +154,8 @@ class Context:
     def audit(self) -> Iterator[list[str]]:
         """The self-audit: what is wrong, bit by bit, so that the loop can turn in between."""
         yield from audit.steps(self.cache, self._accounts)
-        if self.cache.disk is not None:
-            yield from self.cache.disk.steps()
+        if self.disk is not None:
+            yield from self.disk.steps()
         if not self.sessions:
             yield self.accounts.leaks()
             if len(self.instances):
@@ -162,8 +164,8 @@ class Context:
     def _accounts(self) -> tuple[int, int]:
         """Rows that somebody holds, parts that somebody writes."""
         held = self.instances.held()
-        holds, reserved = held.keys + self.transfers.holds, held.parts + self.transfers.reserved
-        disk = self.cache.disk
+        holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
+        disk = self.disk
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds
             reserved += disk.promotion.reserved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,10 +13,10 @@ import numpy as np
 
 from kvoffloadd.cache.cache import NO_ROWS
 from kvoffloadd.cache.disktier import find_on_disk, keys_on_disk
+from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
 from kvoffloadd.cache.keys import has_duplicates, keys_array
 from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.together import spans
-from kvoffloadd.cache.transfer import LoadPlan, Terms, Transfer, TransferResult
 from kvoffloadd.cache.wanted import Payloads, Reservation, Wanted
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
@@ -25,12 +26,13 @@ from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState,
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvoffloadd.cache.cache import LookupResult
+    from kvoffloadd.cache.cache import Cache, LookupResult
     from kvoffloadd.cache.lease import WriteLease
     from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.cache.progress import Progress
+    from kvoffloadd.cache.promotion import KeysOnDisk
     from kvoffloadd.config import LimitsConfig
     from kvoffloadd.server.account import Account
     from kvoffloadd.server.context import Context
@@ -66,24 +68,72 @@ class Charge(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A running job of this session. `chosen[g]`: of each copied payload of list g the index of its key, as often as
-    the rank holds parts of it; `lost[g]`: of the keys that never were copied. `numbers`: among the jobs of its
-    namespace, and of all; none if nothing is copied.
+class SessionJob:
+    """What a peer asked for, checked, and what its completion will say of it. `chosen[g]`: of each copied payload of
+    list g the index of its key, as often as the rank holds parts of it; `lost[g]`: of the keys that never were copied.
+    `job`: once it is under way; `numbers`: among the jobs of its namespace, and of all.
     """
 
     id: int
     registration: Registration
+    options: CopyOptions
     charge: Charge
     chosen: list[I64Array]
     lost: list[I64Array]
-    transfer: Transfer | None = None
+    job: Job | None = None
     numbers: list[int] = field(default_factory=list)
-    began_s: float = 0.0
+
+    def failed(self, result: Completion) -> list[I64Array]:
+        """Of each list the indices of the keys that were not stored or loaded."""
+        if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
+            return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
+        if not len(result.bad):
+            return self.lost
+        masks = np.split(result.bad, np.cumsum([len(at) for at in self.chosen])[:-1])
+        return [np.union1d(at[m], lost) for at, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
-class Jobs:
+class SessionLoad(SessionJob):
+    """`wanted`: of each list the keys that hit, or are `on_disk`. What came meanwhile was not promised, and its blocks
+    are not the job's to write. `founds`: where the keys stand now.
+    """
+
+    cache: Cache = field(kw_only=True)
+    shares: list[GroupJob] = field(kw_only=True)
+    wanted: list[BoolArray] = field(kw_only=True)
+    founds: list[LookupResult] = field(kw_only=True)
+    on_disk: list[KeysOnDisk] = field(kw_only=True)
+
+    def resolve(self) -> LoadPlan:
+        """What the job copies as things stand; notes what it does and does not. Called once more once what is on disk
+        has come.
+        """
+        founds = self.founds or self.cache.find_all([(share.keyspace, share.keys) for share in self.shares])
+        masks = [found.hits & mask for found, mask in zip(founds, self.wanted, strict=True)]
+        self.lost = [np.flatnonzero(~mask) for mask in masks]
+        taken = [
+            _every_part(self.cache, share, np.flatnonzero(mask), found.rows)
+            for share, mask, found in zip(self.shares, masks, founds, strict=True)
+        ]
+        self.chosen = [one.keys for one in taken]
+        rows = [found.rows[one.keys].astype(np.uint32) for found, one in zip(founds, taken, strict=True)]
+        groups = [(share.group, share.blocks) for share in self.shares]
+
+        def build(good: BoolArray) -> BlockWork:
+            masks = np.split(good, np.cumsum([len(one.keys) for one in taken])[:-1])
+            mine = zip(groups, taken, masks, strict=True)
+            return BlockWork([_block_list(self.cache, *group, one.only(mask)) for group, one, mask in mine])
+
+        self.founds = []
+        if not self.on_disk:
+            self.shares = []  # nobody asks again, and a job that waits has no use for its keys
+        self.on_disk = []
+        return LoadPlan(np.concatenate(rows), np.concatenate([one.parts for one in taken]), build)
+
+
+@dataclass(slots=True, eq=False)
+class SessionJobs:
     """All jobs of one session. `push` queues a message for the peer."""
 
     context: Context
@@ -93,14 +143,14 @@ class Jobs:
     outbox: Outbox
     push: Callable[[Push], None]
     limits: LimitsConfig
-    running: dict[int, Job] = field(default_factory=dict)
+    running: dict[int, SessionJob] = field(default_factory=dict)
 
     # --- requests ---
 
     def store(self, message: Store, registration: Registration) -> Accepted:
         """Reserve (or take reserved slots of the named lease), and start copying in."""
         shares = self._check(message.groups, registration)
-        terms = self._terms(message, registration)
+        options = self._options(message, registration)
         self._admit(message)
         for share in shares:
             if (share.blocks == NO_BLOCK).any():
@@ -109,39 +159,37 @@ class Jobs:
                 raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = self._leased(shares, lease) if lease else None
-        charge = self._charge(shares)
-        taken = leased or self._reserve(shares)
-        parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
-        work = BlockWork([self._list(s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
-        if lease:
-            self.instance.leases.fill(lease, parts)
-            self.account.refund("leases", len(parts))
-        nothing = [np.zeros(0, np.int64)] * len(shares)
-        job = Job(message.job, registration, charge, [one.keys for one in taken], nothing)
-
-        def start(done: Callable[[TransferResult], None]) -> Transfer:
-            return self.context.transfers.store(parts, work, terms, done)
-
-        self._start(Direction.STORE, job, start if len(parts) else None)
+        with self._charged(shares) as charge:
+            taken = leased or self._reserve(shares)
+            parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
+            cache = self.context.cache
+            work = BlockWork([_block_list(cache, s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
+            if lease:
+                self.instance.leases.fill(lease, parts)
+                self.account.refund("leases", len(parts))
+            nothing = [np.zeros(0, np.int64)] * len(shares)
+            request = SessionJob(message.job, registration, options, charge, [one.keys for one in taken], nothing)
+            on_end, jobs = partial(self._complete, request), self.context.jobs
+            if len(parts):
+                self._add(request, jobs.store(parts, work, options, on_end))
+            else:
+                self._add(request, jobs.finish(Direction.STORE, options, on_end))
         return Accepted(seq=message.seq, job=message.job, states=[one.states.tobytes() for one in taken])
 
     def load(self, message: Load, registration: Registration) -> Accepted:
         """Copy out what hits; what does not is named in the completion."""
         shares = self._check(message.groups, registration)
-        terms = self._terms(message, registration, urgent=message.expedited)
+        options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
-        founds, on_disk = self._find(shares)
+        founds, disk_hits = self._find(shares)
         if message.lease:
             self._check_lease(message.lease, founds)
-        nothing = [np.zeros(0, np.int64)] * len(shares)
-        job = Job(message.job, registration, Charge(0, 0), nothing, nothing)
-        wanted = [found.hits | gone for found, gone in zip(founds, on_disk, strict=True)]
-        fetched = [
-            keys_on_disk(share.keyspace, share.keys, share.first, gone)
-            for share, gone in zip(shares, on_disk, strict=True)
-            if gone.any()
+        wanted = [found.hits | hits for found, hits in zip(founds, disk_hits, strict=True)]
+        on_disk = [
+            keys_on_disk(share.keyspace, share.keys, share.first, hits)
+            for share, hits in zip(shares, disk_hits, strict=True)
+            if hits.any()
         ]
-        plan = partial(self._plan_load, job, shares, wanted, None if fetched else founds)
         check_targets(
             registration.families,
             [
@@ -149,18 +197,22 @@ class Jobs:
                 for share, mask in zip(shares, wanted, strict=True)
             ],
         )
-        if not any(mask.any() for mask in wanted):
-            job.lost = [np.arange(len(share.keys)) for share in shares]
-        job.charge = self._charge(shares)
-        if not message.lease:
-            used = zip(shares, founds, strict=True)
-            self.context.cache.use_all([(share.keyspace, found, share.first) for share, found in used])
-
-        def start(done: Callable[[TransferResult], None]) -> Transfer:
-            return self.context.transfers.load(plan, fetched, terms, done)
-
-        self._start(Direction.LOAD, job, start if any(mask.any() for mask in wanted) else None)
-        states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
+        with self._charged(shares) as charge:
+            cache, jobs = self.context.cache, self.context.jobs
+            if not message.lease:
+                used = zip(shares, founds, strict=True)
+                cache.use_all([(share.keyspace, found, share.first) for share, found in used])
+            states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
+            nothing = [np.zeros(0, np.int64)] * len(shares)
+            request = SessionLoad(
+                message.job, registration, options, charge, nothing, [np.arange(len(share.keys)) for share in shares],
+                cache=cache, shares=shares, wanted=wanted, founds=[] if on_disk else founds, on_disk=on_disk,
+            )  # fmt: skip
+            on_end = partial(self._complete, request)
+            if any(mask.any() for mask in wanted):
+                self._add(request, jobs.load(request, options, on_end))
+            else:
+                self._add(request, jobs.finish(Direction.LOAD, options, on_end))
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
 
     def _find(self, shares: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
@@ -168,75 +220,43 @@ class Jobs:
         cache = self.context.cache
         asked = [(share.keyspace, share.keys) for share in shares]
         founds = cache.find_all(asked)
-        if cache.disk is None:
+        if self.context.disk is None:
             return founds, [np.zeros(len(share.keys), bool) for share in shares]
-        return founds, find_on_disk(cache.disk, asked, founds)
-
-    def _plan_load(
-        self, job: Job, shares: list[GroupJob], wanted: list[BoolArray], founds: list[LookupResult] | None
-    ) -> LoadPlan:
-        """What the job copies, as `founds` has it or as things stand now; the job notes what it does and does not.
-
-        Only keys that are `wanted`: what came meanwhile was not promised, and its blocks are not the job's to write.
-        """
-        if founds is None:
-            founds = self.context.cache.find_all([(share.keyspace, share.keys) for share in shares])
-        masks = [found.hits & mask for found, mask in zip(founds, wanted, strict=True)]
-        job.lost = [np.flatnonzero(~mask) for mask in masks]
-        taken = [
-            self._every_part(share, np.flatnonzero(mask), found.rows)
-            for share, mask, found in zip(shares, masks, founds, strict=True)
-        ]
-        job.chosen = [one.keys for one in taken]
-        rows = [found.rows[one.keys].astype(np.uint32) for found, one in zip(founds, taken, strict=True)]
-
-        groups = [(share.group, share.blocks) for share in shares]  # a job that waits has no use for its keys
-
-        def build(good: BoolArray) -> BlockWork:
-            masks = np.split(good, np.cumsum([len(one.keys) for one in taken])[:-1])
-            mine = zip(groups, taken, masks, strict=True)
-            return BlockWork([self._list(*group, one.only(mask)) for group, one, mask in mine])
-
-        return LoadPlan(np.concatenate(rows), np.concatenate([one.parts for one in taken]), build)
+        return founds, find_on_disk(self.context.disk, asked, founds)
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""
-        job = self.running.get(job_id)
-        if job is None:
+        request = self.running.get(job_id)
+        if request is None or request.job is None:
             raise UnknownNameError(f"this session has no job {job_id} under way")
-        if job.transfer is not None:
-            job.transfer.cancel()
+        request.job.cancel()
 
-    async def cancel_all(self) -> set[Transfer]:
+    async def cancel_all(self) -> set[Job]:
         """Drop what has not begun, over several turns of the loop; returns what still has to end. No job is begun
         meanwhile.
         """
-        transfers = self.transfers()
+        jobs = {request.job for request in self.running.values() if request.job is not None}
         turn_ends = time.monotonic() + TURN_S
-        for transfer in transfers:
-            transfer.cancel()
+        for job in jobs:
+            job.cancel()
             if time.monotonic() >= turn_ends:
                 await asyncio.sleep(0)
                 turn_ends = time.monotonic() + TURN_S
-        return transfers
-
-    def transfers(self) -> set[Transfer]:
-        """What is under way."""
-        return {job.transfer for job in self.running.values() if job.transfer is not None}
+        return jobs
 
     def slow(self, least_s: float) -> list[dict[str, Any]]:
         """For `status`: jobs that have been under way for longer, and what each waits for."""
         now = self.context.loop.time()
         return [
             {
-                "job": job.id,
-                "direction": str(job.transfer.direction),
+                "job": request.id,
+                "direction": str(job.direction),
                 "age_s": round(now - job.began_s, 3),
-                "payloads": len(job.transfer.parts),
-                "waits_for": job.transfer.waits_for,
+                "payloads": len(job.parts),
+                "waits_for": job.phase.value,
             }
-            for job in self.running.values()
-            if job.transfer is not None and now - job.began_s >= least_s
+            for request in self.running.values()
+            if (job := request.job) is not None and now - job.began_s >= least_s
         ]
 
     # --- checks, none of which changes anything ---
@@ -278,24 +298,24 @@ class Jobs:
         if len(self.running) >= self.limits.jobs_per_session:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
-    def _charge(self, shares: list[GroupJob]) -> Charge:
-        """Caps and room for the completion: the last things that can refuse the job."""
+    @contextmanager
+    def _charged(self, shares: list[GroupJob]) -> Iterator[Charge]:
+        """Caps and room for the completion: the last things that can refuse the job, which counts for them until its
+        end. Raises LimitError.
+        """
         outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(share.keys) for share in shares)
         job_bytes = _DESCRIPTOR_BYTES * min(sum(len(s.keys) * s.group.descriptors for s in shares), SMALL_DESCRIPTORS)
         for share in shares:
             job_bytes += share.blocks.nbytes + len(share.keys) * (_KEY_BYTES + _PAYLOAD_BYTES * len(share.group.held))
-        self.outbox.reserve(outbox_bytes)
-        try:
+        with ExitStack() as undone:
+            self.outbox.reserve(outbox_bytes)
+            undone.callback(self.outbox.unreserve, outbox_bytes)
             self.account.charge("job_bytes", job_bytes)
-            try:
-                self.account.charge("jobs")
-            except LimitError:
-                self.account.refund("job_bytes", job_bytes)
-                raise
-        except LimitError:
-            self.outbox.unreserve(outbox_bytes)
-            raise
-        return Charge(outbox_bytes, job_bytes)
+            undone.callback(self.account.refund, "job_bytes", job_bytes)
+            self.account.charge("jobs")
+            undone.callback(self.account.refund, "jobs")
+            yield Charge(outbox_bytes, job_bytes)
+            undone.pop_all()
 
     def _check_lease(self, lease_id: int, founds: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)
@@ -330,59 +350,40 @@ class Jobs:
         wanted = [Wanted.from_first(share.keyspace, share.keys, share.group.parts, share.first) for share in shares]
         return self.context.cache.reserve_all(wanted)
 
-    def _every_part(self, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
-        """What this rank holds of the keys at these places."""
-        parts = self.context.cache.entries.records(rows[at], share.group.parts)
-        many, width = parts.shape
-        return Payloads(parts.ravel(), np.repeat(at, width), np.tile(np.arange(width), many))
-
-    def _list(self, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
-        addresses = self.context.cache.payload_addresses(taken.parts)
-        return BlockList(tuple(held.plan for held in group.held), blocks, taken.keys, taken.columns, addresses)
-
-    def _terms(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> Terms:
+    def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
         ready = registration.ready(message.ready) if message.ready else None
-        return Terms(registration.device or self.context.host, deadline, urgent, ready, self.instance.flow)
+        return CopyOptions(registration.device or self.context.host, deadline, urgent, ready, self.instance.flow)
 
     # --- the life of a job ---
 
-    def _start(
-        self, direction: Direction, job: Job, start: Callable[[Callable[[TransferResult], None]], Transfer] | None
-    ) -> None:
-        self.running[job.id] = job
-        if start is None:
-            self.context.loop.call_soon(self._complete_empty, direction, job)  # behind the reply
-            return
-        job.began_s = self.context.loop.time()
-        job.transfer = start(lambda result: self._complete(job, result))
-        job.registration.running.add(job.transfer)
-        job.numbers = [jobs.begin() for jobs in self._counted_in]
+    def _add(self, request: SessionJob, job: Job) -> None:
+        """It is under way; its end comes later."""
+        request.job = job
+        self.running[request.id] = request
+        request.registration.running.add(job)
+        request.numbers = [progress.begin() for progress in self._counted_in]
 
     @property
     def _counted_in(self) -> tuple[Progress, Progress]:
-        return self.namespace.jobs, self.context.transfers.jobs
+        return self.namespace.jobs, self.context.jobs.progress
 
-    def _complete_empty(self, direction: Direction, job: Job) -> None:
-        self.context.transfers.counters[direction].jobs += 1
-        self._complete(job, TransferResult(Outcome.DONE, 0, 0.0, np.zeros(0, bool)))
-
-    def _complete(self, job: Job, result: TransferResult) -> None:
-        del self.running[job.id]
-        if job.transfer is not None:
-            job.registration.running.discard(job.transfer)
-            for jobs, number in zip(self._counted_in, job.numbers, strict=True):
-                jobs.end(number)
+    def _complete(self, request: SessionJob, result: Completion) -> None:
+        del self.running[request.id]
+        if request.job is not None:
+            request.registration.running.discard(request.job)
+        for progress, number in zip(self._counted_in, request.numbers, strict=True):
+            progress.end(number)
         self.account.refund("jobs")
-        self.account.refund("job_bytes", job.charge.job_bytes)
-        self.outbox.unreserve(job.charge.outbox_bytes)
-        failed = self._failed(job, result)
+        self.account.refund("job_bytes", request.charge.job_bytes)
+        self.outbox.unreserve(request.charge.outbox_bytes)
+        failed = request.failed(result)
         outcome = result.outcome
         if outcome is Outcome.DONE and any(map(len, failed)):
             outcome = Outcome.PARTIAL
         self.push(
             Completed(
-                job=job.id,
+                job=request.id,
                 outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
                 bytes=result.bytes,
                 seconds=result.seconds,
@@ -391,11 +392,14 @@ class Jobs:
             )
         )
 
-    @staticmethod
-    def _failed(job: Job, result: TransferResult) -> list[I64Array]:
-        if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
-            return [np.union1d(chosen, lost) for chosen, lost in zip(job.chosen, job.lost, strict=True)]
-        if not len(result.bad):
-            return job.lost
-        masks = np.split(result.bad, np.cumsum([len(at) for at in job.chosen])[:-1])
-        return [np.union1d(at[m], lost) for at, lost, m in zip(job.chosen, job.lost, masks, strict=True)]
+
+def _every_part(cache: Cache, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
+    """What this rank holds of the keys at these places."""
+    parts = cache.entries.records(rows[at], share.group.parts)
+    many, width = parts.shape
+    return Payloads(parts.ravel(), np.repeat(at, width), np.tile(np.arange(width), many))
+
+
+def _block_list(cache: Cache, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
+    addresses = cache.payload_addresses(taken.parts)
+    return BlockList(tuple(held.plan for held in group.held), blocks, taken.keys, taken.columns, addresses)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.cache.cache import Cache, LookupResult
+    from kvoffloadd.cache.disktier import DiskTier
     from kvoffloadd.cache.lease import ReadLease
     from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.cache.promotion import Promotion
@@ -77,11 +78,11 @@ class Lookups:
         return sum(int(share.on_disk.sum()) for share in self.shares)
 
 
-def find_all(cache: Cache, asked: list[tuple[Keyspace, int, U64Array]]) -> Lookups:
+def find_all(cache: Cache, disk: DiskTier | None, asked: list[tuple[Keyspace, int, U64Array]]) -> Lookups:
     """Look keys up in memory and on disk. Changes nothing."""
     named = [(keyspace, keys) for keyspace, _, keys in asked]
     founds = cache.find_all(named)
-    aways = find_on_disk(cache.disk, named, founds) if cache.disk else [np.zeros(len(keys), bool) for _, keys in named]
+    aways = find_on_disk(disk, named, founds) if disk else [np.zeros(len(keys), bool) for _, keys in named]
     return Lookups(
         [GroupLookup(*one, found, on_disk) for one, found, on_disk in zip(asked, founds, aways, strict=True)]
     )
@@ -171,7 +172,7 @@ class PendingPins:
 
     @property
     def _promotion(self) -> Promotion:
-        disk = self.context.cache.disk
+        disk = self.context.disk
         if disk is None:
             raise LookupError("there is no disk tier")  # and so nothing is ever away
         return disk.promotion

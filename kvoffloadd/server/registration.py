@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.jobs import Job
     from kvoffloadd.cache.namespace import Keyspace, Namespace
-    from kvoffloadd.cache.transfer import Transfer
     from kvoffloadd.device.base import Allocation, Device
     from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
 
@@ -105,7 +105,7 @@ class Registration:
     families: dict[int, Family]
     allocations: frozenset[int]
     signals: list[Allocation]
-    running: set[Transfer] = field(default_factory=set)
+    running: set[Job] = field(default_factory=set)
     descriptors: int = 0
 
     def group(self, number: int) -> RegisteredGroup:

@@ -310,7 +310,7 @@ class Registry:
 
     async def _let_go(self, made: Registration) -> None:
         copy = self.context.config.copy
-        if not await self.context.transfers.end(made.running, copy.deadline_max_s + copy.worker_drain_s):
+        if not await self.context.jobs.end(made.running, copy.deadline_max_s + copy.worker_drain_s):
             self.context.fatal(f"copies of registration {made.id} do not end")
             return
         for number in made.allocations:

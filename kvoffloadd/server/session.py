@@ -35,7 +35,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import tag_of
 from kvoffloadd.protocol.state import check_role
 from kvoffloadd.server import status
-from kvoffloadd.server.jobs import Jobs
+from kvoffloadd.server.jobs import SessionJobs
 from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
@@ -97,7 +97,7 @@ class Session:
         self._limits = context.config.limits  # for good: the peer is told them once
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
-        self._jobs: Jobs | None = None
+        self._jobs: SessionJobs | None = None
         self._pins: PendingPins | None = None
         self._registry = Registry(context, self._account, self._limits)
         self._closing: asyncio.Task[None] | None = None
@@ -153,7 +153,9 @@ class Session:
             spec = message.namespace
             namespace = context.cache.open_namespace(name, self.peer.uid, spec.model, spec.key_bytes)
             self._namespace = namespace
-            self._jobs = Jobs(context, namespace, instance, self._account, self._outbox, self._push, self._limits)
+            self._jobs = SessionJobs(
+                context, namespace, instance, self._account, self._outbox, self._push, self._limits
+            )
             self._pins = PendingPins(context, instance, self._account, self._outbox, self._push)
         return m.Welcome(
             seq=message.seq,
@@ -216,7 +218,7 @@ class Session:
         return m.Done(seq=message.seq)
 
     def _find(self, groups: list[m.GroupKeys]) -> Lookups:
-        return find_all(self._context.cache, self._keys_of(groups))
+        return find_all(self._context.cache, self._context.disk, self._keys_of(groups))
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Keyspace, int, U64Array]]:
         namespace = self._own_namespace()
@@ -286,7 +288,7 @@ class Session:
 
     def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)
-        jobs = self._context.transfers.jobs if message.everything else self._own_namespace().jobs
+        jobs = self._context.jobs.progress if message.everything else self._own_namespace().jobs
         return self._finish_drain(message, jobs, jobs.last)
 
     async def _finish_drain(self, message: m.Drain, jobs: Progress, last: int) -> m.Reply:
@@ -295,10 +297,10 @@ class Session:
         except LimitError as error:
             raise BusyError(str(error)) from None
         try:
-            settled = await self._context.transfers.drain(jobs, last, message.deadline_s)
+            settled = await self._context.jobs.drain(jobs, last, message.deadline_s)
         finally:
             self._account.refund("drains")
-        sealing = self._context.transfers.sealing
+        sealing = self._context.jobs.sealing
         unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
         return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
 
@@ -372,7 +374,7 @@ class Session:
             if self._pins is not None:
                 ends.callback(self._pins.close)
             running = await self._jobs.cancel_all() if self._jobs else set()
-            if not await context.transfers.end(running, copy.worker_drain_s):
+            if not await context.jobs.end(running, copy.worker_drain_s):
                 context.counters.drains_late += 1
                 context.fatal(f"copies of session {self.id} do not end within {copy.worker_drain_s} s")
                 return
@@ -421,7 +423,7 @@ class Session:
             raise StateError("this session has ended")
         return self._instance
 
-    def _own_jobs(self) -> Jobs:
+    def _own_jobs(self) -> SessionJobs:
         if self._jobs is None:
             raise StateError("this session named no namespace in its hello")
         return self._jobs

@@ -66,7 +66,7 @@ async def tell_in_turns(context: Context, uid: int | None = None) -> dict[str, A
 
 def is_large(context: Context) -> bool:
     """Whether it takes more than some milliseconds to tell."""
-    jobs = len(context.transfers.running)
+    jobs = len(context.jobs.running)
     return len(context.sessions) + len(context.cache.namespaces) + len(context.instances) + jobs > LARGE
 
 
@@ -120,16 +120,16 @@ def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
 
 
 def _all_users(context: Context) -> dict[str, Any]:
-    cache, transfers = context.cache, context.transfers
+    cache, jobs = context.cache, context.jobs
     return {
         "memory": cache.tier.gauges(),
-        "cache": {**cache.figures(), "unsealed": transfers.unsealed},
-        **({"disk": cache.disk.figures()} if cache.disk else {}),
+        "cache": {**cache.figures(), "unsealed": jobs.unsealed},
+        **({"disk": context.disk.figures()} if context.disk else {}),
         "transfers": {
             str(direction): {name: getattr(counters, name) for name in counters.__slots__}
-            for direction, counters in transfers.counters.items()
+            for direction, counters in jobs.counters.items()
         },
-        "running": {"jobs": len(transfers.running), "holds": transfers.holds},
+        "running": {"jobs": len(jobs.running), "holds": jobs.holds},
         "server": {name: getattr(context.counters, name) for name in context.counters.__slots__},
         "devices": {device.kind: device.gauges() for device in context.devices},
         "lanes": _lanes(context),
@@ -163,8 +163,8 @@ def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
         f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
     }
     lanes["memory hash"] = context.hash_lane
-    if context.cache.disk:
-        for root in context.cache.disk.roots:
+    if context.disk:
+        for root in context.disk.roots:
             lanes |= {f"{root.path} read": root.read_lane, f"{root.path} write": root.write_lane}
     return {name: lane.figures() for name, lane in lanes.items()}
 

@@ -42,10 +42,10 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     """
     audit = AuditRun()
     await _check_books(context, audit)
-    if audit.findings and not context.transfers.verify_loads:
+    if audit.findings and not context.jobs.verify_loads:
         # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
         log.critical("the books are wrong: from now on payloads are verified before each load; restart the daemon")
-        context.transfers.verify_loads = True
+        context.jobs.verify_loads = True
     columns = context.cache.entries.parts
     audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))
     sealed = (
@@ -59,9 +59,9 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
             wrong = await _wrong_payloads(context, mine)
             audit.payloads += len(mine)
             audit.findings += [f"payload: part record {n} does not match its checksum{DROPPED}" for n in wrong.tolist()]
-            context.transfers.drop(columns.row[wrong])
-    if disk and context.cache.disk is not None:
-        audit.records, findings = await context.cache.disk.inspection.run(repair=repair)
+            context.jobs.drop(columns.row[wrong])
+    if disk and context.disk is not None:
+        audit.records, findings = await context.disk.inspection.run(repair=repair)
         audit.findings += findings
     del audit.findings[FINDINGS_MAX:]
     return audit

@@ -90,7 +90,7 @@ class Watchdog:
 
     def _look_at_disks(self) -> None:
         """Says which lanes of disks have not answered since the last round; asks the others again."""
-        disk = self._context.cache.disk
+        disk = self._context.disk
         for root in disk.roots if disk is not None else ():
             for lane in (root.read_lane, root.write_lane):
                 name = f"{root.path}, lane {lane.name}"

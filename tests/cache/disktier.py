@@ -383,7 +383,7 @@ class Tier:
 
     async def clear(self, *namespaces: Namespace) -> None:
         """Of these; none: of all."""
-        await clear(self.cache, [namespace.fingerprint for namespace in namespaces] or None)
+        await clear(self.cache, self.disk, [namespace.fingerprint for namespace in namespaces] or None)
 
     # --- waiting ---
 

@@ -296,7 +296,7 @@ class ClearMachine(RuleBasedStateMachine):
         reached = all(self.root(name).opened and name not in self.blocked for name in self.config)
         self.number_clear(scope)
         try:
-            self.run(clear(self.up.cache, self.names(scope)))
+            self.run(clear(self.up.cache, self.up.disk, self.names(scope)))
         except NotDurableError:
             assert not reached
         else:
@@ -314,7 +314,7 @@ class ClearMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.strangers += 1
             with suppress(NotDurableError):
-                self.run(clear(self.up.cache, [self.strangers.to_bytes(16, "big")]))
+                self.run(clear(self.up.cache, self.up.disk, [self.strangers.to_bytes(16, "big")]))
 
     @precondition(lambda self: self.tier is not None)
     @rule(scope=scopes, turns=st.integers(0, 60))
@@ -324,7 +324,7 @@ class ClearMachine(RuleBasedStateMachine):
         self.number_clear(scope)
 
         async def main() -> bool:
-            task = asyncio.ensure_future(clear(self.up.cache, self.names(scope)))
+            task = asyncio.ensure_future(clear(self.up.cache, self.up.disk, self.names(scope)))
             for _ in range(turns):
                 await asyncio.sleep(0)
             answered = task.done() and task.exception() is None

@@ -139,7 +139,7 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     on_disk = paths[0].with_name("away")
     paths[0].rename(on_disk)
     paths[1].rename(paths[0])
-    await clear(tier.cache, [tier.keyspace(A).namespace.fingerprint])
+    await clear(tier.cache, tier.disk, [tier.keyspace(A).namespace.fingerprint])
     assert await read_manifest(paths[0]) == other
     mine = await read_manifest(on_disk)
     assert mine is not None
@@ -413,7 +413,7 @@ async def test_too_many_clears_become_one(open_tier: Open, paths: list[Path], mo
     await tier.store_away(tier.keyspace(B), 1)
     await tier.clear(tier.keyspace(A).namespace)
     for n in range(8):
-        await clear(tier.cache, [bytes([100 + n]) * 16])
+        await clear(tier.cache, tier.disk, [bytes([100 + n]) * 16])
     assert tier.cache.epochs.base, "they were forgotten"
     assert len(tier.cache.epochs.by_namespace) < 8
     await tier.close()
@@ -463,10 +463,10 @@ async def test_no_user_s_cap_stops_a_clear_of_everything(open_tier: Open) -> Non
     rows = tier.cache.entries.live(np.arange(tier.cache.entries.index.rows_end, dtype=np.uint32))
     tier.cache.hold(rows)
     tier.cache.entries.keyspaces.groups_max = 1
-    await clear(tier.cache, {A})
+    await clear(tier.cache, tier.disk, {A})
     with pytest.raises(LimitError):
-        await clear(tier.cache, {A})
-    await clear(tier.cache, None)
+        await clear(tier.cache, tier.disk, {A})
+    await clear(tier.cache, tier.disk, None)
     tier.cache.unhold(rows)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.cache import Cache, LookupResult
+from kvoffloadd.cache.disktier import DiskTier
 from kvoffloadd.cache.lookupstats import NAMESPACES_MAX, LookupStats
 from kvoffloadd.cache.missreasons import MissReasons, Reason
 from kvoffloadd.cache.namespace import Keyspace, Namespace
@@ -43,7 +44,8 @@ def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
 def ask(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
     keys = keys_of(*numbers)
     found = cache.find(keyspace, keys)
-    on_disk = cache.disk.on_disk(keyspace, keys, found) if cache.disk else np.zeros(len(keys), bool)
+    disk = cache.lower
+    on_disk = disk.on_disk(keyspace, keys, found) if isinstance(disk, DiskTier) else np.zeros(len(keys), bool)
     cache.lookups.note(keyspace, keys, found, on_disk)
     cache.lookups.look()
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.parttable import PartState
 from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
-from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 
 from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
@@ -111,19 +111,19 @@ async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) ->
 
 async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene) -> None:
     nobody: Any = None
-    transfers = Transfers(scene.cache, scene.lane, nobody, verify_loads=False)
-    job = transfers.jobs.begin()
-    draining = asyncio.ensure_future(transfers.drain(transfers.jobs, job, 20.0))
-    assert not await transfers.drain(transfers.jobs, job, 0.01)
+    jobs = Jobs(scene.cache, None, scene.lane, nobody, verify_loads=False)
+    job = jobs.progress.begin()
+    draining = asyncio.ensure_future(jobs.drain(jobs.progress, job, 20.0))
+    assert not await jobs.drain(jobs.progress, job, 0.01)
     parts = store(scene.cache, scene.keyspace, keys_of(1, 2), seals=False)
-    transfers.sealing.add(ENGINE, parts)
-    transfers.jobs.end(job)
-    assert not await transfers.drain(transfers.jobs, job, 0.01)
+    jobs.sealing.add(ENGINE, parts)
+    jobs.progress.end(job)
+    assert not await jobs.drain(jobs.progress, job, 0.01)
     assert (draining.done(), scene.sealed()) == (False, 0)
     scene.gate.set()
     assert await draining
     assert scene.sealed() == 2
-    assert num_waiters(transfers.jobs) == num_waiters(transfers.sealing.stores) == 0
+    assert num_waiters(jobs.progress) == num_waiters(jobs.sealing.stores) == 0
 
 
 async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.transfer import LoadPlan, Terms, TransferResult, Transfers
+from kvoffloadd.cache.jobs import Completion, CopyOptions, Jobs, LoadPlan, Phase
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
@@ -39,21 +40,26 @@ def adopted(cache: Cache) -> LoadPlan:
     return LoadPlan(cache.entries.parts.row[parts], parts, nothing)
 
 
+def resolved(plan: LoadPlan) -> Any:
+    """A request for what the plan has."""
+    return SimpleNamespace(on_disk=[], resolve=lambda: plan)
+
+
 @pytest.mark.parametrize("ends", [Outcome.CANCELLED, Outcome.EXPIRED])
 async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, threading.Event], ends: Outcome) -> None:
     cache = make_cache()
     plan = adopted(cache)
     nobody: Any = None  # neither signals nor a device are asked
-    transfers = Transfers(cache, lane[0], nobody, False)
-    results: list[TransferResult] = []
+    jobs = Jobs(cache, None, lane[0], nobody, False)
+    results: list[Completion] = []
     deadline_s = asyncio.get_running_loop().time() + (0.05 if ends is Outcome.EXPIRED else 60.0)
-    terms = Terms(nobody, deadline_s)
-    running = [transfers.load(lambda: plan, [], terms, results.append) for _ in range(20)]
-    assert {transfer.waits_for for transfer in running} == {"verification"}
+    options = CopyOptions(nobody, deadline_s)
+    running = [jobs.load(resolved(plan), options, results.append) for _ in range(20)]
+    assert {job.phase for job in running} == {Phase.VERIFICATION}
     if ends is Outcome.CANCELLED:
-        for transfer in running:
-            transfer.cancel()
-    assert await transfers.settle(set(running), 5.0)
+        for job in running:
+            job.cancel()
+    assert await jobs.settle(set(running), 5.0)
     assert [result.outcome for result in results] == [ends] * 20
     assert not cache.entries.leases.any()
     assert np.count_nonzero(cache.entries.parts.unverified) == 10
@@ -65,7 +71,7 @@ class SlowDevice:
     def __init__(self) -> None:
         self.ends: list[Any] = []
 
-    def submit(self, *args: Any, done: Any, **terms: Any) -> Any:
+    def submit(self, *args: Any, done: Any, **options: Any) -> Any:
         self.ends.append(done)
         return object()
 
@@ -76,16 +82,16 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     keyspace = make_keyspace(cache)[1]
     parts = store(cache, keyspace, keys_of(*range(10)))
     rows = cache.entries.parts.row[parts]
-    transfers = Transfers(cache, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
-    results: list[TransferResult] = []
+    jobs = Jobs(cache, None, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
+    results: list[Completion] = []
     plan = LoadPlan(rows, parts, lambda good: nobody)  # type: ignore[arg-type,return-value]  # nothing is copied
-    terms = Terms(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
-    first, second = (transfers.load(lambda: plan, [], terms, results.append) for _ in range(2))
+    options = CopyOptions(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
+    first, second = (jobs.load(resolved(plan), options, results.append) for _ in range(2))
     device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before
-    transfers.drop(rows[3:5])
+    jobs.drop(rows[3:5])
     device.ends[1](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
-    assert first.finished
-    assert second.finished
+    assert first.ended.is_set()
+    assert second.ended.is_set()
     assert [result.outcome for result in results] == [Outcome.DONE, Outcome.PARTIAL]
     assert np.flatnonzero(results[1].bad).tolist() == [3, 4]
     assert not cache.find(keyspace, keys_of(3, 4)).hits.any()
@@ -102,7 +108,7 @@ async def test_what_goes_while_what_was_adopted_is_verified(
     for keyspace in keyspaces:
         cache.entries.parts.unverified[store(cache, keyspace, keys_of(1))] = 1
     nobody: Any = None
-    verified = asyncio.ensure_future(Transfers(cache, lane[0], nobody, False).verify_adopted())
+    verified = asyncio.ensure_future(Jobs(cache, None, lane[0], nobody, False).verify_adopted())
     await asyncio.sleep(0)
     cache.entries.retire(cache.find(keyspaces[1], keys_of(1)).hit_rows)
     cache.close_namespace(keyspaces[1].namespace)

@@ -29,7 +29,7 @@ def context_of(cache: Any) -> Context:
         boot_id=b"b" * 16,
         loop=asyncio.get_running_loop(),
         cache=cache,
-        transfers=nothing,
+        jobs=nothing,
         host=nothing,
         gpus=nothing,
         signals=nothing,

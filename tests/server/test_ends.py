@@ -93,7 +93,7 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     """Memory is unmapped all the same; but if nobody knows whether copies have ended."""
     made, theirs, context = connection()
     session, error = made.session, RuntimeError("a bug")
-    context.transfers = Copies(error if what == "copies" else None)
+    context.jobs = Copies(error if what == "copies" else None)
     instance = context.instances.join(b"i" * 16, UID, None)
     session._instance = instance
 

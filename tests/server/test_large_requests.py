@@ -61,11 +61,11 @@ async def room() -> Room:
     cache = make_cache()
     loop = asyncio.get_running_loop()
     host: Any = Named(kind="host", gauges=dict, lanes=list)
-    transfers: Any = SimpleNamespace(running=set(), counters={}, unsealed=0, holds=0)
+    jobs: Any = SimpleNamespace(running=set(), counters={}, unsealed=0, holds=0)
     lane: Any = SimpleNamespace(queued=0, running=0, figures=dict)
     gpus: Any = SimpleNamespace(devices=list)
     context = Context(
-        Config(), b"b" * 16, loop, cache, transfers, host, gpus, NOBODY, lane, NOBODY,
+        Config(), b"b" * 16, loop, cache, jobs, host, gpus, NOBODY, lane, NOBODY,
         Accounts(caps(Config().limits)), Lag(loop), NOBODY, NOBODY, own_uid=0,
     )  # fmt: skip
     session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20), lambda message: None)
@@ -239,8 +239,8 @@ async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: Gate, wro
 
     entry = room.registry.attached[MEMORY]
     entry.device.unmap = unmap
-    transfers: Any = room.context.transfers
-    transfers.end = end
+    jobs: Any = room.context.jobs
+    jobs.end = end
     room.registry.account.used.update(mapped_bytes=1 << 20, fds=1)
     first = (await room.ask(message(1, group=1))).registration
     task = asyncio.ensure_future(room.ask(clash() if wrong else message()))
@@ -285,8 +285,8 @@ async def test_memory_that_a_refused_draft_lets_go_is_named_no_more(
     whole_refund = Account.refund
     monkeypatch.setattr(Account, "refund", refund)
     room.registry.attached[MEMORY].device.unmap = unmap
-    transfers: Any = room.context.transfers
-    transfers.end = end
+    jobs: Any = room.context.jobs
+    jobs.end = end
     room.registry.account.used.update(mapped_bytes=1 << 20, fds=1)
     first = (await room.ask(message(1, group=1))).registration
     task = asyncio.ensure_future(room.ask(clash()))
@@ -379,3 +379,25 @@ async def test_memory_that_is_attached_when_the_session_has_ended(room: Room) ->
     room.registry.attached.clear()
     with pytest.raises(StateError, match="ended"):
         room.registry.sizes_bytes([MEMORY])
+
+
+async def test_a_job_that_a_bug_ends_before_it_begins_gives_back_its_charges(room: Room) -> None:
+    """The request fails; nothing counts for it."""
+    number = (await room.ask(message(1))).registration
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    jobs: Any = room.context.jobs
+    jobs.store = jobs.load = jobs.finish = fail
+    account = room.context.accounts.of(0)
+    before = dict(account.used)
+    blocks = m.GroupBlocks(group=0, keys=bytes(32), blocks=bytes(4))
+    for request in (
+        m.Store(seq=2, job=1, registration=number, groups=[blocks]),
+        m.Load(seq=3, job=2, registration=number, groups=[blocks]),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            await room.ask(request)
+    assert {name: count for name, count in account.used.items() if count} == {n: c for n, c in before.items() if c}
+    assert room.session._outbox.reserved_bytes == 0

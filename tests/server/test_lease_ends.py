@@ -11,9 +11,9 @@ import pytest
 
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.keys import pack
 from kvoffloadd.cache.lease import LEASE_KEYS
-from kvoffloadd.cache.transfer import Transfers
 from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m
@@ -41,7 +41,7 @@ class Scene:
             boot_id=b"b" * 16,
             loop=asyncio.get_running_loop(),
             cache=self.cache,
-            transfers=Transfers(self.cache, nothing, nothing, verify_loads=False),
+            jobs=Jobs(self.cache, None, nothing, nothing, verify_loads=False),
             host=nothing,
             gpus=nothing,
             signals=nothing,

@@ -22,15 +22,16 @@ def daemon(findings: list[list[str]], *, verify_loads: bool = False) -> Any:
     parts = SimpleNamespace(state=np.zeros(0, np.uint8), runs=SimpleNamespace(used=0))
     return SimpleNamespace(
         audit=lambda: iter(findings),
-        cache=SimpleNamespace(entries=SimpleNamespace(parts=parts), disk=None),
-        transfers=SimpleNamespace(verify_loads=verify_loads),
+        cache=SimpleNamespace(entries=SimpleNamespace(parts=parts)),
+        disk=None,
+        jobs=SimpleNamespace(verify_loads=verify_loads),
     )
 
 
 async def test_books_that_are_right_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
     context = daemon([[], []])
     audit = await verify(context, payloads=True, disk=True, repair=True)
-    assert (audit.findings, context.transfers.verify_loads, caplog.records) == ([], False, [])
+    assert (audit.findings, context.jobs.verify_loads, caplog.records) == ([], False, [])
 
 
 async def test_once_the_books_are_wrong_every_load_is_verified(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,7 +40,7 @@ async def test_once_the_books_are_wrong_every_load_is_verified(caplog: pytest.Lo
     for _ in range(2):
         audit = await verify(context, payloads=False, disk=False, repair=False)
         assert len(audit.findings) == 1
-        assert context.transfers.verify_loads
+        assert context.jobs.verify_loads
     assert [record.levelname for record in caplog.records] == ["CRITICAL"]
 
 
@@ -52,7 +53,7 @@ async def test_books_that_can_not_be_read_are_wrong() -> None:
     context.audit = audit
     found = await verify(context, payloads=False, disk=False, repair=False)
     assert "IndexError" in found.findings[0]
-    assert context.transfers.verify_loads
+    assert context.jobs.verify_loads
 
 
 async def test_payloads_are_hashed_in_turns_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ async def test_payloads_are_hashed_in_turns_of_so_many_bytes(monkeypatch: pytest
     context: Any = SimpleNamespace(
         audit=lambda: iter([]),
         cache=cache,
-        transfers=SimpleNamespace(verify_loads=False, drop=lambda rows: None),
+        jobs=SimpleNamespace(verify_loads=False, drop=lambda rows: None),
         hash_lane=Watched(),
     )
     audit = await verify(context, payloads=True, disk=False, repair=False)

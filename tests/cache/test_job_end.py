@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.transfer import STUCK_LOOKS, LoadPlan, Terms, Transfer, TransferResult, Transfers
+from kvoffloadd.cache.jobs import STUCK_LOOKS, Completion, CopyOptions, Job, Jobs, LoadPlan
 from kvoffloadd.device.signals import ReadySignal
-from kvoffloadd.lanes import DAEMON
 from kvoffloadd.model import Direction, Outcome
 
 from .fakes import keys_of, make_cache, make_keyspace, store
@@ -41,19 +40,18 @@ class FakeCopy:
         return self._busy()
 
 
-def running(copy: FakeCopy | None) -> tuple[Transfers, Transfer]:
+def running(copy: FakeCopy | None) -> tuple[Jobs, Job]:
     nobody: Any = None
-    transfers = Transfers(make_cache(), nobody, nobody, False)
-    none = np.zeros(0, np.int64)
-    rows, bad = np.zeros(0, np.uint32), np.zeros(0, bool)
-    return transfers, Transfer(Direction.STORE, none, rows, lambda _: None, bad, DAEMON, copy=copy)
+    return Jobs(make_cache(), None, nobody, nobody, False), Job(
+        Direction.STORE, CopyOptions(nobody, 0.0), lambda _: None, 0.0, copy=copy
+    )
 
 
 async def test_a_copy_that_is_stuck() -> None:
     copy = FakeCopy(lambda: 1e6)
-    transfers, transfer = running(copy)
+    jobs, job = running(copy)
     async with asyncio.timeout(20):
-        assert not await transfers.end({transfer}, STUCK_S)
+        assert not await jobs.end({job}, STUCK_S)
     assert copy.asked == STUCK_LOOKS, "time alone is no reason: the process may not have run"
 
 
@@ -63,19 +61,19 @@ async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
     each look somebody has been at one for long.
     """
     copy = FakeCopy(lambda: busy_s)
-    transfers, transfer = running(copy)
-    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    jobs, job = running(copy)
+    ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     async with asyncio.timeout(20):
         await copy.until_asked(3 * STUCK_LOOKS)
-        transfer.ended.set()
+        job.ended.set()
         assert await ending
 
 
 async def test_a_job_without_a_copy_yet() -> None:
-    transfers, transfer = running(None)
-    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    jobs, job = running(None)
+    ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     await asyncio.sleep(3 * STUCK_S)
-    transfer.ended.set()
+    job.ended.set()
     async with asyncio.timeout(20):
         assert await ending
 
@@ -83,11 +81,11 @@ async def test_a_job_without_a_copy_yet() -> None:
 async def test_a_chunk_that_ends_at_last() -> None:
     looks = iter([1e6] * (STUCK_LOOKS - 1) + [0.0] + [1e6] * (STUCK_LOOKS - 1))
     copy = FakeCopy(lambda: next(looks, 0.0))
-    transfers, transfer = running(copy)
-    ending = asyncio.ensure_future(transfers.end({transfer}, STUCK_S))
+    jobs, job = running(copy)
+    ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     async with asyncio.timeout(20):
         await copy.until_asked(3 * STUCK_LOOKS)
-        transfer.ended.set()
+        job.ended.set()
         assert await ending
 
 
@@ -109,18 +107,18 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     cache = make_cache()
     parts = store(cache, make_keyspace(cache)[1], keys_of(1))
-    transfers = Transfers(cache, lane, nobody, False)
-    ended: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
+    jobs = Jobs(cache, None, lane, nobody, False)
+    ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def build(good: Any) -> Any:
         raise MemoryError
 
-    plan = LoadPlan(cache.entries.parts.row[parts], parts, build)
+    request = SimpleNamespace(on_disk=[], resolve=lambda: LoadPlan(cache.entries.parts.row[parts], parts, build))
     device: Any = SimpleNamespace(submit=None)
-    transfers.load(lambda: plan, [], Terms(device, 1e9), ended.set_result)
+    jobs.load(request, CopyOptions(device, 1e9), ended.set_result)
     async with asyncio.timeout(20):
         assert (await ended).outcome is Outcome.FAILED
-    assert not transfers.running
+    assert not jobs.running
     assert not cache.entries.leases.any()
 
 
@@ -131,13 +129,13 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     short: Any = Short(error)
     cache = make_cache()
-    transfers = Transfers(cache, lane, short, False)
-    ended: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
-    terms = Terms(short, 1e9, ready=ready)
-    transfers.store(np.zeros(0, np.int64), nobody, terms, ended.set_result)
+    jobs = Jobs(cache, None, lane, short, False)
+    ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    options = CopyOptions(short, 1e9, ready=ready)
+    jobs.store(np.zeros(0, np.int64), nobody, options, ended.set_result)
     assert not ended.done(), "never within the call"
     async with asyncio.timeout(20):
         result = await ended
     assert result.outcome is Outcome.FAILED
     assert "could not begin" in result.reason
-    assert not transfers.running
+    assert not jobs.running

@@ -1,0 +1,513 @@
+"""Jobs under way: a job owns all that it needs until its last access, then frees it and tells its result, once.
+
+Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
+the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
+
+The life of a job is one coroutine, which waits in `Job.step` alone. It is no task: it runs to its first wait within
+`Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens between that
+callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the request is
+answered, and nobody can cancel a job over a copy in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import types
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.progress import Progress, Waits
+from kvoffloadd.cache.promotion import Urgency
+from kvoffloadd.cache.sealing import Sealing
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.model import BoolArray, Direction, Outcome
+from kvoffloadd.tiers.hashing import hash_payloads, in_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator
+
+    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.promotion import KeysOnDisk
+    from kvoffloadd.device.base import Copy, Device, Work
+    from kvoffloadd.device.signals import ReadySignal, Signals
+    from kvoffloadd.lanes import Lane
+    from kvoffloadd.model import I64Array, U32Array, U64Array
+
+T = TypeVar("T")
+
+VERIFY_URGENT = 0
+"""Before what is sealed: see `sealing`."""
+
+STUCK_LOOKS = 10
+"""A chunk that has not ended is looked at so many times before it is given up."""
+
+_SHORT = (MemoryError, OSError, RuntimeError)
+"""What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
+
+
+class Phase(StrEnum):
+    """What a job waits for: the disk, the check of payloads before they are loaded, the worker's signal, its copy; or
+    nothing, and it ends behind the reply.
+    """
+
+    DISK = "disk"
+    VERIFICATION = "verification"
+    SIGNAL = "signal"
+    COPY = "copy"
+    END = "end"
+
+
+class Stopped(Exception):
+    """A job ends before its copy has begun. The message: why, for the worker."""
+
+    def __init__(self, outcome: Outcome, reason: str = "") -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyOptions:
+    """How a job is to be copied. `deadline_s`: loop time after which no further piece of it begins. `urgent`: before
+    others of its direction. `ready`: nothing is copied before; None: at once. `flow`: whose job it is.
+    """
+
+    device: Device
+    deadline_s: float
+    urgent: bool = False
+    ready: ReadySignal | None = None
+    flow: Flow = DAEMON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """How a job ended. `bad`: which of its parts are of keys that failed verification (load), or were cleared while
+    they were stored.
+    """
+
+    outcome: Outcome
+    bytes: int
+    seconds: float
+    bad: BoolArray
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a load copies as things stand: record numbers `parts`, and of each its key's row. `build(good)` makes the
+    work of those that are good.
+    """
+
+    rows: U32Array
+    parts: I64Array
+    build: Callable[[BoolArray], Work]
+
+
+class LoadRequest(Protocol):
+    """What a load is asked for. `on_disk`: keys to be brought into memory first."""
+
+    on_disk: list[KeysOnDisk]
+
+    def resolve(self) -> LoadPlan:
+        """What is to be copied, of keys that are complete now."""
+
+
+@dataclass(slots=True)
+class JobCounters:
+    """Jobs, also those that had nothing to move, and what they moved, by direction. `copies` are those issued after
+    coalescing `descriptors`. `keys` counts payloads; those that were not moved are counted by the reason: how their job
+    ended, and `bad` as its result has it.
+    """
+
+    jobs: int = 0
+    keys: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    descriptors: int = 0
+    copies: int = 0
+    not_done: int = 0
+    keys_failed: int = 0
+    keys_cancelled: int = 0
+    keys_expired: int = 0
+    keys_bad: int = 0
+
+
+@types.coroutine
+def _suspend() -> Generator[None, Any, Any]:
+    return (yield)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job under way. `parts`: record numbers that it reads or writes; `rows`: of each its key, held by a load. `bad`:
+    which of them are known not to be right. `phase`: what it waits for. `stopped`: how it ends if its copy has not
+    begun. `on_end`: told of the result, after the last access.
+    """
+
+    direction: Direction
+    options: CopyOptions
+    on_end: Callable[[Completion], None]
+    began_s: float
+    parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
+    bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
+    phase: Phase = Phase.END
+    copy: Copy | None = None
+    stopped: Outcome | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _life: Coroutine[None, Any, None] | None = None
+    _give_up: Callable[[], bool] | None = None
+
+    def start(self, life: Coroutine[None, Any, None]) -> None:
+        """Run it to its first wait."""
+        self._life = life
+        self._go_on(None)
+
+    def cancel(self) -> None:
+        """Drop what has not begun. `on_end` is still called, after the last access."""
+        self.stop(Outcome.CANCELLED)
+
+    def stop(self, outcome: Outcome) -> None:
+        """The same, for this reason."""
+        self.stopped = self.stopped or outcome
+        give_up = self._give_up
+        if give_up is not None and give_up():
+            self._give_up = None
+            with suppress(StopIteration):
+                self._life.throw(Stopped(self.stopped))  # type: ignore[union-attr]  # it waits, so it has begun
+
+    async def step(
+        self, phase: Phase, begin: Callable[[Callable[[T], None]], Callable[[], bool]], until_s: float | None = None
+    ) -> T:
+        """Begin something, and wait for what it calls back with. `begin(resume)`: `resume` is to be called once, later;
+        it returns how to give it up, which says whether it is over at once: then `resume` is not called. `until_s`:
+        loop time at which the job is stopped.
+
+        Raises Stopped: the job was stopped before, or what it waits for was given up.
+        """
+        if self.stopped is not None:
+            raise Stopped(self.stopped)
+        self.phase = phase
+        self._give_up = begin(self._go_on)
+        timer = None
+        if until_s is not None:
+            timer = asyncio.get_running_loop().call_at(until_s, self.stop, Outcome.EXPIRED)
+        try:
+            value: T = await _suspend()
+        finally:
+            self._give_up = None
+            if timer is not None:
+                timer.cancel()
+        return value
+
+    def _go_on(self, value: object) -> None:
+        with suppress(StopIteration):
+            self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
+
+
+def _next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:
+    """For `Job.step`: nothing, but later."""
+    asyncio.get_running_loop().call_soon(resume, None)
+    return lambda: False
+
+
+@dataclass(slots=True, eq=False)
+class Jobs:
+    """All jobs of the daemon that are under way, and the sealing of what they stored. `progress`: the same jobs by
+    number, counted by whoever begins them.
+    """
+
+    cache: Cache
+    disk: DiskTier | None
+    hash_lane: Lane
+    signals: Signals
+    verify_loads: bool
+    running: set[Job] = field(default_factory=set)
+    progress: Progress = field(default_factory=Progress)
+    waits: Waits = field(default_factory=Waits)
+    sealing: Sealing = field(init=False)
+    counters: dict[Direction, JobCounters] = field(
+        default_factory=lambda: {direction: JobCounters() for direction in Direction}
+    )
+
+    def __post_init__(self) -> None:
+        self.sealing = Sealing(self.cache, self.hash_lane)
+
+    @property
+    def unsealed(self) -> int:
+        """Parts that wait for their checksum."""
+        return self.sealing.unsealed
+
+    @property
+    def holds(self) -> int:
+        """Rows that running loads hold."""
+        return sum(len(job.rows) for job in self.running)
+
+    @property
+    def reserved(self) -> int:
+        """Parts that running stores own."""
+        return sum(len(job.parts) for job in self.running if job.direction is Direction.STORE)
+
+    # --- store ---
+
+    def store(self, parts: I64Array, work: Work, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
+        """Copy into reserved parts that the job owns from here on; commit or abort them at the end."""
+        self.cache.begin(parts)
+        job = self._add(Job(Direction.STORE, options, on_end, _now_s(), parts, bad=np.zeros(len(parts), bool)))
+        job.start(self._store(job, work))
+        return job
+
+    async def _store(self, job: Job, work: Work) -> None:
+        try:
+            result = await self._copy(job, lambda: work)
+        except Stopped as stopped:
+            result = CopyResult.not_begun(stopped.outcome, str(stopped))
+        if result.outcome is Outcome.DONE:
+            kept = self.cache.commit(job.parts)
+            if len(kept) < len(job.parts):  # cleared meanwhile
+                job.bad = ~np.isin(job.parts, kept)
+            self.sealing.add(job.options.flow, kept)
+        else:
+            self.cache.abort(job.parts)
+        self._end(job, result)
+
+    # --- load ---
+
+    def load(self, request: LoadRequest, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
+        """Copy out what the request resolves to, which is held until the end.
+
+        Keys that are on disk are brought into memory first; then the request is resolved again. A key whose payload was
+        adopted (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
+        """
+        job = self._add(Job(Direction.LOAD, options, on_end, _now_s()))
+        job.start(self._load(job, request))
+        return job
+
+    async def _load(self, job: Job, request: LoadRequest) -> None:
+        on_disk = request.on_disk
+        plan = self._hold(job, request.resolve())
+        try:
+            if on_disk:
+                await self._fetch(job, on_disk)
+                plan = self._hold(job, request.resolve())
+            await self._verify(job)
+            result = await self._copy(job, lambda: plan.build(~job.bad))
+        except Stopped as stopped:
+            result = CopyResult.not_begun(stopped.outcome, str(stopped))
+        self.cache.unhold(job.rows)
+        self._end(job, result)
+
+    def _hold(self, job: Job, plan: LoadPlan) -> LoadPlan:
+        """Hold the plan's keys in place of those held so far."""
+        self.cache.hold(plan.rows)
+        self.cache.unhold(job.rows)
+        job.rows, job.parts = plan.rows, plan.parts
+        job.bad = np.zeros(len(plan.rows), bool)
+        return plan
+
+    async def _fetch(self, job: Job, on_disk: list[KeysOnDisk]) -> None:
+        """Bring these keys into memory. They are held until the job waits again."""
+        if self.disk is None:
+            return
+        promotion = self.disk.promotion
+
+        def begin(resume: Callable[[None], None]) -> Callable[[], bool]:
+            fetch = promotion.fetch(on_disk, Urgency.LOAD, partial(resume, None), job.options.flow)
+
+            def give_up() -> bool:
+                promotion.cancel(fetch)
+                return True
+
+            return give_up
+
+        await job.step(Phase.DISK, begin, job.options.deadline_s)
+
+    async def _verify(self, job: Job) -> None:
+        """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong."""
+        columns = self.cache.entries.parts
+        if self.verify_loads:
+            due = np.flatnonzero(columns.state[job.parts] == PartState.SEALED)
+        else:
+            due = np.flatnonzero(columns.unverified[job.parts])
+        if not len(due):
+            return
+        for at in in_turns(due, self.cache.payload_bytes(job.parts[due])):
+            parts = job.parts[at]
+            digests = await job.step(Phase.VERIFICATION, partial(self._hash, job, parts), job.options.deadline_s)
+            if isinstance(digests, BaseException):
+                if job.stopped is not None:
+                    raise Stopped(job.stopped)
+                raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
+            wrong = (digests != columns.digest[parts]).any(axis=1)
+            columns.unverified[parts] = 0
+            self.drop(job.rows[at[wrong]])  # at once: nobody else is to load them
+
+    def _hash(
+        self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
+    ) -> Callable[[], bool]:
+        sizes = self.cache.payload_bytes(parts)
+        work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
+        ticket = self.hash_lane.submit(
+            work, resume, flow=job.options.flow, urgent=VERIFY_URGENT, cost_bytes=int(sizes.sum())
+        )
+
+        def give_up() -> bool:
+            ticket.cancel()
+            return False  # it says so itself
+
+        return give_up
+
+    async def verify_adopted(self) -> None:
+        """Hash all that was adopted and not loaded since, and drop what is wrong. No engine is served yet, but a root
+        that comes late may know that some of it was cleared.
+        """
+        columns = self.cache.entries.parts
+        parts = np.flatnonzero(columns.unverified[: columns.runs.used])
+        for turn in in_turns(parts, self.cache.payload_bytes(parts)):
+            mine = turn[columns.unverified[turn] != 0]
+            sizes = self.cache.payload_bytes(mine)
+            work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes)
+            digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
+            wrong = (digests != columns.digest[mine]).any(axis=1)
+            columns.unverified[mine] = 0
+            self.drop(columns.row[mine[wrong]])
+
+    def drop(self, rows: U32Array) -> None:
+        """These keys hold wrong bytes: they are misses now, and loads under way are told so: those that have not begun
+        leave them out, and what others have copied, or copy yet, is not valid.
+        """
+        if not len(rows):
+            return
+        self.cache.drop(rows)
+        for job in self.running:
+            if job.direction is Direction.LOAD:
+                job.bad |= np.isin(job.rows, rows)
+
+    # --- both ---
+
+    def finish(self, direction: Direction, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
+        """A job that has nothing to move: it ends in the next turn of the loop."""
+        job = self._add(Job(direction, options, on_end, _now_s()))
+        job.start(self._finish(job))
+        return job
+
+    async def _finish(self, job: Job) -> None:
+        await job.step(Phase.END, _next_turn)
+        self._end(job, CopyResult(Outcome.DONE, 0, 0, 0, 0.0))
+
+    def _add(self, job: Job) -> Job:
+        self.running.add(job)
+        return job
+
+    async def _copy(self, job: Job, build: Callable[[], Work]) -> CopyResult:
+        """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
+        try:
+            if job.options.ready is not None:
+                await self._await_signal(job, job.options.ready)
+            return await job.step(Phase.COPY, partial(self._submit, job, build))
+        except _SHORT as error:
+            await job.step(Phase.END, _next_turn)  # behind the reply
+            raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
+
+    async def _await_signal(self, job: Job, ready: ReadySignal) -> None:
+        def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:
+            wait = self.signals.wait(ready, job.options.deadline_s, resume)
+            return lambda: self.signals.cancel(wait)
+
+        outcome = await job.step(Phase.SIGNAL, begin)
+        if job.stopped or outcome is not Outcome.DONE:
+            gone = outcome is Outcome.FAILED
+            reason = "the page of the worker's signal is gone" if gone else "the worker's signal had not come"
+            raise Stopped(job.stopped or outcome, reason)
+
+    def _submit(self, job: Job, build: Callable[[], Work], resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
+        options = job.options
+        copy = job.copy = options.device.submit(
+            job.direction,
+            build(),
+            deadline_s=options.deadline_s,
+            urgent=options.urgent,
+            done=resume,
+            flow=options.flow,
+        )
+
+        def give_up() -> bool:
+            copy.cancel()
+            return False  # its end comes behind the last access
+
+        return give_up
+
+    def _end(self, job: Job, result: CopyResult) -> None:
+        self.running.remove(job)
+        job.ended.set()
+        counters = self.counters[job.direction]
+        counters.jobs += 1
+        counters.bytes += result.bytes
+        counters.seconds += result.seconds
+        counters.descriptors += result.descriptors
+        counters.copies += result.copies
+        if result.outcome is Outcome.DONE:
+            bad = int(job.bad.sum())
+            counters.keys += len(job.parts) - bad
+            counters.keys_bad += bad
+        else:
+            counters.not_done += 1
+            name = f"keys_{result.outcome.value}"
+            setattr(counters, name, getattr(counters, name) + len(job.parts))
+        outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and job.bad.any() else result.outcome
+        job.on_end(Completion(outcome, result.bytes, result.seconds, job.bad, result.reason))
+
+    async def drain(self, progress: Progress, last: int, deadline_s: float) -> bool:
+        """Wait until these jobs up to the number `last` have ended, and all that was stored by then has its checksum,
+        or has gone; False at the deadline. For any number of callers: see `Waits`.
+        """
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        return await self.waits.until_past(progress, last, until_s) and await self.until_sealed(until_s)
+
+    async def until_sealed(self, until_s: float) -> bool:
+        """Wait until all that was stored by now has its checksum, or has gone; False: not by that time of the loop."""
+        return await self.waits.until_past(self.sealing.stores, self.sealing.stores.last, until_s)
+
+    async def settle(self, jobs: set[Job], deadline_s: float) -> bool:
+        """Wait until these jobs have ended; False at the deadline. For one caller for each job: all who wait
+        for the same one go on in the same turn.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                for job in list(jobs):  # each wakes who waits for it alone, however many wait
+                    await job.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def end(self, jobs: set[Job], stuck_s: float) -> bool:
+        """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one
+        chunk of one of them for `stuck_s` seconds, and may be at it for ever.
+
+        However long it takes until the loop hears of their ends, or chunks of others have ended, is no reason. Time in
+        which the process did not run, or the loop did not turn, counts as one look.
+        """
+        look_s, stuck = stuck_s / STUCK_LOOKS, 0
+        began_s = time.monotonic()
+        while not await self.settle(jobs, look_s):
+            now, since_s = time.monotonic(), began_s
+            began_s = now
+            busy_s = max(
+                (job.copy.busy_s(now) for job in jobs if job.copy is not None and not job.ended.is_set()), default=0.0
+            )
+            stuck = stuck + 1 if busy_s >= now - since_s else 0
+            if stuck >= STUCK_LOOKS and busy_s >= stuck_s:  # one look may have been at one chunk, the next at another
+                return False
+        return True
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
