@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.disktier import DiskSettings, DiskTier
+from kvoffloadd.cache.demotion import DiskSettings
+from kvoffloadd.cache.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.keyhash import SEED_BITS
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
-from kvoffloadd.cache.warm_restart import adopt, read_saved_state
+from kvoffloadd.cache.savedstate import read_saved_state
+from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.config import check_memory_fits, has_memory_limit
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -36,6 +38,7 @@ from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import keep_telling, tell_held_back
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.server import status
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
@@ -224,7 +227,7 @@ def _serve_metrics(context: Context) -> Endpoint | None:
         return None
     from kvoffloadd.metrics.endpoint import Endpoint, bind  # takes a while, and most do without
 
-    endpoint = Endpoint(bind(listen), context.loop, context.status)
+    endpoint = Endpoint(bind(listen), context.loop, partial(status.tell, context))
     endpoint.start()
     log.info("metrics at %s", listen)
     return endpoint

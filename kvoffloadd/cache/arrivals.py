@@ -40,8 +40,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.clears import DiskClears
+    from kvoffloadd.cache.contents import DiskContents
+    from kvoffloadd.cache.demotion import Demotion
     from kvoffloadd.cache.namespace import Namespace
+    from kvoffloadd.cache.promotion import Promotion
+    from kvoffloadd.cache.reclaim import Reclaim
     from kvoffloadd.tiers.disk.manifest import Manifest
     from kvoffloadd.tiers.disk.recovery import Recovered
     from kvoffloadd.tiers.disk.root import Root
@@ -55,9 +59,20 @@ class Arrivals:
     the end of step 5.
     """
 
-    def __init__(self, disk: DiskTier) -> None:
+    def __init__(
+        self,
+        disk: DiskContents,
+        clears: DiskClears,
+        demotion: Demotion,
+        promotion: Promotion,
+        reclaim: Reclaim,
+    ) -> None:
         self.coming: set[Root] = set()
         self._disk = disk
+        self._clears = clears
+        self._demotion = demotion
+        self._promotion = promotion
+        self._reclaim = reclaim
         self._cache = disk.cache
         self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
 
@@ -91,13 +106,13 @@ class Arrivals:
         disk = self._disk
         if await root.probe.look():
             disk.numbers.changes.notify_all()
-            await disk.save_epochs([root])
+            await self._clears.save_epochs([root])
             return
         # Before all that waits for the disk: it may hang.
-        disk.promotion.give_up(root)
+        self._promotion.give_up(root)
         root.give_up()
         for ordinal in list(root.segments):
-            await disk.reclaim.forget(ordinal)
+            await self._reclaim.forget(ordinal)
             disk.catalog.close_segment(ordinal)
         await root.settle()
         await root.take_off()
@@ -113,7 +128,9 @@ class Arrivals:
             await self._hear(root, known)
             if root.opened:
                 await self._take_in(root)
-            await self._disk.save_epochs([one for one in self._disk.roots if one is root or one.state != RootState.OFF])
+            await self._clears.save_epochs(
+                [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
+            )
         finally:
             self.coming.discard(root)
 
@@ -182,7 +199,7 @@ class Arrivals:
             self._renew(namespace)
         if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
             cache.remember()
-        await self._disk.empty(self._disk.begin_clear(None))
+        await self._clears.empty(self._clears.begin(None))
 
     def _renew(self, namespace: Namespace) -> None:
         """Go on in the epoch that the namespace has by now."""
@@ -192,4 +209,4 @@ class Arrivals:
             for keyspace in namespace.keyspaces.values():
                 keyspace.disk_keyspace = None
                 self._disk.open_keyspace(keyspace)
-                self._disk.demotion.offer_again(keyspace)  # what it has on disk is void
+                self._demotion.offer_again(keyspace)  # what it has on disk is void

@@ -17,14 +17,15 @@ from kvoffloadd.cache.eviction import Eviction
 from kvoffloadd.cache.index import count_down, count_up, distinct, first_of_each
 from kvoffloadd.cache.keys import join_keys
 from kvoffloadd.cache.keytable import SCAN_ROWS, KeyTable, RowState
+from kvoffloadd.cache.lookup import LookupResult
 from kvoffloadd.cache.lookupstats import LookupStats
 from kvoffloadd.cache.missreasons import Reason
 from kvoffloadd.cache.namespace import Namespace
 from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.savedstate import pack_state
 from kvoffloadd.cache.scarcity import Scarcity
 from kvoffloadd.cache.together import begins_of, spans
 from kvoffloadd.cache.wanted import Joined, Reservation, Wanted
-from kvoffloadd.cache.warm_restart import names_of
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
     BoolArray,
@@ -71,20 +72,6 @@ class CacheCounters:
 _MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
 NO_ROWS = np.zeros(0, np.uint32)
 _RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookupResult:
-    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
-
-    rows: I64Array
-    states: U8Array
-    hits: BoolArray
-
-    @property
-    def hit_rows(self) -> U32Array:
-        """Rows of the keys that hit, in order."""
-        return self.rows[self.hits].astype(np.uint32)
 
 
 def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
@@ -197,7 +184,7 @@ class Cache:
         something was cleared.
         """
         self._names_differ = False
-        names, left_out = names_of(self, self.tier.pool.names_bytes_max)
+        names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
         self.tier.pool.save_names(names)
         if left_out and not self._told_of_names:
             self._told_of_names = True

@@ -33,7 +33,7 @@ def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) 
         for name in names:
             cache.epochs.advance(name)
     cache.forget_clears()
-    disk_keyspaces = disk.begin_clear(names) if disk else []
+    disk_keyspaces = disk.clears.begin(names) if disk else []
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
@@ -64,5 +64,5 @@ async def _finish(
             held_bytes += some_bytes
             await asyncio.sleep(0)
     if disk:
-        await disk.finish_clear(disk_keyspaces)
+        await disk.clears.finish(disk_keyspaces)
     return keys, held_bytes

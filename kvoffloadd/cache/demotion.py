@@ -26,7 +26,7 @@ from kvoffloadd.tiers.disk.segment import WriteBatch
 
 if TYPE_CHECKING:
     from kvoffloadd.cache.catalog import DiskKeyspace
-    from kvoffloadd.cache.disktier import DiskSettings, DiskTier
+    from kvoffloadd.cache.contents import DiskContents
     from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
     from kvoffloadd.tiers.disk.root import Root
@@ -48,6 +48,22 @@ OFFERS_PER_TURN = 64
 """Offers that one turn of the loop looks at: after a clear all that wait may be void."""
 
 ADMISSION_SLOTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """How the disk tier is used. `on_evict`: write only what memory is about to evict; `second_use`: only keys that
+    were used again. Budgets of 0 are none.
+    """
+
+    on_evict: bool
+    second_use: bool
+    write_bytes_per_s: int
+    write_ops_per_s: int
+    backlog_bytes: int
+    rewrite_hot: bool
+    retry_s: float
+    stuck_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +122,7 @@ class DemotionCounters:
 class Demotion:
     """What waits to be written, and what is being written."""
 
-    def __init__(self, disk: DiskTier, settings: DiskSettings) -> None:
+    def __init__(self, disk: DiskContents, settings: DiskSettings) -> None:
         self._disk = disk
         self._cache = disk.cache
         self._settings = settings

@@ -1,4 +1,4 @@
-"""Which prefixes of a prompt can be restored, from which keys hit. Pure."""
+"""Where keys stand, and which prefixes of a prompt can be restored from those that hit. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvoffloadd.model import BoolArray, GroupSchema, I64Array, U32Array
+    from kvoffloadd.model import BoolArray, GroupSchema, I64Array, U8Array, U32Array
 
 TOKENS_MAX = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupResult:
+    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
+
+    rows: I64Array
+    states: U8Array
+    hits: BoolArray
+
+    @property
+    def hit_rows(self) -> U32Array:
+        """Rows of the keys that hit, in order."""
+        return self.rows[self.hits].astype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvoffloadd.cache.keys import join_keys
 from kvoffloadd.cache.missreasons import REASONS, Reason
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.cache import LookupResult
+    from kvoffloadd.cache.lookup import LookupResult
     from kvoffloadd.cache.missreasons import MissReasons
     from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.model import BoolArray, U64Array

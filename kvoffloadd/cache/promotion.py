@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.cache.catalog import DiskKeyspace
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.contents import DiskContents
     from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.lanes import Ticket
     from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
@@ -147,7 +147,7 @@ class PromotionCounters:
 class Promotion:
     """All that is on its way from disk to memory."""
 
-    def __init__(self, disk: DiskTier) -> None:
+    def __init__(self, disk: DiskContents) -> None:
         self._disk = disk
         self._cache = disk.cache
         self.counters = PromotionCounters()

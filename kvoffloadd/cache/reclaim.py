@@ -21,7 +21,8 @@ from kvoffloadd.tiers.disk.records import OK, READ
 from kvoffloadd.tiers.disk.segment import Segment, WriteBatch
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.contents import DiskContents
+    from kvoffloadd.cache.demotion import Demotion
     from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.model import I64Array, U8Array, U32Array, U64Array
     from kvoffloadd.tiers.disk.root import Root
@@ -44,8 +45,9 @@ class Staging:
 class Reclaim:
     """Keeps a segment ready for whatever is written next."""
 
-    def __init__(self, disk: DiskTier, *, rewrite_hot: bool) -> None:
+    def __init__(self, disk: DiskContents, demotion: Demotion, *, rewrite_hot: bool) -> None:
         self._disk = disk
+        self._demotion = demotion
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
         self.records_rewritten = 0
@@ -89,7 +91,7 @@ class Reclaim:
             self.keys_evicted += len(rows)
         catalog.close_segment(segment.ordinal)
         for rows in again:
-            self._disk.demotion.offer(rows)
+            self._demotion.offer(rows)
 
     async def forget(self, ordinal: int) -> list[np.ndarray]:
         """Drop every record of a segment from the catalog, some at a time. Returns the keys that went, by their rows,

@@ -1,4 +1,4 @@
-"""Inspection: every record that the catalog names is read from disk and checked, while the daemon serves."""
+"""Scrub: every record that the catalog names is read from disk and checked, while the daemon serves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvoffloadd.model import DROPPED, PAGE_BYTES
 from kvoffloadd.tiers.hashing import in_turns
 
 if TYPE_CHECKING:
-    from kvoffloadd.cache.disktier import DiskTier
+    from kvoffloadd.cache.contents import DiskContents
+    from kvoffloadd.cache.promotion import PromotionCounters
     from kvoffloadd.model import I64Array
     from kvoffloadd.tiers.disk.segment import Segment
 
@@ -22,8 +23,9 @@ FINDINGS_MAX = 1000
 class Scrub:
     """Reads behind all that anybody waits for."""
 
-    def __init__(self, disk: DiskTier) -> None:
+    def __init__(self, disk: DiskContents, counters: PromotionCounters) -> None:
         self._disk = disk
+        self._counters = counters
 
     async def run(self, *, repair: bool) -> tuple[int, list[str]]:
         """Records read, and what is wrong with them; with `repair` the bad ones are dropped. What goes or moves
@@ -53,7 +55,7 @@ class Scrub:
                         place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
                         findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")
                     if repair and len(bad):
-                        self._disk.promotion.counters.damaged += len(bad)
+                        self._counters.damaged += len(bad)
                         self._disk.lose(np.asarray(bad), Reason.CORRUPT)
         return count, findings
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
-from kvoffloadd.client.promotion import Promotion
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved
 from kvoffloadd.errors import MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol import messages

@@ -16,7 +16,7 @@ from kvoffloadd.sockets import close_fds
 if TYPE_CHECKING:
     from kvoffloadd.client.calls import Call
     from kvoffloadd.client.job import Job
-    from kvoffloadd.client.promotion import Promotion
+    from kvoffloadd.client.results import Promotion
 
 
 class Pending(Waitable):

@@ -8,13 +8,12 @@ import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffloadd.cache import audit
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.instance import Instances
-from kvoffloadd.server.status import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterator
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
     from kvoffloadd.server.closer import Closer
     from kvoffloadd.server.instance import Instance
     from kvoffloadd.server.lag import Lag
-    from kvoffloadd.server.session import Session
+    from kvoffloadd.server.peer import Peer
+    from kvoffloadd.server.subscription import Subscription
     from kvoffloadd.server.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,20 @@ class SessionCounters:
     busy: int = 0
     peers_killed: int = 0
     drains_late: int = 0
+
+
+class OpenSession(Protocol):
+    """What the daemon knows of a session that is open."""
+
+    peer: Peer
+    requests: int
+    events: Subscription
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+
+    def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
+        """For `status`: its jobs that have been under way for longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +89,7 @@ class Context:
     turns: Turns
     closer: Closer
     instances: Instances = field(default_factory=Instances)
-    sessions: set[Session] = field(default_factory=set)
+    sessions: set[OpenSession] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
     accepts: int = 0
@@ -170,7 +184,3 @@ class Context:
             holds += disk.promotion.holds + disk.demotion.holds
             reserved += disk.promotion.reserved
         return holds, reserved
-
-    def status(self, uid: int | None = None) -> dict[str, Any]:
-        """What `status` tells; `uid`: what that user may know."""
-        return tell(self, uid)

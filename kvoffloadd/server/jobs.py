@@ -28,8 +28,9 @@ from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvoffloadd.cache.cache import Cache, LookupResult
+    from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.lease import WriteLease
+    from kvoffloadd.cache.lookup import LookupResult
     from kvoffloadd.cache.namespace import Keyspace, Namespace
     from kvoffloadd.cache.progress import Progress
     from kvoffloadd.cache.promotion import KeysOnDisk

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from kvoffloadd.cache.cache import Cache, LookupResult
+    from kvoffloadd.cache.cache import Cache
     from kvoffloadd.cache.disktier import DiskTier
     from kvoffloadd.cache.lease import ReadLease
+    from kvoffloadd.cache.lookup import LookupResult
     from kvoffloadd.cache.namespace import Keyspace
     from kvoffloadd.cache.promotion import Promotion
     from kvoffloadd.model import BoolArray, U32Array, U64Array

@@ -313,7 +313,7 @@ class Session:
         uid = None if self.privileged else self.peer.uid
         if status.is_large(self._context):
             return self._finish_status(message.seq, uid)
-        return m.Report(seq=message.seq, status=self._context.status(uid))
+        return m.Report(seq=message.seq, status=status.tell(self._context, uid))
 
     async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
         return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))

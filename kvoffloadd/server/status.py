@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.server.session import Session
+    from kvoffloadd.server.context import Context, OpenSession
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -138,7 +137,7 @@ def _all_users(context: Context) -> dict[str, Any]:
     }
 
 
-def _one_user(context: Context, uid: int, sessions: Sequence[Session]) -> dict[str, Any]:
+def _one_user(context: Context, uid: int, sessions: Sequence[OpenSession]) -> dict[str, Any]:
     cache = context.cache
     mine = [namespace for namespace in cache.namespaces.values() if namespace.uid == uid]
     return {

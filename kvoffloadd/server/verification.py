@@ -61,7 +61,7 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
             audit.findings += [f"payload: part record {n} does not match its checksum{DROPPED}" for n in wrong.tolist()]
             context.jobs.drop(columns.row[wrong])
     if disk and context.disk is not None:
-        audit.records, findings = await context.disk.inspection.run(repair=repair)
+        audit.records, findings = await context.disk.scrub.run(repair=repair)
         audit.findings += findings
     del audit.findings[FINDINGS_MAX:]
     return audit

@@ -16,10 +16,12 @@ import numpy as np
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.disktier import DiskSettings, DiskTier, keys_on_disk
+from kvoffloadd.cache.demotion import DiskSettings
+from kvoffloadd.cache.disktier import DiskTier, keys_on_disk
 from kvoffloadd.cache.namespace import Keyspace, Namespace
 from kvoffloadd.cache.promotion import Fetch, Urgency
-from kvoffloadd.cache.warm_restart import adopt, read_saved_state
+from kvoffloadd.cache.savedstate import read_saved_state
+from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
 from kvoffloadd.tiers.arenafile import ArenaFile
 from kvoffloadd.tiers.disk.faults import FaultyFiles

@@ -13,7 +13,8 @@ from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.namespace import Keyspace
 from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.cache.warm_restart import SavedState, adopt, read_saved_state
+from kvoffloadd.cache.savedstate import SavedState, read_saved_state
+from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.tiers.arenafile import ArenaFile
 

@@ -447,7 +447,7 @@ async def test_a_clear_of_everything_does_not_take_away_what_is_being_noted(open
     epochs = tier.cache.epochs
     epochs.advance(A)
     cleared = epochs.of(A)
-    noting = asyncio.ensure_future(tier.disk._save_at(tier.roots[0]))
+    noting = asyncio.ensure_future(tier.disk.clears._save_at(tier.roots[0]))
     asyncio.get_running_loop().call_soon(epochs.advance_all)
     assert await noting == ""
     manifest = await read_manifest(paths[0])

@@ -177,7 +177,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(repair=st.booleans())
     def inspect(self, repair: bool) -> None:
-        _, findings = self.run(self.tier.disk.inspection.run(repair=repair))
+        _, findings = self.run(self.tier.disk.scrub.run(repair=repair))
         assert not findings or not self.is_sound
 
     # --- clears ---

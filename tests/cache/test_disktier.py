@@ -235,15 +235,15 @@ async def test_an_inspection_finds_what_is_damaged_and_repairs_it(open_tier: Ope
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(10))
-    assert await tier.disk.inspection.run(repair=False) == (10, [])
+    assert await tier.disk.scrub.run(repair=False) == (10, [])
     tier.flip(keyspace, 4, PAGE_BYTES + 1)
     tier.flip(keyspace, 8, 100)
-    count, findings = await tier.disk.inspection.run(repair=False)
+    count, findings = await tier.disk.scrub.run(repair=False)
     assert (count, len(findings)) == (10, 2)
     assert tier.on_disk(keyspace, 4, 8) == [4, 8], "looking changes nothing"
-    assert len((await tier.disk.inspection.run(repair=True))[1]) == 2
+    assert len((await tier.disk.scrub.run(repair=True))[1]) == 2
     assert tier.on_disk(keyspace, *range(10)) == [0, 1, 2, 3, 5, 6, 7, 9]
-    assert await tier.disk.inspection.run(repair=True) == (8, [])
+    assert await tier.disk.scrub.run(repair=True) == (8, [])
 
 
 async def test_an_inspection_reads_so_many_bytes_a_turn(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ async def test_an_inspection_reads_so_many_bytes_a_turn(open_tier: Open, monkeyp
         return await inspect(segment, pages, cost_bytes)
 
     monkeypatch.setattr(again.root.reader, "inspect", watched)
-    assert await again.disk.inspection.run(repair=False) == (18, [])
+    assert await again.disk.scrub.run(repair=False) == (18, [])
     assert turns[:11] == [(1, 8)] * 10 + [(4, 8)]
     assert sum(count for count, _ in turns) == 18
     assert sum(pages for _, pages in turns) < shape.segment_pages

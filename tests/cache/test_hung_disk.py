@@ -345,7 +345,7 @@ async def test_an_inspection_does_not_wait_for_a_root_that_hangs(open_tier: Open
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(10))
     await hang(tier)
-    count, findings = await tier.disk.inspection.run(repair=True)
+    count, findings = await tier.disk.scrub.run(repair=True)
     assert count == 0
     assert findings
     assert all("does not answer" in finding for finding in findings)

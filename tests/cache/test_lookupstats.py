@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.cache import Cache, LookupResult
+from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.disktier import DiskTier
+from kvoffloadd.cache.lookup import LookupResult
 from kvoffloadd.cache.lookupstats import NAMESPACES_MAX, LookupStats
 from kvoffloadd.cache.missreasons import MissReasons, Reason
 from kvoffloadd.cache.namespace import Keyspace, Namespace

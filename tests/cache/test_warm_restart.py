@@ -9,7 +9,8 @@ import pytest
 
 from kvoffloadd.cache.audit import check
 from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.warm_restart import SavedState, adopt, read_saved_state
+from kvoffloadd.cache.savedstate import SavedState, read_saved_state
+from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
 from kvoffloadd.tiers import arenafile as pool_module
 from kvoffloadd.tiers.arenafile import ArenaFile

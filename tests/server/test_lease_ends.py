@@ -99,6 +99,7 @@ class Scene:
 
     async def close(self) -> None:
         for session in list(self.context.sessions):
+            assert isinstance(session, Session)
             await session.close()
             self.context.sessions.discard(session)
         assert (self.leases(), self.charged()) == (dict.fromkeys(self.leases(), 0), 0)
