@@ -9,17 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd import __version__, config, errors
+from kvoffloadd.client import Client
 from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.client import Client
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
@@ -197,7 +194,7 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
     """Without a daemon. A root that can't be checked is no reason to leave out the others."""
     from kvoffloadd.log import printable
     from kvoffloadd.report import ProgressLine
-    from kvoffloadd.tiers.disk.repair import check_root
+    from kvoffloadd.storage.disk.repair import check_root
 
     code = EXIT_OK
     checked: list[dict[str, object]] = []

@@ -11,18 +11,16 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvoffloadd import checks
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import BYTES_MAX, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 D = TypeVar("D")
 T = TypeVar("T")

@@ -10,24 +10,27 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.demotion import DiskSettings
-from kvoffloadd.cache.disktier import DiskTier
+from kvoffloadd.cache.disk.demotion import DiskSettings
+from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
-from kvoffloadd.cache.keyhash import SEED_BITS
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keyhash import SEED_BITS
+from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
-from kvoffloadd.cache.savedstate import read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import check_memory_fits, has_memory_limit
+from kvoffloadd.config import Config, check_memory_fits, has_memory_limit
+from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
@@ -37,6 +40,7 @@ from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import keep_telling, tell_held_back
+from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server import status
 from kvoffloadd.server.account import Accounts, caps
@@ -48,21 +52,13 @@ from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.storage.arenafile import ArenaFile, discard, inherit, open_pool
+from kvoffloadd.storage.disk.faults import FaultyFiles
+from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.root import Root, RootSettings
+from kvoffloadd.storage.disk.segment import SequenceNumbers
+from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.systemd import Systemd
-from kvoffloadd.tiers.arenafile import ArenaFile, discard, inherit, open_pool
-from kvoffloadd.tiers.disk.faults import FaultyFiles
-from kvoffloadd.tiers.disk.files import Files
-from kvoffloadd.tiers.disk.root import Root, RootSettings
-from kvoffloadd.tiers.disk.segment import SequenceNumbers
-from kvoffloadd.tiers.memory import MemoryTier
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Coroutine, Iterator
-
-    from kvoffloadd.config import Config
-    from kvoffloadd.device.base import HostMemory
-    from kvoffloadd.metrics.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
 

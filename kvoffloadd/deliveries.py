@@ -8,15 +8,13 @@ Ownership
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any
 
 TURN_S = 0.002
 """How long one turn of the loop takes values: none begins later than this."""

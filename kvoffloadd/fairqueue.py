@@ -14,10 +14,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound="Hashable")
 

@@ -17,15 +17,13 @@ import asyncio
 import enum
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import UsageError
 from kvoffloadd.fairqueue import FairQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -19,14 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.config import LogConfig
+from kvoffloadd.config import LogConfig
 
 ROOT = "kvoffloadd"
 """Logger above all of the project's; other libraries' loggers are left alone."""

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffloadd.config import Config, DiskRoot
 from kvoffloadd.log import printable
 from kvoffloadd.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from kvoffloadd.config import Config, DiskRoot
 
 PIPE_COLUMNS = 200
 """Width of tables that go into a file or a pipe, where there is no terminal to ask."""

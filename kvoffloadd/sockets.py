@@ -8,13 +8,10 @@ import fcntl
 import os
 import socket
 import termios
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 from kvoffloadd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 Ancillary = list[tuple[int, int, bytes]]
 """What `recvmsg` gives beside the bytes."""

@@ -16,13 +16,10 @@ import select
 import socket
 import stat
 import time
-from typing import TYPE_CHECKING
+from collections.abc import MutableMapping
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.sockets import pack_fds
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
 

@@ -373,7 +373,7 @@ class Roots:
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch) -> Roots:
     fake = Roots()
-    monkeypatch.setitem(sys.modules, "kvoffloadd.tiers.disk.repair", SimpleNamespace(check_root=fake.check_root))
+    monkeypatch.setitem(sys.modules, "kvoffloadd.storage.disk.repair", SimpleNamespace(check_root=fake.check_root))
     return fake
 
 

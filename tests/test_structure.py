@@ -92,6 +92,15 @@ def test_modules_say_what_they_are(path: Path) -> None:
         assert "from __future__ import annotations" in path.read_text(encoding="utf-8") or path.name == "__init__.py"
 
 
+@each_file
+def test_type_checking_guards_third_parties_alone(path: Path) -> None:
+    """What is imported plainly can't go in a circle, or it is an ImportError."""
+    for node in tree(path).body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            guarded = set(imports_when_loaded(node.body))
+            assert guarded.isdisjoint({"kvoffloadd", *sys.stdlib_module_names})
+
+
 def test_one_name_is_one_class() -> None:
     """But for the two ends of the wire: what a peer sends or asks for, what the client makes of it, and its other
     half in the daemon.

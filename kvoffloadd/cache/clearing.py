@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Coroutine, Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Iterator
-    from typing import Any
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.catalog import DiskKeyspace
-    from kvoffloadd.cache.disktier import DiskTier
-    from kvoffloadd.cache.namespace import Namespace
+from kvoffloadd.cache.disk.catalog import DiskKeyspace
+from kvoffloadd.cache.disk.disktier import DiskTier
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Namespace
 
 
 def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:

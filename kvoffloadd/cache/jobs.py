@@ -14,33 +14,26 @@ from __future__ import annotations
 import asyncio
 import time
 import types
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.disk.disktier import DiskTier
+from kvoffloadd.cache.disk.promotion import KeysOnDisk, Urgency
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
-from kvoffloadd.cache.promotion import Urgency
 from kvoffloadd.cache.sealing import Sealing
-from kvoffloadd.device.base import CopyResult
-from kvoffloadd.lanes import DAEMON, Flow
-from kvoffloadd.model import BoolArray, Direction, Outcome
-from kvoffloadd.tiers.hashing import hash_payloads, in_turns
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.disktier import DiskTier
-    from kvoffloadd.cache.promotion import KeysOnDisk
-    from kvoffloadd.device.base import Copy, Device, Work
-    from kvoffloadd.device.signals import ReadySignal, Signals
-    from kvoffloadd.lanes import Lane
-    from kvoffloadd.model import I64Array, U32Array, U64Array
+from kvoffloadd.device.base import Copy, CopyResult, Device, Work
+from kvoffloadd.device.signals import ReadySignal, Signals
+from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array, U64Array
+from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 T = TypeVar("T")
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WAKES_PER_TURN = 16
 """Of those who wait, and whose moment has come, so many go on in one turn of the loop: each may have as much to do as a

@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress
-from kvoffloadd.lanes import TURN_BYTES, CancelledWork
-from kvoffloadd.tiers.hashing import hash_payloads
-
-if TYPE_CHECKING:
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.lanes import Flow, Lane
-    from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
+from kvoffloadd.lanes import TURN_BYTES, CancelledWork, Flow, Lane
+from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
+from kvoffloadd.storage.hashing import hash_payloads
 
 SEAL_URGENT = 1
 """Behind the checks before loads (0), which somebody waits for; but they get a share."""

@@ -6,19 +6,14 @@ not. Payloads count as unverified until they have been hashed again: at their fi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from kvoffloadd.cache.parttable import PartState
-from kvoffloadd.model import GroupKind, GroupSchema, slot_pages
-
-if TYPE_CHECKING:
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.namespace import Keyspace
-    from kvoffloadd.cache.savedstate import SavedState
-    from kvoffloadd.model import I64Array, U32Array
-    from kvoffloadd.tiers.slotrecords import RecoveredSlots
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.savedstate import SavedState
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array, slot_pages
+from kvoffloadd.storage.slotrecords import RecoveredSlots
 
 
 def adopt(cache: Cache, saved: SavedState | None) -> U32Array:

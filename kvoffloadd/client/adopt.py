@@ -7,16 +7,14 @@ import math
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffloadd.client.allocation import Allocation
 from kvoffloadd.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import U8Array
+from kvoffloadd.model import U8Array
 
 
 @dataclass(frozen=True, slots=True)

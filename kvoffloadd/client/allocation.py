@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import ResourceError
+from kvoffloadd.model import U8Array
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import U8Array
 
 _POPULATE_THREADS = 4
 

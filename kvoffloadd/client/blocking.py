@@ -9,27 +9,24 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.calls import Call, First, Groups, Transfers
 from kvoffloadd.client.connector import Settings
 from kvoffloadd.client.core import ClientCore
+from kvoffloadd.client.job import Job, JobResult
+from kvoffloadd.client.kvcache import KvCache
+from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
+from kvoffloadd.client.timeline import Ready
+from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import DeadlineError
 from kvoffloadd.model import Direction, U8Array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from kvoffloadd.client.calls import Call, First, Groups, Transfers
-    from kvoffloadd.client.job import Job, JobResult
-    from kvoffloadd.client.kvcache import KvCache
-    from kvoffloadd.client.registration import Registration
-    from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
-    from kvoffloadd.client.timeline import Ready
-    from kvoffloadd.client.waiting import Gen, Wait
-    from kvoffloadd.protocol.messages import Limits, NamespaceSpec
+from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from kvoffloadd.client.gpu import IpcMemory, VmmMemory
+from kvoffloadd.client.job import Job
 from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
+from kvoffloadd.client.registration import Registration
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved
+from kvoffloadd.client.timeline import Ready
 from kvoffloadd.errors import MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Request
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.gpu import IpcMemory, VmmMemory
-    from kvoffloadd.client.job import Job
-    from kvoffloadd.client.registration import Registration
-    from kvoffloadd.client.timeline import Ready
 
 R = TypeVar("R")
 

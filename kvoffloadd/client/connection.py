@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvoffloadd.client.calls import Call
+from kvoffloadd.client.job import Job
+from kvoffloadd.client.results import Promotion
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, MessageError, RemoteError
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import REPLIES, Message, Push, Reply
 from kvoffloadd.sockets import close_fds
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.calls import Call
-    from kvoffloadd.client.job import Job
-    from kvoffloadd.client.results import Promotion
 
 
 class Pending(Waitable):

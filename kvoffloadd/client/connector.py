@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvoffloadd.client import calls
 from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.calls import Call
+from kvoffloadd.client.connection import ConnectionState, Pending
 from kvoffloadd.client.gpu import IpcMemory, VmmMemory
+from kvoffloadd.client.lines import Lines
+from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.session import Session
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
 from kvoffloadd.client.wire import TRANSIENT, unreachable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, NamespaceSpec
 from kvoffloadd.sockets import PATH_BYTES_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
-
-    from kvoffloadd.client.calls import Call
-    from kvoffloadd.client.connection import ConnectionState, Pending
-    from kvoffloadd.client.lines import Lines
-    from kvoffloadd.client.registration import Registration
-    from kvoffloadd.client.session import Session
 
 R = TypeVar("R")
 

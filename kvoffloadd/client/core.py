@@ -6,29 +6,25 @@ blocking client's lock sees to that. Nothing here waits; a step that must wait y
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.calls import Call, JobSpec
+from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.connector import Connector, Settings, backoffs
-from kvoffloadd.client.job import Job, JobConnectionLostError, JobDeadlineError
+from kvoffloadd.client.job import Job, JobConnectionLostError, JobDeadlineError, JobResult
+from kvoffloadd.client.kvcache import KvCache
 from kvoffloadd.client.lines import Lines, Poller
 from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.results import Event, Found
 from kvoffloadd.client.session import Session
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import ClientError, ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvoffloadd.client.calls import Call, JobSpec
-    from kvoffloadd.client.connection import ConnectionState
-    from kvoffloadd.client.job import JobResult
-    from kvoffloadd.client.kvcache import KvCache
-    from kvoffloadd.client.results import Event, Found
-    from kvoffloadd.model import U8Array
+from kvoffloadd.model import U8Array
 
 R = TypeVar("R")
 

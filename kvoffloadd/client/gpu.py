@@ -11,16 +11,13 @@ import ctypes
 import functools
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.cudadriver import CudaDriver, CudaError, PointerAttribute
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
 from kvoffloadd.sockets import close_fds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _HANDLE_TYPES = {_POSIX_FD: "POSIX_FILE_DESCRIPTOR", 2: "WIN32", 4: "WIN32_KMT", 8: "FABRIC"}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.client.keys import unpack_u32
+from kvoffloadd.client.registration import Registration
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, MessageError
 from kvoffloadd.model import BoolArray, Direction, KeyState, Outcome, U8Array, U32Array
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.registration import Registration
-    from kvoffloadd.protocol import messages
+from kvoffloadd.protocol import messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

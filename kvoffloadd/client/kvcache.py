@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.gpu import GpuAllocation
+from kvoffloadd.client.tensor import CanonicalTensor
+from kvoffloadd.client.timeline import Ready, Timeline
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import GroupKind, GroupSchema, Ref
 from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.client.allocation import Allocation
-    from kvoffloadd.client.gpu import GpuAllocation
-    from kvoffloadd.client.tensor import CanonicalTensor
-    from kvoffloadd.client.timeline import Ready, Timeline
 
 
 @dataclass(frozen=True, slots=True)

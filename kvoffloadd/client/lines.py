@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from kvoffloadd.client.calls import Call
+from kvoffloadd.client.connection import ConnectionState, Pending
+from kvoffloadd.client.job import Job
+from kvoffloadd.client.session import Session
 from kvoffloadd.client.wire import Wire
 from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
 from kvoffloadd.sockets import close_fds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.client.calls import Call
-    from kvoffloadd.client.connection import ConnectionState, Pending
-    from kvoffloadd.client.job import Job
-    from kvoffloadd.client.session import Session
 
 
 class Poller(Protocol):

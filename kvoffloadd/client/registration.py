@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvoffloadd.client.kvcache import KvCache
 from kvoffloadd.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.kvcache import KvCache
 
 
 class Registration:

@@ -5,15 +5,12 @@ the handle of keys that are on their way from disk.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client.keys import unpack_states, unpack_u32
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, MessageError
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import U8Array, U32Array
-    from kvoffloadd.protocol import messages
+from kvoffloadd.model import U8Array, U32Array
+from kvoffloadd.protocol import messages
 
 
 class Lease(int):

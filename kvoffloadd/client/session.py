@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
+from kvoffloadd.client.calls import JobSpec
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.job import Job
 from kvoffloadd.client.keys import unpack_keys
+from kvoffloadd.client.registration import Registration
 from kvoffloadd.client.results import Event, EventGap, KeyEvents, Lease
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import MessageError
 from kvoffloadd.protocol import messages
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.calls import JobSpec
-    from kvoffloadd.client.registration import Registration
-    from kvoffloadd.protocol.messages import Push
+from kvoffloadd.protocol.messages import Push
 
 EVENTS_MAX = 10_000
 """Events kept for a caller who does not fetch them; beyond that they are dropped and a gap is told."""

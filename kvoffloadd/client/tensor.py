@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffloadd.client.adopt import Extent, gpu_extent, numpy_extent, torch_extent
 from kvoffloadd.client.allocation import Allocation
-from kvoffloadd.client.gpu import gpu_allocation
+from kvoffloadd.client.gpu import GpuAllocation, gpu_allocation
 from kvoffloadd.errors import UsageError
+from kvoffloadd.model import U8Array
 from kvoffloadd.protocol.messages import TensorSpec
-
-if TYPE_CHECKING:
-    from kvoffloadd.client.gpu import GpuAllocation
-    from kvoffloadd.model import U8Array
 
 
 class CanonicalTensor:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING
+from collections import deque
 
+from kvoffloadd.client.connection import Pending
 from kvoffloadd.errors import DaemonUnreachableError, FramingError
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
 from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
-
-if TYPE_CHECKING:
-    from collections import deque
-
-    from kvoffloadd.client.connection import Pending
 
 _READ_BYTES = 256 << 10
 _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from kvoffloadd.lanes import DAEMON, Flow
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.device.work import Piece
-    from kvoffloadd.lanes import Lane
-    from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.device.work import Piece
+from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.model import Direction, Outcome
 
 
 @dataclass(slots=True, eq=False)

@@ -9,20 +9,16 @@ Ownership: the event loop, except for these, which the threads of its lane share
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device.plan import Copies
 from kvoffloadd.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
-from kvoffloadd.model import Outcome
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Mapping
-
-    from kvoffloadd.device.chunks import Chunks
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, Outcome
 
 _URGENT, _ORDINARY = 0, 1
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from kvoffloadd.device.plan import CHUNK_DESCRIPTORS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.device.base import Work
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.model import Direction
+from kvoffloadd.device.base import Work
+from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies
+from kvoffloadd.model import Direction
 
 PIECE_DESCRIPTORS = 32_768
 """Made in one go, in some milliseconds: so many that threads seldom wait for each other meanwhile, and that what lies

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import numpy as np
 
 from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory, Work
-from kvoffloadd.device.copyruns import copy_runs
+from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.errors import ConfigError, DeviceError
-from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
 from kvoffloadd.units import parse_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.device.copyruns import CopyRuns
-    from kvoffloadd.lanes import Lane
 
 
 class Faults(TypedDict, total=False):

@@ -11,13 +11,10 @@ import ctypes
 import fcntl
 import os
 import struct
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from kvoffloadd.sharedmem import Mapping
+from kvoffloadd.sharedmem import Mapping
 
 _SYSCALLS = {"x86_64": 323, "aarch64": 282, "riscv64": 282}
 _USER_MODE_ONLY = 1  # needs no privilege

@@ -10,23 +10,19 @@ import contextlib
 import fcntl
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.chunks import Chunks
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
+from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.device.holes import Holes
 
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""

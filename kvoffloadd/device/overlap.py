@@ -9,17 +9,15 @@ name, descriptors are made after all, of a bounded number.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.device.plan import GroupPlan, Tensor, overlap, runs_meet
 from kvoffloadd.errors import DuplicateError, LimitError
 from kvoffloadd.model import NO_BLOCK, I64Array, Ref, U32Array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 CHECKED_DESCRIPTORS_MAX = 1 << 16
 """Of one job, where block ids do not tell: making and sorting them takes the event loop some milliseconds."""

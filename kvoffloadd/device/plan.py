@@ -10,16 +10,14 @@ All addresses and sizes are u64 arrays of one length. Copies are unordered: no r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from kvoffloadd.errors import BlockIdError, ExtentError, LimitError, UsageError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, Ref, U32Array, U64Array
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 DESCRIPTORS_PER_KEY_MAX = 1 << 20
 CHUNK_BYTES = 64 << 20

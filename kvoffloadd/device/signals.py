@@ -14,25 +14,21 @@ Ownership
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import Outcome
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.model import U64Array
+from kvoffloadd.model import Outcome, U64Array
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
 _PATIENCE = 1 / 16

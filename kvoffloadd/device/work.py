@@ -6,16 +6,14 @@ copy (see `chunks`), and live as long as their chunk. Immutable: any thread may 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.device.plan import Copies, GroupPlan, concatenate, make_copies
 from kvoffloadd.model import NO_BLOCK, Direction, I64Array, U32Array, U64Array
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
 """Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time

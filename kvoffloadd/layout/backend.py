@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LAYER, BLOCK, KV, TOKEN, HEAD, DIM, PAIR = "layer", "block", "kv", "token", "head", "dim", "pair"
 """Names of dimensions. `kv`: 2, K and V; `dim`: a head's size; `pair`: 2 x dim, K and V of a head side by side."""

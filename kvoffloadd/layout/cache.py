@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvoffloadd.client import GpuTensor, Group, KvCache, SharedTensor
+from kvoffloadd.client import GpuTensor, Group, KvCache, SharedTensor, Timeline
+from kvoffloadd.client.tensor import CanonicalTensor
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.canonical import canonical_geometry
+from kvoffloadd.layout.spec import LayerGroup, LayerSpec
 from kvoffloadd.layout.torchviews import Storages, device_type
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvoffloadd.client import Timeline
-    from kvoffloadd.client.tensor import CanonicalTensor
-    from kvoffloadd.layout.spec import LayerGroup, LayerSpec
-    from kvoffloadd.model import Ref
+from kvoffloadd.model import Ref
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client import Group
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import HEAD, Backend
 from kvoffloadd.layout.geometry import Rows, RowSegment, Run, View, merged, refs_of, segments
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, check_groups, item_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from kvoffloadd.model import Ref
+from kvoffloadd.model import Ref
 
 
 @dataclass(frozen=True, slots=True)

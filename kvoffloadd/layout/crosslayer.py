@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.place import Place, Sharing, own_view, shared_views, sharing
 from kvoffloadd.layout.plan import Plan, TensorPlan
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec, attention, check_blocks, check_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvoffloadd.layout.geometry import View
 
 Slots = tuple[tuple[str, ...], ...]
 

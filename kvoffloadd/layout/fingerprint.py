@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import Backend
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec, Mamba
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 def fingerprint(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.spec import item_bytes
 from kvoffloadd.model import Ref
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 Run = tuple[int, int]
 """(offset, length) in bytes."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.place import Place, shared_views
 from kvoffloadd.layout.plan import Plan, TensorPlan
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec, Mamba, attention, check_blocks, check_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvoffloadd.layout.geometry import View
 
 KERNEL_TOKENS = 16
 """Blocks are a multiple of this: what attention kernels ask for."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.layout.cache import CanonicalCache, canonicalise
 from kvoffloadd.layout.canonical import Canonical, canonical_geometry
+from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec, Mamba
 from kvoffloadd.layout.torchviews import view_over
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvoffloadd.layout.geometry import View
 
 HOST = "host"
 """The device of sealed shared memory: what is allocated there is registered as it is, by daemons of any uid."""

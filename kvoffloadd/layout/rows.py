@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.place import Place, shared_views
 from kvoffloadd.layout.plan import Plan, TensorPlan
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, check_blocks, check_groups, nth_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvoffloadd.layout.geometry import View
 
 
 def uniform_type(specs: Mapping[str, LayerSpec]) -> bool:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import BLOCK, DIM, HEAD, KV, PAIR, TOKEN, Backend
 from kvoffloadd.model import GroupKind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 ITEM_BYTES = {
     "bfloat16": 2,

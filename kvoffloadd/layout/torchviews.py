@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.geometry import Rows, View
 from kvoffloadd.layout.spec import item_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Storages:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.model import BoolArray, GroupKind, I64Array
+from kvoffloadd.model import BoolArray, GroupKind, I64Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ nobody waiting but themselves.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import logging
@@ -14,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,9 +31,6 @@ from kvoffloadd.metrics.families import families
 from kvoffloadd.sockets import bind_path, pass_descriptors
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from prometheus_client.core import Metric
 
 log = logging.getLogger(__name__)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from kvoffloadd.layout import LayerKind
 from kvoffloadd.model import slot_bytes
+from kvoffloadd.planner.capacity import MemorySpace
 from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES, ROWS, Layout
+from kvoffloadd.planner.rank import Rank
 from kvoffloadd.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.planner.capacity import MemorySpace
-    from kvoffloadd.planner.rank import Rank
 
 SHORT_ENOUGH = 4
 """A block should be at most this part of a prompt: what lies behind the last whole block is computed again."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES, slot_pages
-from kvoffloadd.tiers.disk.format import ENTRY, HEADER_PAGES, RECORD_HEADER_PAGES, TRAILER_PAGES, footer_pages
-from kvoffloadd.tiers.disk.segment import SEGMENTS_MIN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+from kvoffloadd.storage.disk.format import ENTRY, HEADER_PAGES, RECORD_HEADER_PAGES, TRAILER_PAGES, footer_pages
+from kvoffloadd.storage.disk.segment import SEGMENTS_MIN
 
 INDEX_BYTES_PER_KEY = 92
 """Of the daemon's own memory, beside the memory tier: measured at 10 million keys (docs/benchmarks/RESULTS.md)."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvoffloadd.layout import LayerGroup, LayerSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ABOUT_EQUAL = 1.5
 """Kinds whose numbers of layers differ by less than this factor get groups of the larger one: a few unused slots cost

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvoffloadd.layout import LayerKind
-
-if TYPE_CHECKING:
-    from kvoffloadd.planner.fields import Fields
+from kvoffloadd.planner.fields import Fields
 
 TYPES = {
     "full_attention": LayerKind.FULL,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.layout import (
     FLASH_NHD,
@@ -26,12 +26,8 @@ from kvoffloadd.layout.place import Place, own_view, shared_views
 from kvoffloadd.layout.spec import nth_layers
 from kvoffloadd.model import GroupKind
 from kvoffloadd.planner.grouping import form_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvoffloadd.planner.modelconfig import ModelConfig
-    from kvoffloadd.planner.rank import Rank
+from kvoffloadd.planner.modelconfig import ModelConfig
+from kvoffloadd.planner.rank import Rank
 
 KV_APART = "a tensor a layer, K and V apart"
 PER_LAYER = "a tensor a layer, blocks first"

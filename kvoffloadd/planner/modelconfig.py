@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.layout import LayerKind
 from kvoffloadd.planner.fields import Fields, read_fields
 from kvoffloadd.planner.layertypes import layer_kinds
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DTYPES = ("bfloat16", "float16", "float32")
 """What a model may be computed in."""

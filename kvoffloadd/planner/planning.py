@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.config import Config, suitable_slab_bytes
 from kvoffloadd.errors import ConfigError, UsageError
@@ -11,13 +11,9 @@ from kvoffloadd.layout import LayerKind
 from kvoffloadd.planner.advice import recommend, warnings
 from kvoffloadd.planner.capacity import INDEX_BYTES_PER_KEY, DiskSpace, MemorySpace, demand_of
 from kvoffloadd.planner.layouts import Layout, can_pack, possible_layouts
+from kvoffloadd.planner.modelconfig import ModelConfig
 from kvoffloadd.planner.rank import Rank
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.planner.modelconfig import ModelConfig
-    from kvoffloadd.planner.trace import Trace
+from kvoffloadd.planner.trace import Trace
 
 DEFAULTS = Config()
 """Of the daemon."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.layout import (
@@ -18,9 +17,7 @@ from kvoffloadd.layout import (
     packed_block_size,
     share_of,
 )
-
-if TYPE_CHECKING:
-    from kvoffloadd.planner.modelconfig import LinearHeads, ModelConfig
+from kvoffloadd.planner.modelconfig import LinearHeads, ModelConfig
 
 KV_DTYPES = {
     "auto": "",

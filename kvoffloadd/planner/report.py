@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
+from kvoffloadd.planner.layouts import Layout
+from kvoffloadd.planner.planning import CapacityPlan
 from kvoffloadd.report import open_console
-from kvoffloadd.tiers.disk.format import RECORD_HEADER_PAGES
+from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.console import Console
-
-    from kvoffloadd.planner.layouts import Layout
-    from kvoffloadd.planner.planning import CapacityPlan
 
 PIPE_COLUMNS = 100
 """Width in a file or a pipe, where there is no terminal to ask."""

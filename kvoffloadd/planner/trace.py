@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kvoffloadd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRACE_BLOCK_TOKENS = 512
 """Of Mooncake's traces."""

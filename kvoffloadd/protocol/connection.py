@@ -7,8 +7,9 @@ belongs to the connection until `take_fds`, which the I/O layer calls when the s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvoffloadd.errors import FramingError, PeerError
 from kvoffloadd.protocol import codec
@@ -21,9 +22,6 @@ from kvoffloadd.protocol.messages import (
     Message,
 )
 from kvoffloadd.protocol.state import ProtocolState, move
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def tag_of(message: Message) -> str:

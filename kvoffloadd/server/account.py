@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvoffloadd.config import LimitsConfig
 from kvoffloadd.errors import LimitError
 from kvoffloadd.server.frameroom import FrameRoom
 from kvoffloadd.server.outbox import Unread
-
-if TYPE_CHECKING:
-    from kvoffloadd.config import LimitsConfig
 
 BUILT_IN_CAPS = {"descriptors": 1 << 23, "drains": 256}
 """Descriptors: plans of registered groups take 40 bytes of the daemon's own memory for each, and one frame can ask for

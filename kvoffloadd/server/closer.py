@@ -10,22 +10,19 @@ his own, so that what he sends keeps nobody waiting but himself. They are daemon
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
 import queue
+import socket
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.sockets import carries_nothing
-
-if TYPE_CHECKING:
-    import asyncio
-    import socket
-    from collections.abc import Callable, Iterable, Sequence
 
 log = logging.getLogger(__name__)
 

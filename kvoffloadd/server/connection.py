@@ -11,8 +11,9 @@ import contextlib
 import logging
 import socket
 import time
+from collections.abc import Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.errors import (
     BusyError,
@@ -25,17 +26,13 @@ from kvoffloadd.errors import (
 )
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
+from kvoffloadd.server.context import Context
 from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
 from kvoffloadd.sockets import pack_fds, unpack_fds
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.server.peer import Peer
 
 log = logging.getLogger(__name__)
 

@@ -6,33 +6,29 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from kvoffloadd.cache import audit
 from kvoffloadd.cache.clearing import clear
+from kvoffloadd.cache.disk.disktier import DiskTier
+from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.config import Config
+from kvoffloadd.device.base import Device, Gpus, HostMemory
+from kvoffloadd.device.signals import Signals
+from kvoffloadd.lanes import Lane
+from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
-from kvoffloadd.server.instance import Instances
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterator
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.disktier import DiskTier
-    from kvoffloadd.cache.jobs import Jobs
-    from kvoffloadd.cache.lease import LetGo
-    from kvoffloadd.config import Config
-    from kvoffloadd.device.base import Device, Gpus, HostMemory
-    from kvoffloadd.device.signals import Signals
-    from kvoffloadd.lanes import Lane
-    from kvoffloadd.server.account import Accounts
-    from kvoffloadd.server.closer import Closer
-    from kvoffloadd.server.instance import Instance
-    from kvoffloadd.server.lag import Lag
-    from kvoffloadd.server.peer import Peer
-    from kvoffloadd.server.subscription import Subscription
-    from kvoffloadd.server.turns import Turns
+from kvoffloadd.server.closer import Closer
+from kvoffloadd.server.instance import Instance, Instances
+from kvoffloadd.server.lag import Lag
+from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.subscription import Subscription
+from kvoffloadd.server.turns import Turns
 
 log = logging.getLogger(__name__)
 

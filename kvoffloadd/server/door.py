@@ -5,10 +5,7 @@ that the backlog of the socket, which all users share, has room for the others.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 RATE = 500.0
 """Connections a second, in the long run. One that is let in costs some tenths of a millisecond."""

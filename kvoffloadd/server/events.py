@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from kvoffloadd.cache.memory.keytable import Event
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Events
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvoffloadd.cache.keytable import Event
-    from kvoffloadd.server.context import Context
+from kvoffloadd.server.context import Context
 
 INTERVAL_S = 0.02
 """How long events are gathered before they are told."""

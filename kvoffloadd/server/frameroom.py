@@ -4,10 +4,8 @@ again. Otherwise each of its sessions could make the daemon hold the beginning o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
+from collections.abc import Hashable
+from typing import Protocol
 
 ROOM_BYTES = 64 << 20
 """Of one uid: sixteen of the largest frames."""

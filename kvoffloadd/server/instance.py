@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from kvoffloadd.cache.lease import Holdings, Leases
+from kvoffloadd.cache.memory.lease import Holdings, Leases
 from kvoffloadd.errors import ForbiddenError
 from kvoffloadd.lanes import Flow
 

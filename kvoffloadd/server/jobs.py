@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.cache import NO_ROWS
-from kvoffloadd.cache.disktier import find_on_disk, keys_on_disk
+from kvoffloadd.cache.disk.disktier import find_on_disk, keys_on_disk
+from kvoffloadd.cache.disk.promotion import KeysOnDisk
 from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
-from kvoffloadd.cache.keys import has_duplicates, keys_array
-from kvoffloadd.cache.parttable import PartState
-from kvoffloadd.cache.together import spans
-from kvoffloadd.cache.wanted import Payloads, Reservation, Wanted
+from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
+from kvoffloadd.cache.memory.lease import WriteLease
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.together import spans
+from kvoffloadd.cache.memory.wanted import Payloads, Reservation, Wanted
+from kvoffloadd.cache.progress import Progress
+from kvoffloadd.config import LimitsConfig
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.lease import WriteLease
-    from kvoffloadd.cache.lookup import LookupResult
-    from kvoffloadd.cache.namespace import Keyspace, Namespace
-    from kvoffloadd.cache.progress import Progress
-    from kvoffloadd.cache.promotion import KeysOnDisk
-    from kvoffloadd.config import LimitsConfig
-    from kvoffloadd.server.account import Account
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.server.instance import Instance
-    from kvoffloadd.server.outbox import Outbox
-    from kvoffloadd.server.registration import RegisteredGroup, Registration
+from kvoffloadd.server.account import Account
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.instance import Instance
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.registration import RegisteredGroup, Registration
 
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 COMPLETION_BYTES = 512

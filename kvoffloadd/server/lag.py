@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import asyncio
+from typing import Any
 
 BEAT_S = 0.005
 WINDOW_S = 2.0

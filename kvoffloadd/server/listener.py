@@ -9,8 +9,9 @@ import contextlib
 import fcntl
 import logging
 import os
+import socket
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, PeerError, ResourceError
 from kvoffloadd.protocol import codec
@@ -18,14 +19,9 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import peer as peers
 from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.context import Context
 from kvoffloadd.server.door import Door
 from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
-
-if TYPE_CHECKING:
-    import socket
-    from pathlib import Path
-
-    from kvoffloadd.server.context import Context
 
 log = logging.getLogger(__name__)
 

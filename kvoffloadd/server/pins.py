@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.disktier import find_on_disk, keys_on_disk
-from kvoffloadd.cache.lease import LEASE_KEYS
-from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
-from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.cache.disk.disktier import DiskTier, find_on_disk, keys_on_disk
+from kvoffloadd.cache.disk.promotion import Fetch, Promotion, Urgency
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
+from kvoffloadd.cache.memory.lookup import GroupHits, LookupResult, restorable_boundaries
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import LimitError
+from kvoffloadd.model import BoolArray, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.disktier import DiskTier
-    from kvoffloadd.cache.lease import ReadLease
-    from kvoffloadd.cache.lookup import LookupResult
-    from kvoffloadd.cache.namespace import Keyspace
-    from kvoffloadd.cache.promotion import Promotion
-    from kvoffloadd.model import BoolArray, U32Array, U64Array
-    from kvoffloadd.server.account import Account
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.server.instance import Instance
-    from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.account import Account
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.instance import Instance
+from kvoffloadd.server.outbox import Outbox
 
 READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 """A `ready` at most: a state and a boundary per key, and the rest."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.cache.jobs import Job
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.device.base import Allocation, Device
 from kvoffloadd.device.overlap import Family, find_families
 from kvoffloadd.device.plan import GroupPlan, Tensor, Tensors
 from kvoffloadd.device.signals import ReadySignal
@@ -19,16 +23,7 @@ from kvoffloadd.errors import (
     UnknownNameError,
 )
 from kvoffloadd.model import GroupKind, GroupSchema, Ref, U16Array
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.cache.jobs import Job
-    from kvoffloadd.cache.namespace import Keyspace, Namespace
-    from kvoffloadd.device.base import Allocation, Device
-    from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
-
+from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
 
 PLAN_BASE = 32
 """A registration or a group without descriptors costs about as much as so many."""

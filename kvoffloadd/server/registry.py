@@ -7,13 +7,19 @@ import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.config import LimitsConfig
+from kvoffloadd.device.base import Allocation, Device, GpuMemory
 from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
-from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
+from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES, AttachIpc, AttachVmm, Register
+from kvoffloadd.server.account import Account
+from kvoffloadd.server.context import Context
 from kvoffloadd.server.registration import (
     Attachment,
     Draft,
@@ -24,17 +30,6 @@ from kvoffloadd.server.registration import (
     draft,
     named,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-
-    from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.config import LimitsConfig
-    from kvoffloadd.device.base import Allocation, Device, GpuMemory
-    from kvoffloadd.protocol.messages import AttachIpc, AttachVmm, Register
-    from kvoffloadd.server.account import Account
-    from kvoffloadd.server.context import Context
-
 
 log = logging.getLogger(__name__)
 

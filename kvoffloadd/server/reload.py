@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from kvoffloadd import log as logs
-from kvoffloadd.config import reloaded
+from kvoffloadd.config import Config, reloaded
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.server.account import caps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.config import Config
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.systemd import Systemd
+from kvoffloadd.server.context import Context
+from kvoffloadd.systemd import Systemd
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,17 @@ import hashlib
 import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgpack
 import numpy as np
 
-from kvoffloadd.cache.keys import has_duplicates, keys_array
-from kvoffloadd.cache.lease import LEASE_KEYS
-from kvoffloadd.cache.wanted import Wanted
+from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.wanted import Wanted
+from kvoffloadd.cache.progress import Progress
+from kvoffloadd.config import Config, LimitsConfig
 from kvoffloadd.errors import (
     BusyError,
     DrainingError,
@@ -31,27 +34,21 @@ from kvoffloadd.errors import (
     UnknownNameError,
     VersionError,
 )
+from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import tag_of
+from kvoffloadd.protocol.connection import Encoded, tag_of
 from kvoffloadd.protocol.state import check_role
 from kvoffloadd.server import status
+from kvoffloadd.server.context import Context
+from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.jobs import SessionJobs
+from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
-
-if TYPE_CHECKING:
-    from kvoffloadd.cache.namespace import Keyspace, Namespace
-    from kvoffloadd.cache.progress import Progress
-    from kvoffloadd.config import Config, LimitsConfig
-    from kvoffloadd.model import U64Array
-    from kvoffloadd.protocol.connection import Encoded
-    from kvoffloadd.server.context import Context
-    from kvoffloadd.server.instance import Instance
-    from kvoffloadd.server.outbox import Outbox
-    from kvoffloadd.server.peer import Peer
 
 Later = Coroutine[Any, Any, m.Reply]
 Answer = m.Reply | Later

@@ -9,18 +9,14 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from kvoffloadd import __version__
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.deliveries import TURN_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.server.context import Context, OpenSession
+from kvoffloadd.server.context import Context, OpenSession
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvoffloadd.protocol.messages import Gap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.cache.namespace import Namespace
-    from kvoffloadd.protocol.connection import Encoded
-    from kvoffloadd.protocol.messages import Push
-    from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.protocol.connection import Encoded
+from kvoffloadd.protocol.messages import Gap, Push
+from kvoffloadd.server.outbox import Outbox
 
 FRAME_BYTES = 256
 """Of a frame, beside the keys that it names."""

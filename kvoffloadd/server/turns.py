@@ -6,13 +6,11 @@ as long as a request of each: many sessions that ask for much would keep everybo
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvoffloadd.fairqueue import FairQueue
-
-if TYPE_CHECKING:
-    import asyncio
 
 TURN_S = 0.0005
 """What one session may serve before others have their turn: no request begins later than this."""

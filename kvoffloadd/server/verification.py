@@ -6,18 +6,14 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.lanes import BACKGROUND
-from kvoffloadd.model import DROPPED
-from kvoffloadd.tiers.hashing import hash_payloads, in_turns
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import I64Array
-    from kvoffloadd.server.context import Context
+from kvoffloadd.model import DROPPED, I64Array
+from kvoffloadd.server.context import Context
+from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,13 @@ import errno
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
+from kvoffloadd.lanes import Lane
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from kvoffloadd.lanes import Lane
-    from kvoffloadd.server.context import Context
+from kvoffloadd.server.context import Context
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,9 @@ import sys
 import termios
 import time
 import tty
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -22,9 +24,6 @@ from kvoffloadd.top.frame import History, figures
 from kvoffloadd.top.view import render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from rich.console import RenderableType
 
 ANSWER_S = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.measure import Measurement
@@ -9,8 +10,6 @@ from rich.segment import Segment
 from rich.style import Style
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _LEVELS = " ▁▂▃▄▅▆▇█"

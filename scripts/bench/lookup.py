@@ -46,7 +46,7 @@ from scripts.harness.wait import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvoffloadd.cache.cache import Cache
+    from kvoffloadd.cache.memory.cache import Cache
 
 LEVELS = (10_000, 100_000, 1_000_000, 10_000_000)
 KEYS = 512
@@ -113,8 +113,8 @@ def serve(path: str, count: int, policy: str) -> int:
     from unittest import mock
 
     from kvoffloadd import config, daemon
-    from kvoffloadd.cache.cache import Cache
-    from kvoffloadd.tiers.memory import MemoryTier
+    from kvoffloadd.cache.memory.cache import Cache
+    from kvoffloadd.storage.memory import MemoryTier
 
     class SparseTier(MemoryTier):
         """Its pages are left alone."""

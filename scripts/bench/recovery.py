@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import Files
-from kvoffloadd.tiers.disk.format import ENTRY, KeyspaceId, SegmentHeader, footer_pages
-from kvoffloadd.tiers.disk.manifest import Manifest, write_manifest
-from kvoffloadd.tiers.disk.segments import create_segment, seal_segment
+from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.format import ENTRY, KeyspaceId, SegmentHeader, footer_pages
+from kvoffloadd.storage.disk.manifest import Manifest, write_manifest
+from kvoffloadd.storage.disk.segments import create_segment, seal_segment
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder
 from scripts.harness.figures import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid

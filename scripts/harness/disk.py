@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import Files, is_segment_name
-from kvoffloadd.tiers.disk.recovery import Kind, recover_segment
+from kvoffloadd.storage.disk.files import Files, is_segment_name
+from kvoffloadd.storage.disk.recovery import Kind, recover_segment
 
 if TYPE_CHECKING:
     import numpy as np

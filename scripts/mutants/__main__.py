@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "tests/mutants.toml"
 ROOMS = {
     "kvoffloadd/cache": ("tests/cache",),
-    "kvoffloadd/tiers": ("tests/tiers", "tests/cache"),
+    "kvoffloadd/storage": ("tests/storage", "tests/cache"),
     "kvoffloadd/server": ("tests/server", "tests/e2e/test_smoke.py", "tests/e2e/test_registrations.py"),
 }
 LIMIT_S = 900.0

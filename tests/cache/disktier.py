@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.demotion import DiskSettings
-from kvoffloadd.cache.disktier import DiskTier, keys_on_disk
-from kvoffloadd.cache.namespace import Keyspace, Namespace
-from kvoffloadd.cache.promotion import Fetch, Urgency
-from kvoffloadd.cache.savedstate import read_saved_state
+from kvoffloadd.cache.disk.demotion import DiskSettings
+from kvoffloadd.cache.disk.disktier import DiskTier, keys_on_disk
+from kvoffloadd.cache.disk.promotion import Fetch, Urgency
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
-from kvoffloadd.tiers.arenafile import ArenaFile
-from kvoffloadd.tiers.disk.faults import FaultyFiles
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.root import OVERHEAD_BYTES, Root, RootSettings
-from kvoffloadd.tiers.disk.segment import Segment, SequenceNumbers
-from kvoffloadd.tiers.hashing import hash_payloads
-from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.disk.faults import FaultyFiles
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.root import OVERHEAD_BYTES, Root, RootSettings
+from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+from kvoffloadd.storage.hashing import hash_payloads
+from kvoffloadd.storage.memory import MemoryTier
 
 from .fakes import FirstInFirstOut, keys_of
 
@@ -346,8 +346,9 @@ class Tier:
 
     def on_disk(self, keyspace: Keyspace, *numbers: int) -> list[int]:
         """Those of the keys that the catalog finds."""
-        assert keyspace.disk_keyspace is not None
-        rows = self.disk.catalog.find(keyspace.disk_keyspace, keys_of(*numbers)).tolist()
+        disk_keyspace = self.disk.of(keyspace)
+        assert disk_keyspace is not None
+        rows = self.disk.catalog.find(disk_keyspace, keys_of(*numbers)).tolist()
         return [number for number, row in zip(numbers, rows, strict=True) if row >= 0]
 
     def served(self, keyspace: Keyspace, *numbers: int) -> list[int]:
@@ -417,9 +418,10 @@ class Tier:
     def place_if_there(self, keyspace: Keyspace, number: int, part: int = 0) -> tuple[Root, Segment, int] | None:
         """None: its root is coming in or going right now, so that nobody reads it."""
         catalog = self.disk.catalog
-        assert keyspace.disk_keyspace is not None
-        row = catalog.find(keyspace.disk_keyspace, keys_of(number))
-        record = int(catalog.places(keyspace.disk_keyspace, row.astype(np.uint32))[0, part])
+        disk_keyspace = self.disk.of(keyspace)
+        assert disk_keyspace is not None
+        row = catalog.find(disk_keyspace, keys_of(number))
+        record = int(catalog.places(disk_keyspace, row.astype(np.uint32))[0, part])
         where = self.disk.segment(int(catalog.segment[record]))
         return None if where is None else (*where, int(catalog.page[record]))
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
-from kvoffloadd.tiers.arenafile import ArenaFile
-from kvoffloadd.tiers.hashing import hash_payloads
-from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.hashing import hash_payloads
+from kvoffloadd.storage.memory import MemoryTier
 
 
 def num_waiters(progress: Progress) -> int:

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.namespace import Namespace
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.tiers.disk import manifest as manifest_module
-from kvoffloadd.tiers.disk import probe as probe_module
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.probe import NO_ANSWER
+from kvoffloadd.storage.disk import manifest as manifest_module
+from kvoffloadd.storage.disk import probe as probe_module
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.probe import NO_ANSWER
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Gate, Shape, Tier

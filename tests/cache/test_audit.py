@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import audit
-from kvoffloadd.cache.audit import check, steps
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory.audit import check, steps
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.parttable import PartState
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import eviction
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.keys import has_duplicates, keys_array
-from kvoffloadd.cache.namespace import Keyspace
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory import eviction
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.wanted import Wanted
 from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 

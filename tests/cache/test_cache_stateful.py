@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Keyspace
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.cache.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, I64Array, KeyState, U32Array, U64Array
-from kvoffloadd.tiers.arenafile import ArenaFile
+from kvoffloadd.storage.arenafile import ArenaFile
 
 from .fakes import keys_of, make_cache, make_keyspace
 

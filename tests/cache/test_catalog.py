@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache import catalog as catalog_module
-from kvoffloadd.cache.catalog import Catalog, DiskKeyspace
+from kvoffloadd.cache.disk import catalog as catalog_module
+from kvoffloadd.cache.disk.catalog import Catalog, DiskKeyspace
 from kvoffloadd.model import I64Array, U64Array
-from kvoffloadd.tiers.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.format import KeyspaceId
 
 from .fakes import keys_of
 

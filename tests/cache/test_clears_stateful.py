@@ -22,15 +22,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffloadd.cache import cache as cache_module
-from kvoffloadd.cache import epochs as epochs_module
 from kvoffloadd.cache.clearing import clear
-from kvoffloadd.cache.namespace import Keyspace
+from kvoffloadd.cache.memory import cache as cache_module
+from kvoffloadd.cache.memory import epochs as epochs_module
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.arenafile import ArenaFile
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.root import Root
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.root import Root
 
 from .disktier import Shape, Tier
 from .fakes import keys_of
@@ -478,13 +478,14 @@ class ClearMachine(RuleBasedStateMachine):
             return
         for keyspace in self.keyspaces():
             for key in self.up.on_disk(keyspace, *ALL):
-                assert keyspace.disk_keyspace is not None
+                disk_keyspace = self.up.disk.of(keyspace)
+                assert disk_keyspace is not None
                 place = self.up.place_if_there(keyspace, key)
                 if place is None:
                     continue
                 manifest = place[0].home.manifest
                 assert manifest is not None
-                assert manifest.epoch_of(keyspace.disk_keyspace.name.fingerprint) == keyspace.disk_keyspace.name.epoch
+                assert manifest.epoch_of(disk_keyspace.name.fingerprint) == disk_keyspace.name.epoch
 
     @invariant()
     def nothing_is_wrong(self) -> None:

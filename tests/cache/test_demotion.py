@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, DemotionWrite
+from kvoffloadd.cache.disk.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, DemotionWrite
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
-from kvoffloadd.tiers.arenafile import ArenaFile
-from kvoffloadd.tiers.disk import format as disk_format
-from kvoffloadd.tiers.disk import root, segment
-from kvoffloadd.tiers.disk.format import KeyspaceId
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.segment import WriteBatch
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.disk import format as disk_format
+from kvoffloadd.storage.disk import root, segment
+from kvoffloadd.storage.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.segment import WriteBatch
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -408,7 +408,7 @@ async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open,
         tier.store(keyspace, *range(first, first + 5))
         await tier.quiet()
     await tier.store_away(other, 1)
-    old, writes = keyspace.disk_keyspace, sum(tier.files.writes)
+    old, writes = tier.disk.of(keyspace), sum(tier.files.writes)
     waiting: list[int] = []
     offer = tier.disk.demotion.offer
 
@@ -418,7 +418,7 @@ async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open,
 
     tier.disk.demotion.offer = watched  # type: ignore[method-assign]
     paths[1].chmod(0o700)
-    await tier.until(lambda: keyspace.disk_keyspace is not old and len(tier.on_disk(keyspace, *range(40))) == 40)
+    await tier.until(lambda: tier.disk.of(keyspace) is not old and len(tier.on_disk(keyspace, *range(40))) == 40)
     await tier.quiet()
     await tier.until(lambda: not tier.disk.demotion._again)
     assert sum(tier.files.writes) == writes + 40
@@ -435,9 +435,9 @@ async def test_what_is_being_written_when_it_becomes_void(open_tier: Open, paths
     tier.files.writing.close()
     tier.store(keyspace, *range(12))  # more than one batch
     await tier.until(tier.files.writing.entered.is_set)
-    old = keyspace.disk_keyspace
+    old = tier.disk.of(keyspace)
     paths[1].chmod(0o700)
-    await tier.until(lambda: keyspace.disk_keyspace is not old and not tier.disk.demotion._again)
+    await tier.until(lambda: tier.disk.of(keyspace) is not old and not tier.disk.demotion._again)
     assert tier.audit() == []
     tier.files.writing.open()
     await tier.until(lambda: len(tier.on_disk(keyspace, *range(12))) == 12)

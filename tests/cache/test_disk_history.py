@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import cache as cache_module
-from kvoffloadd.cache import epochs as epochs_module
-from kvoffloadd.cache import keyspaces
 from kvoffloadd.cache.clearing import clear
+from kvoffloadd.cache.memory import cache as cache_module
+from kvoffloadd.cache.memory import epochs as epochs_module
+from kvoffloadd.cache.memory import keyspaces
 from kvoffloadd.errors import LimitError, NotDurableError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk import rootdirectory
-from kvoffloadd.tiers.disk.files import DiskError
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.manifest import Manifest, read_manifest, write_manifest
-from kvoffloadd.tiers.disk.root import Root
+from kvoffloadd.storage.disk import rootdirectory
+from kvoffloadd.storage.disk.files import DiskError
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_manifest
+from kvoffloadd.storage.disk.root import Root
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -168,7 +168,7 @@ async def test_a_late_root_retires_what_it_knows_was_cleared(open_tier: Open, pa
     keyspace = tier.keyspace(A)
     assert sorted(await tier.fetch(keyspace, 1, 2)) == [1, 2]
     assert await tier.fetch(tier.keyspace(B), 1) == [1]
-    old = keyspace.disk_keyspace
+    old = tier.disk.of(keyspace)
     assert old is not None
     tier.store(keyspace, 5)
     await tier.quiet()
@@ -224,7 +224,7 @@ async def test_nothing_goes_where_its_clear_is_not_noted(open_tier: Open, paths:
     tier.store(tier.keyspace(B), 8)
     for at in (trap, trap_too):
         shutil.rmtree(at)
-    keyspace = tier.keyspace(A).disk_keyspace
+    keyspace = tier.disk.of(tier.keyspace(A))
     assert keyspace is not None
     await tier.until(lambda: all(root.home.has_noted(keyspace.name) for root in tier.roots))
     tier.store(tier.keyspace(A), 9)
@@ -479,7 +479,7 @@ async def test_shelves_that_nobody_needs_are_given_back(open_tier: Open) -> None
     assert len(disk_keyspaces) == 0
     keyspace = tier.keyspace(A)
     await tier.store_away(keyspace, 1)
-    disk_keyspace = keyspace.disk_keyspace
+    disk_keyspace = tier.disk.of(keyspace)
     assert disk_keyspace is not None
     tier.cache.close_namespace(keyspace.namespace)
     assert list(disk_keyspaces.values()) == [disk_keyspace]

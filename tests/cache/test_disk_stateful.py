@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffloadd.cache import demotion
-from kvoffloadd.cache.namespace import Keyspace
-from kvoffloadd.cache.promotion import Fetch, Urgency
+from kvoffloadd.cache.disk import demotion
+from kvoffloadd.cache.disk.promotion import Fetch, Urgency
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES, U32Array
-from kvoffloadd.tiers.disk.health import RootState
+from kvoffloadd.storage.disk.health import RootState
 
 from .disktier import Shape, Sums, Tier, flip_byte
 from .fakes import keys_of

@@ -7,13 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import catalog as catalog_module
-from kvoffloadd.cache import scrub
-from kvoffloadd.cache.namespace import Keyspace
+from kvoffloadd.cache.disk import catalog as catalog_module
+from kvoffloadd.cache.disk import scrub
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, U32Array
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.segment import Segment
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.segment import Segment
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -158,7 +158,7 @@ async def test_a_user_with_many_groups_on_disk_leaves_room_for_others(
     for number in range(1, 9):
         namespace = tier.cache.open_namespace(bytes([number]) * 16, 1001, "test", 32)
         keyspace = tier.keyspace(namespace.fingerprint)
-        if keyspace.disk_keyspace is None:
+        if tier.disk.of(keyspace) is None:
             refused.append(number)
         else:
             await tier.store_away(keyspace, 1)
@@ -272,7 +272,7 @@ async def test_a_forgotten_namespace_keeps_its_disk_and_not_its_number(open_tier
     tier = await open_tier()
     keyspace = tier.keyspace(b"a" * 16)
     await tier.store_away(keyspace, 1)
-    disk_keyspace, number = keyspace.disk_keyspace, keyspace.id
+    disk_keyspace, number = tier.disk.of(keyspace), keyspace.id
     assert disk_keyspace is not None
     tier.cache.close_namespace(keyspace.namespace)
     del keyspace

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache import epochs as epochs_module
-from kvoffloadd.cache.epochs import LEAP_US, Epochs, unix_time_us
+from kvoffloadd.cache.memory import epochs as epochs_module
+from kvoffloadd.cache.memory.epochs import LEAP_US, Epochs, unix_time_us
 from kvoffloadd.model import EPOCH_MAX
 
 NAMES = [bytes([n]) * 16 for n in range(4)]

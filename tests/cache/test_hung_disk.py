@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.keytable import RowState
-from kvoffloadd.cache.namespace import Keyspace
-from kvoffloadd.cache.promotion import PIECE_SHARE, WINDOW_SHARES, Fetch, Urgency
+from kvoffloadd.cache.disk.promotion import PIECE_SHARE, WINDOW_SHARES, Fetch, Urgency
+from kvoffloadd.cache.memory.keytable import RowState
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import LASTING_S, Health, RootState
+from kvoffloadd.storage.disk.health import LASTING_S, Health, RootState
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, SteeredFiles, Tier

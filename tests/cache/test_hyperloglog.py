@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.hyperloglog import HyperLogLog
+from kvoffloadd.cache.stats.hyperloglog import HyperLogLog
 
 
 def test_nothing_is_nothing() -> None:

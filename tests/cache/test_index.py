@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache.index import WORDS, Index
+from kvoffloadd.cache.memory.index import WORDS, Index
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U16Array, U64Array
 

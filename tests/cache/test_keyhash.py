@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.index import WORDS, Index
-from kvoffloadd.cache.keyhash import SEED_BITS, KeyHash
-from kvoffloadd.cache.missreasons import MissReasons
+from kvoffloadd.cache.memory.index import WORDS, Index
+from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.cache.stats.missreasons import MissReasons
 from kvoffloadd.model import U64Array
 
 SEEDS = (0, 1, 2, 12345, (1 << 62) + 7, (1 << SEED_BITS) - 1)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import keyspaces as module
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.keyspaces import NUMBERS, Keyspaces
-from kvoffloadd.cache.namespace import Namespace
+from kvoffloadd.cache.memory import keyspaces as module
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keyspaces import NUMBERS, Keyspaces
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import InternalError, LimitError
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState
 
@@ -217,7 +217,7 @@ def test_nothing_is_found_through_a_space_that_is_being_cleared(cache: Cache) ->
 
 def test_a_walk_of_a_space_that_goes_meanwhile(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and never meets rows of another keyspace."""
-    monkeypatch.setattr("kvoffloadd.cache.keytable.STEP_ROWS", 4)
+    monkeypatch.setattr("kvoffloadd.cache.memory.keytable.STEP_ROWS", 4)
     owner, old = make_keyspace(cache)
     store(cache, old, keys_of(*range(12)))
     walk = cache.entries.scan(old)

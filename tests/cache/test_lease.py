@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS, Holdings, Leases, LetGo
+from kvoffloadd.cache.memory.lease import LEASE_KEYS, Holdings, Leases, LetGo
 from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import I64Array, U32Array
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.memory.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.model import GroupKind, GroupSchema
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.disktier import DiskTier
-from kvoffloadd.cache.lookup import LookupResult
-from kvoffloadd.cache.lookupstats import NAMESPACES_MAX, LookupStats
-from kvoffloadd.cache.missreasons import MissReasons, Reason
-from kvoffloadd.cache.namespace import Keyspace, Namespace
+from kvoffloadd.cache.disk.disktier import DiskTier
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.stats.lookupstats import NAMESPACES_MAX, LookupStats
+from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U64Array
 from scripts.replay.trace import load_trace, num_blocks, num_references
 
@@ -133,9 +133,10 @@ async def test_keys_on_disk_and_those_that_went_from_there(open_tier: Open) -> N
     ask(tier.cache, keyspace, 1, 2, 4)
     assert told(tier.cache) == {"on_disk": 2, "never_stored": 1}
     catalog = tier.disk.catalog
-    assert keyspace.disk_keyspace is not None
-    rows = catalog.find(keyspace.disk_keyspace, keys_of(1, 2, 3)).astype(np.uint32)
-    records = catalog.places(keyspace.disk_keyspace, rows).ravel()
+    disk_keyspace = tier.disk.of(keyspace)
+    assert disk_keyspace is not None
+    rows = catalog.find(disk_keyspace, keys_of(1, 2, 3)).astype(np.uint32)
+    records = catalog.places(disk_keyspace, rows).ravel()
     tier.disk.lose(records[:1])
     tier.disk.lose(records[1:2], Reason.CORRUPT)
     ask(tier.cache, keyspace, 1, 2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.missreasons import MissReasons, Reason
+from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.model import U64Array
 
 HERE, THERE = b"h" * 16, b"t" * 16

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
+from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import RootState
-from kvoffloadd.tiers.disk.probe import READ_FAILURES_MAX
-from kvoffloadd.tiers.disk.records import READ
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.probe import READ_FAILURES_MAX
+from kvoffloadd.storage.disk.records import READ
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -407,16 +407,15 @@ async def test_a_bad_record_that_has_moved_on_meanwhile_is_kept_where_it_is_now(
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1)
-    assert keyspace.disk_keyspace is not None
+    disk_keyspace = tier.disk.of(keyspace)
+    assert disk_keyspace is not None
     tier.flip(keyspace, 1, PAGE_BYTES + 5)
     tier.files.reading.close()
     tier.begin_fetch(keyspace, 1, done=lambda: None)
     await tier.until(tier.files.reading.entered.is_set)
     _, segment, page = tier.place(keyspace, 1)
     catalog = tier.disk.catalog
-    catalog.put(
-        keyspace.disk_keyspace, keys_of(1), np.zeros(1, np.uint16), segment.ordinal, np.array([page + 2], np.uint32)
-    )
+    catalog.put(disk_keyspace, keys_of(1), np.zeros(1, np.uint16), segment.ordinal, np.array([page + 2], np.uint32))
     tier.files.reading.open()
     await tier.quiet()
     assert tier.on_disk(keyspace, 1) == [1]

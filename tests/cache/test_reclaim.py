@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.namespace import Keyspace
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.health import RootState
+from kvoffloadd.storage.disk.health import RootState
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier, bytes_under
@@ -196,7 +196,7 @@ async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: O
     root, segment, _ = tier.place(keyspace, 0)
     tier.root._finish_open()  # so that nothing but the move is written
     await tier.quiet()
-    disk_keyspace = keyspace.disk_keyspace
+    disk_keyspace = tier.disk.of(keyspace)
     assert disk_keyspace is not None
     records = tier.disk.catalog.in_segment(segment.ordinal)[:8]
     sizes = np.full(len(records), PAGE_BYTES, np.int64)

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffloadd.cache import runallocator as runs_module
-from kvoffloadd.cache.runallocator import BLOCK, RunAllocator, pieces, stretches
+from kvoffloadd.cache.memory import runallocator as runs_module
+from kvoffloadd.cache.memory.runallocator import BLOCK, RunAllocator, pieces, stretches
 from kvoffloadd.model import U32Array
 
 WIDTHS = (1, 2, 3, 8, 100, 1024)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import scarcity as scarcity_module
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.namespace import Keyspace, Namespace
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory import scarcity as scarcity_module
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.runallocator import BLOCK
+from kvoffloadd.cache.memory.wanted import Wanted
 from kvoffloadd.cache.policy import POLICIES
-from kvoffloadd.cache.runallocator import BLOCK
-from kvoffloadd.cache.wanted import Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
 from .fakes import keys_of, make_cache, store

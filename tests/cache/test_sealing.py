@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.jobs import Jobs
-from kvoffloadd.cache.parttable import PartState
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.keys import keys_array
-from kvoffloadd.cache.namespace import Keyspace
-from kvoffloadd.cache.together import begins_of, numbers_of, spans
-from kvoffloadd.cache.wanted import Reservation, Wanted
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keys import keys_array
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.together import begins_of, numbers_of, spans
+from kvoffloadd.cache.memory.wanted import Reservation, Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
 
 from .fakes import keys_of, make_cache, make_keyspace

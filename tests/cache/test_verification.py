@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.jobs import Completion, CopyOptions, Jobs, LoadPlan, Phase
+from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome
-from kvoffloadd.tiers import hashing
+from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 

@@ -7,13 +7,13 @@ import os
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
-from kvoffloadd.cache.savedstate import SavedState, read_saved_state
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
-from kvoffloadd.tiers import arenafile as pool_module
-from kvoffloadd.tiers.arenafile import ArenaFile
+from kvoffloadd.storage import arenafile as pool_module
+from kvoffloadd.storage.arenafile import ArenaFile
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.tiers.disk.files import is_segment_name
-from kvoffloadd.tiers.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
+from kvoffloadd.storage.disk.files import is_segment_name
+from kvoffloadd.storage.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import flip, is_idle
 from scripts.harness.wait import until

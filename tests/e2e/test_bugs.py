@@ -72,12 +72,12 @@ def use(rank: Rank, seed: int) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param("kvoffloadd.cache.index:Index:_place", id="a request, between rows and table"),
-        pytest.param("kvoffloadd.cache.cache:Cache:_touch_slots", id="a completion, between states and events"),
-        pytest.param("kvoffloadd.tiers.memory:MemoryTier:take", id="memory that the cache keeps"),
-        pytest.param("kvoffloadd.cache.missreasons:Ghosts:why", id="a callback of the loop"),
-        pytest.param("kvoffloadd.cache.keytable:Entries:vacate", id="a request that goes on later"),
-        pytest.param("kvoffloadd.cache.demotion:Demotion:_append", id="a task that nobody waits for"),
+        pytest.param("kvoffloadd.cache.memory.index:Index:_place", id="a request, between rows and table"),
+        pytest.param("kvoffloadd.cache.memory.cache:Cache:_touch_slots", id="a completion, between states and events"),
+        pytest.param("kvoffloadd.storage.memory:MemoryTier:take", id="memory that the cache keeps"),
+        pytest.param("kvoffloadd.cache.stats.missreasons:Ghosts:why", id="a callback of the loop"),
+        pytest.param("kvoffloadd.cache.memory.keytable:Entries:vacate", id="a request that goes on later"),
+        pytest.param("kvoffloadd.cache.disk.demotion:Demotion:_append", id="a task that nobody waits for"),
     ],
 )
 def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: str) -> None:
@@ -100,7 +100,7 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
     "function",
     [
         pytest.param("kvoffloadd.server.pins::find_all", id="the server"),
-        pytest.param("kvoffloadd.cache.lookup::_servable_lengths", id="a pure function of the cache"),
+        pytest.param("kvoffloadd.cache.memory.lookup::_servable_lengths", id="a pure function of the cache"),
     ],
 )
 def test_a_bug_elsewhere_costs_the_request(plant: Plant, rng_keys: np.ndarray, function: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.tiers.disk.manifest import decode_manifest
+from kvoffloadd.storage.disk.manifest import decode_manifest
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import used_bytes
 from scripts.harness.wait import until

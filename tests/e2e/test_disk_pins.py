@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon

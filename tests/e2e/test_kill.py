@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import JobDeadlineError, KeyState, Outcome
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import HANG_S, throughout, until

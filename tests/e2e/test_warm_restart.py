@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.tiers.arenafile import _ATTEMPTS_AT as ATTEMPTS_AT
-from kvoffloadd.tiers.arenafile import ATTEMPTS_MAX
+from kvoffloadd.storage.arenafile import _ATTEMPTS_AT as ATTEMPTS_AT
+from kvoffloadd.storage.arenafile import ATTEMPTS_MAX
 from scripts.harness.daemon import Daemon
 from scripts.harness.process import DaemonError
 from scripts.harness.wait import until

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.missreasons import REASONS
+from kvoffloadd.cache.stats.missreasons import REASONS
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind

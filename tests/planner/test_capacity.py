@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.planner import DiskSpace, MemorySpace, demand_of
-from kvoffloadd.tiers.disk import format as disk_format
-from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.storage.disk import format as disk_format
+from kvoffloadd.storage.memory import MemoryTier
 
 KIB, MIB = 1 << 10, 1 << 20
 

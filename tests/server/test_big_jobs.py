@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.model import PAGE_BYTES, U64Array
-from kvoffloadd.tiers.memory import MemoryTier
+from kvoffloadd.storage.memory import MemoryTier
 from tests.cache.fakes import make_keyspace
 from tests.server.scene import Scene, ids, keys
 

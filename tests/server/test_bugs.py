@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import keys, lookup
-from kvoffloadd.cache.index import Index
+from kvoffloadd.cache.memory import keys, lookup
+from kvoffloadd.cache.memory.index import Index
 from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.errors import KeyWidthError, LimitError
 from kvoffloadd.server.bugs import leaves_cache_unsure
@@ -52,7 +52,7 @@ def test_only_what_came_through_the_cache_does() -> None:
 
 
 def test_what_a_disk_meets_is_told_by_the_disk() -> None:
-    disk: dict[str, Any] = {"__name__": "kvoffloadd.tiers.disk.root"}
+    disk: dict[str, Any] = {"__name__": "kvoffloadd.storage.disk.root"}
     exec("def fail(*_): raise IndexError", disk)
     index = Index(10, 1)
     index.hash = disk["fail"]  # type: ignore[method-assign]
@@ -60,7 +60,7 @@ def test_what_a_disk_meets_is_told_by_the_disk() -> None:
 
 
 def test_a_disk_that_calls_the_cache_back_tells_nothing_of_it() -> None:
-    disk: dict[str, Any] = {"__name__": "kvoffloadd.tiers.disk.root"}
+    disk: dict[str, Any] = {"__name__": "kvoffloadd.storage.disk.root"}
     exec("def written(done): done()", disk)
     index = Index(10, 1)
     index.hash = raiser(IndexError())  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def test_what_a_device_is_short_of_is_told_by_the_device(room: str) -> None:
     assert not leaves_cache_unsure(raised(lambda: index.insert(0, np.zeros((1, 4), np.uint64))))
 
 
-@pytest.mark.parametrize("room", ["kvoffloadd.tiers.memory", "kvoffloadd.lanes", "numpy"])
+@pytest.mark.parametrize("room", ["kvoffloadd.storage.memory", "kvoffloadd.lanes", "numpy"])
 def test_what_is_no_room_of_its_own_below_the_cache_is_the_cache_s(room: str) -> None:
     below: dict[str, Any] = {"__name__": room}
     exec("def fail(*_): raise KeyError", below)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
 from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import UID

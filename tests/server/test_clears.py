@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache import keytable
-from kvoffloadd.cache.audit import check
+from kvoffloadd.cache.memory import keytable
+from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.config import Config
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupKind, GroupSchema

@@ -9,8 +9,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffloadd.cache.keytable import Event
-from kvoffloadd.cache.namespace import Namespace
+from kvoffloadd.cache.memory.keytable import Event
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol import codec
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Events

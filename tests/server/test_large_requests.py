@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.cache import Cache
+from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.protocol import messages as m

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.audit import check
-from kvoffloadd.cache.cache import Cache
 from kvoffloadd.cache.jobs import Jobs
-from kvoffloadd.cache.keys import pack
-from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keys import pack
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m

@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.lanes import BACKGROUND, Flow, Lane
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.verification import verify
-from kvoffloadd.tiers import hashing
+from kvoffloadd.storage import hashing
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 

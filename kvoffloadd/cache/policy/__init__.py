@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.policy.hitdensity import HitDensityPolicy
 from kvoffloadd.cache.policy.lru import Lru
 from kvoffloadd.cache.policy.s3fifo import S3Fifo
 from kvoffloadd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.cache.policy.base import Policy
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "hit-density": HitDensityPolicy,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 
 class Policy(Protocol):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvoffloadd.model import BoolArray, I64Array, U32Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 NUM_BUCKETS = 64
 """Ages are told apart by half powers of two; these cover 32 bits."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from kvoffloadd.model import BoolArray, U32Array
+from kvoffloadd.model import BoolArray, U32Array
 
 USES_MAX = 15
 """Uses of a key are counted up to here."""

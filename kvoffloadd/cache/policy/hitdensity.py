@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffloadd.cache.policy.density import HitDensity, bucket
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts, slots_for
 from kvoffloadd.cache.policy.prompts import backwards, changes, highest_from_here, lengths
 from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
 from kvoffloadd.cache.policy.selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 GHOSTS_PER_ROW = 2
 TIME_MASK = 0xFFFFFFFF

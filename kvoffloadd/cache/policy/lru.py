@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from kvoffloadd.cache.policy.prompts import backwards
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 
 class Lru:

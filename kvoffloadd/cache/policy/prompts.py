@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
+from kvoffloadd.model import BoolArray, I64Array, U8Array
 
 
 def lengths(begins: I64Array, count: int) -> I64Array:

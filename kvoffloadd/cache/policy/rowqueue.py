@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.model import BoolArray, U8Array, U32Array
+from kvoffloadd.model import BoolArray, U8Array, U32Array
 
 NOWHERE = 0xFFFFFFFF
 """As a row's place: in no queue. As a chunk: none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,11 +10,7 @@ from kvoffloadd.cache.policy.ghost import slots_for
 from kvoffloadd.cache.policy.prompts import backwards, highest_from_here
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 SMALL, MAIN, LEAVING, IN_USE = range(4)
 SMALL_SHARE = 0.1

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.model import BoolArray, U32Array
+from kvoffloadd.model import BoolArray, U32Array
 
 NO_ROWS = np.zeros(0, np.uint32)
 BLOCK_MIN, BLOCK_MAX = 64, 4096

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
 from kvoffloadd.device.chunks import Chunks
 from kvoffloadd.device.cuda.driver import Driver, device_side, host_side
@@ -25,12 +28,6 @@ from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
 from kvoffloadd.model import Direction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvoffloadd.config import CudaConfig
-    from kvoffloadd.device.base import Allocation, CopyResult, Work
 
 log = logging.getLogger(__name__)
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError, holds_gil
+from kvoffloadd.device.base import Device
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
 from kvoffloadd.errors import DeviceError, MemoryKindError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.config import CudaConfig
-    from kvoffloadd.device.base import Device
 
 log = logging.getLogger(__name__)
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.cudadriver import CudaError, PointerAttribute
 from kvoffloadd.device.base import Allocation
+from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.errors import LimitError, MemoryKindError
 from kvoffloadd.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.device.cuda.driver import Driver
 
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 

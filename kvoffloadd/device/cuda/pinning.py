@@ -13,10 +13,12 @@ Ownership: the event loop, but for `_work`, which runs in the thread that pins.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +26,9 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ResourceError
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, Direction, U64Array
 from kvoffloadd.sharedmem import populate
 from kvoffloadd.units import format_bytes
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from kvoffloadd.model import Direction, U64Array
 
 log = logging.getLogger(__name__)
 

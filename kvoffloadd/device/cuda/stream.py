@@ -14,18 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.device.cuda.driver import Driver
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.model import U64Array
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.model import U64Array
 
 log = logging.getLogger(__name__)
 

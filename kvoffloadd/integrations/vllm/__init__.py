@@ -6,11 +6,10 @@ of those that are supported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvoffloadd.integrations.vllm.connector import KVOffloaddConnector
-    from kvoffloadd.integrations.vllm.spec import KVOffloaddSpec
+from kvoffloadd.integrations.vllm.connector import KVOffloaddConnector
+from kvoffloadd.integrations.vllm.spec import KVOffloaddSpec
 
 __all__ = ["KVOffloaddConnector", "KVOffloaddSpec"]
 

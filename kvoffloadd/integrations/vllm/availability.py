@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client.connector import backoffs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("vllm.kvoffloadd")
 

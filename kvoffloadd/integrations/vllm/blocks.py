@@ -6,16 +6,13 @@ A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffloadd.model import NO_BLOCK, U32Array
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import numpy.typing as npt
 
 NULL_BLOCK = 0
 """vLLM's block that stands for no block: never stored, never loaded into."""

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
+from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.namespace import IDENTITY, STATES, identity_of
 from kvoffloadd.integrations.vllm.sleep import refuse_sleep
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-    from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 
 logger = logging.getLogger("vllm.kvoffloadd")
 

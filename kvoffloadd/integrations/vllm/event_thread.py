@@ -9,20 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvoffloadd.client import EventGap
+from kvoffloadd.client import Client, Event, EventGap
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.integrations.vllm.availability import Availability
 from kvoffloadd.integrations.vllm.published_keys import PublishedKeys
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from kvoffloadd.client import Client, Event
 
 _EVENTS_S = 0.1
 _ROOM_S = 0.05

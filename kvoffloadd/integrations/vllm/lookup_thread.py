@@ -11,22 +11,16 @@ import queue
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING
 
-from kvoffloadd.client import KeyState
+from kvoffloadd.client import Client, Found, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.vllm.availability import Availability
-from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.client import Client, Found, KvCache, Registration
-    from kvoffloadd.integrations.vllm.pieces import Piece
+from kvoffloadd.integrations.vllm.pieces import Piece, most_keys, pieces
 
 logger = logging.getLogger("vllm.kvoffloadd")
 

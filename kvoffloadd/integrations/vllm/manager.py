@@ -9,8 +9,8 @@ half of the daemon's memory at most: the others are not asked for before there i
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection, Iterable, Sequence
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -27,16 +27,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffloadd.integrations.vllm import metrics
+from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
 from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from kvoffloadd.integrations.vllm.names import by_group, hash_bytes_of, offload_key_of
+from kvoffloadd.integrations.vllm.options import Options
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
-    from kvoffloadd.integrations.vllm.event_thread import EventThread
-    from kvoffloadd.integrations.vllm.options import Options
 
 _ASK_AGAIN_S = 0.005
 _YIELD_S = 0.00005

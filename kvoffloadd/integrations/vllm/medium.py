@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvoffloadd.integrations.vllm.names import by_group
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class KeysLoadStoreSpec(LoadStoreSpec):

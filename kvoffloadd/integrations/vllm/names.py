@@ -7,13 +7,10 @@ groups of its own, so the index goes; what is left gets the namespace's width.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from kvoffloadd.model import KEY_BYTES_MAX
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 KEY_BYTES = KEY_BYTES_MAX
 _GROUP_BYTES = 4

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 IDENTITY = "kvoffloadd_identity"
 """Key of extra_config under which `KVOffloaddConnector` says what vLLM's OffloadingConfig leaves out."""

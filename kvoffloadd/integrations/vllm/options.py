@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.config import ServerConfig
 from kvoffloadd.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 DEFAULT_SOCKET = str(ServerConfig().socket)
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
+from kvoffloadd.client import KvCache
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.model import key_price
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvoffloadd.client import KvCache
-    from kvoffloadd.protocol.messages import Limits
+from kvoffloadd.protocol.messages import Limits
 
 Piece = dict[int, slice]
 """Group -> which of its keys."""

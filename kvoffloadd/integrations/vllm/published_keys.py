@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 TOLD_MAX = 1 << 20
 """Keys that are remembered, at some 120 bytes each. What comes beyond them is not told: a hit that nobody hopes for."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from kvoffloadd.client import Group, GroupKind, KvCache, Ref
+from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
 from kvoffloadd.integrations.vllm.namespace import STATES
 from kvoffloadd.layout import CanonicalCache
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.client import Timeline
 
 
 def registered(config: Any, kv_caches: Any, replicated: bool, timelines: Sequence[Timeline] = ()) -> KvCache:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client import KeyState
+from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 from kvoffloadd.integrations.vllm.names import group_of, key_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 
 
 class LookupState(enum.Enum):

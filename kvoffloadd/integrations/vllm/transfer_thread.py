@@ -10,23 +10,27 @@ import logging
 import queue
 import threading
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvoffloadd.client import JobConnectionLostError, JobDeadlineError, Outcome
+from kvoffloadd.client import (
+    Client,
+    Job,
+    JobConnectionLostError,
+    JobDeadlineError,
+    KvCache,
+    Outcome,
+    Ready,
+    Registration,
+)
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
 from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
-from kvoffloadd.integrations.vllm.pieces import most_keys, pieces
+from kvoffloadd.integrations.vllm.pieces import Piece, most_keys, pieces
 from kvoffloadd.model import Direction
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from kvoffloadd.client import Client, Job, KvCache, Ready, Registration
-    from kvoffloadd.integrations.vllm.blocks import Chunks
-    from kvoffloadd.integrations.vllm.pieces import Piece
 
 logger = logging.getLogger("vllm.kvoffloadd")
 

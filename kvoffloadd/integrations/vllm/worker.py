@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffloadd.client import Timeline
+from kvoffloadd.client import Client, Ready, Timeline
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
+from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from kvoffloadd.integrations.vllm.namespace import STATES
+from kvoffloadd.integrations.vllm.options import Options
 from kvoffloadd.integrations.vllm.registration import registered
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
 from kvoffloadd.model import Direction
-
-if TYPE_CHECKING:
-    from kvoffloadd.client import Client, Ready
-    from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
-    from kvoffloadd.integrations.vllm.options import Options
 
 _CLOSE_S = 5.0
 _LET_GO_S = 20.0

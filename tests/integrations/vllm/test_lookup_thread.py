@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
 from scripts.harness.daemon import Daemon

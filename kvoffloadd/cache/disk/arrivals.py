@@ -1,0 +1,207 @@
+"""Roots come, go and come back: what they hold is found, and what they know of clears holds from then on.
+
+A root comes in five steps:
+
+1. its directory is taken and its manifest read (`Root.open`);
+2. the clears that it knows of are learnt, and disk keyspaces of older epochs go;
+3. all its segments are looked at (`Root.recover`);
+4. what its records testify of clears is learnt; those that count by what is known by then come into the catalog, and
+   the root is OK;
+5. its manifest is told, and those of the others.
+
+The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
+the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, disk keyspaces
+of old epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and
+outlive it.
+
+The order holds whatever happens between the steps:
+
+- *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
+  pause, so that the clear closes the disk keyspaces of those that were there before it, and later ones do not count.
+- *Another root is heard.* As a clear; the lock keeps its learning whole.
+- *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
+  were accepted before. Of two copies the second is let go; the clears that it knows of are learnt all the same.
+- *The root goes again.* It is OFF before the end of step 4, so that nobody reads or writes there. I/O that fails ends
+  its coming with nothing in the catalog, and it begins anew with step 1. I/O that hangs keeps it OFF, and it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.cache.disk.clears import DiskClears
+from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.demotion import Demotion
+from kvoffloadd.cache.disk.promotion import Promotion
+from kvoffloadd.cache.disk.reclaim import Reclaim
+from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.storage.disk.health import RootState, said
+from kvoffloadd.storage.disk.manifest import Manifest
+from kvoffloadd.storage.disk.recovery import Recovered
+from kvoffloadd.storage.disk.root import Root
+from kvoffloadd.storage.disk.segment import Segment
+
+log = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Sees to every root for as long as the daemon runs; event loop only. `coming`: those that are between step 1 and
+    the end of step 5.
+    """
+
+    def __init__(
+        self,
+        disk: DiskContents,
+        clears: DiskClears,
+        demotion: Demotion,
+        promotion: Promotion,
+        reclaim: Reclaim,
+    ) -> None:
+        self.coming: set[Root] = set()
+        self._disk = disk
+        self._clears = clears
+        self._demotion = demotion
+        self._promotion = promotion
+        self._reclaim = reclaim
+        self._cache = disk.cache
+        self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
+
+    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """Take in the roots, in their order: of two copies the first is used. Who does not answer comes in later."""
+        opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
+        for root, opened in opening.items():
+            came = asyncio.Event()
+            spawn(self._see_to(root, opened, came))
+            await root.probe.wait_for(came)
+
+    async def _see_to(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
+        """For ever: take a root in, notice when it goes, and when it comes back."""
+        try:
+            await self._try(root, self._arrive(root, opened))
+        finally:
+            came.set()
+        while True:
+            await root.probe.pause()
+            await self._try(root, self.look_after(root))
+
+    @staticmethod
+    async def _try(root: Root, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (OSError, KvOffloadError) as error:
+            log.warning("disk %s: %s", root.path, error)
+
+    async def look_after(self, root: Root) -> None:
+        """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
+        disk = self._disk
+        if await root.probe.look():
+            disk.numbers.changes.notify_all()
+            await self._clears.save_epochs([root])
+            return
+        # Before all that waits for the disk: it may hang.
+        self._promotion.give_up(root)
+        root.give_up()
+        for ordinal in list(root.segments):
+            await self._reclaim.forget(ordinal)
+            disk.catalog.close_segment(ordinal)
+        await root.settle()
+        await root.take_off()
+        await self._arrive(root, root.open())
+
+    async def _arrive(self, root: Root, opened: Awaitable[Manifest | None]) -> None:
+        """All five steps, or as many as it gets to; `opened` is the first."""
+        self.coming.add(root)
+        try:
+            known = await opened
+            if known is None:
+                return
+            await self._hear(root, known)
+            if root.opened:
+                await self._take_in(root)
+            await self._clears.save_epochs(
+                [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
+            )
+        finally:
+            self.coming.discard(root)
+
+    async def _hear(self, root: Root, known: Manifest) -> None:
+        """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
+        same = [r for r in self._disk.roots if r is not root and r.opened and r.home.uuid == known.root_uuid]
+        if same:
+            root.home.turn_away()
+            root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
+        else:
+            root.home.accepted = True
+        async with self._changing:
+            await self._learn(known.base_epoch, known.last_epoch, known.epochs)
+
+    async def _take_in(self, root: Root) -> None:
+        """Put what a root holds into the catalog."""
+        try:
+            found = await root.recover()
+        except (OSError, KvOffloadError) as error:
+            root.health.become(RootState.OFF, said(error))
+            await root.take_off()
+            return
+        records = sum(len(one.entries) for _, one in found)
+        async with self._changing:
+            # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
+            await self._learn(0, 0, root.epochs)
+            self._disk.catalog.index.expect(records)
+            for segment, one in found:
+                self._load(segment, one)
+                await asyncio.sleep(0)
+            root.health.become(RootState.OK)
+        self._disk.numbers.changes.notify_all()
+        log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
+
+    def _load(self, segment: Segment, found: Recovered) -> None:
+        for number, name in enumerate(found.keyspaces):
+            if name.epoch != self._cache.epochs.of(name.fingerprint):
+                continue
+            disk_keyspace = self._disk.catalog.disk_keyspace(name)
+            mine = found.entries[found.entries["space"] == number]
+            mine = mine[mine["part"] < name.parts]
+            if disk_keyspace is not None and len(mine):
+                parts = mine["part"].astype(np.uint16)
+                keys = np.ascontiguousarray(mine["key"])
+                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, mine["page"])
+
+    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
+        """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
+        what came from a pool or a disk, what is on disk of older epochs, and if another daemon has cleared since this
+        run began, what was stored in it.
+        """
+        cache, catalog = self._cache, self._disk.catalog
+        later = cache.epochs.merged(base, last, by_namespace)
+        if later == cache.epochs:
+            return
+        for disk_keyspace in catalog.disk_keyspaces.values():
+            if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
+                catalog.close(disk_keyspace)  # nothing more is promoted from it
+        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
+        # Before the new epoch is written down, for a successor must not find these keys in it.
+        for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
+            for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
+                await asyncio.sleep(0)
+        cache.epochs.merge(base, last, by_namespace)
+        for namespace in cache.namespaces.values():
+            self._renew(namespace)
+        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
+            cache.remember()
+        await self._clears.empty(self._clears.begin(None))
+
+    def _renew(self, namespace: Namespace) -> None:
+        """Go on in the epoch that the namespace has by now."""
+        epoch = self._cache.epochs.of(namespace.fingerprint)
+        if namespace.epoch != epoch:
+            namespace.epoch = epoch
+            for keyspace in namespace.keyspaces.values():
+                self._disk.reopen_keyspace(keyspace)
+                self._demotion.offer_again(keyspace)  # what it has on disk is void

@@ -1,0 +1,375 @@
+"""The catalog of the disk tier: which key's records lie where. Event loop only; no I/O.
+
+A **disk keyspace** holds the keys of one group in one epoch of a namespace, with one schema and one set of part sizes:
+records of two disk keyspaces are never taken for each other. A row is a key; it has one place (segment, page) for each
+part. A key is complete when every part has its place, and only then found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
+from kvoffloadd.cache.memory.keys import has_duplicates, pack
+from kvoffloadd.cache.memory.runallocator import RunAllocator
+from kvoffloadd.errors import LimitError
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.storage.disk.format import KeyspaceId
+
+DISK_KEYSPACES_MAX = 1 << 16
+_FREE = 0xFFFF
+"""`missing` of a row that is free: more than any disk keyspace has parts."""
+
+AUDIT_RECORDS = 32_768
+"""Records that one step of the audit looks at."""
+
+STEP_RECORDS = 4096
+"""Records that one step of a walk takes out, so that none holds the loop for more than a few milliseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class DiskKeyspace:
+    """`rows` counts its rows, complete or not; `keys` the complete ones. A closed disk keyspace takes no more records.
+    `part_bytes`: payload size of each part; empty until somebody has told them since the start. `uid`: whose it is;
+    None until then.
+    """
+
+    id: int
+    name: KeyspaceId
+    rows: int = 0
+    keys: int = 0
+    open: bool = True
+    part_bytes: tuple[int, ...] = ()
+    uid: int | None = None
+
+
+class Catalog:
+    """Rows and record numbers are dense small numbers, as in memory; page 0 of a segment is no record's place."""
+
+    def __init__(self, max_records: int, seed: int) -> None:
+        self.index = Index(max_records, seed)
+        self.runs = RunAllocator(max_records)
+        self.first: U32Array = reserve_array((max_records,), np.uint32)
+        self.missing: U16Array = reserve_array((max_records,), np.uint16)
+        self.used: U8Array = reserve_array((max_records,), np.uint8)
+        self.row: U32Array = reserve_array((max_records,), np.uint32)
+        self.segment: U32Array = reserve_array((max_records,), np.uint32)
+        self.page: U32Array = reserve_array((max_records,), np.uint32)
+        self.records = 0
+        self.disk_keyspaces: dict[int, DiskKeyspace] = {}
+        self._by_name: dict[KeyspaceId, DiskKeyspace] = {}
+        self._by_uid: Counter[int] = Counter()
+        self._members: dict[int, list[U32Array]] = {}
+        self._next_number = 0
+
+    # --- disk keyspaces ---
+
+    def disk_keyspace(self, name: KeyspaceId, uid: int | None = None) -> DiskKeyspace | None:
+        """The disk keyspace of this name, made if it is new; None if there are too many. `uid`: whose it is, if that is
+        known.
+
+        A user has at most as many as there are left for all others then: disk keyspaces stay as long as they have keys,
+        also when their namespaces are forgotten, and whatever some users do, the next one finds room.
+        """
+        disk_keyspace = self._by_name.get(name)
+        left = DISK_KEYSPACES_MAX - 1 - len(self.disk_keyspaces)
+        if disk_keyspace is None and left > (0 if uid is None else self._by_uid[uid]):
+            while self._next_number in self.disk_keyspaces:
+                self._next_number = (self._next_number + 1) % DISK_KEYSPACES_MAX
+            disk_keyspace = self._by_name[name] = self.disk_keyspaces[self._next_number] = DiskKeyspace(
+                self._next_number, name
+            )
+        if disk_keyspace is not None and disk_keyspace.uid is None and uid is not None:
+            disk_keyspace.uid = uid
+            self._by_uid[uid] += 1
+        return disk_keyspace
+
+    def close(self, disk_keyspace: DiskKeyspace) -> None:
+        """Nothing of it is found from now on. `empty` frees what it takes."""
+        disk_keyspace.open = False
+        self._by_name.pop(disk_keyspace.name, None)
+
+    def discard(self, disk_keyspace: DiskKeyspace) -> None:
+        """Forget a disk keyspace without keys; its number may be another's. Who still writes to it finds it closed."""
+        self.close(disk_keyspace)
+        self._take_down(disk_keyspace)
+
+    def _take_down(self, disk_keyspace: DiskKeyspace) -> None:
+        del self.disk_keyspaces[disk_keyspace.id]
+        if disk_keyspace.uid is not None:
+            self._by_uid[disk_keyspace.uid] -= 1
+            if not self._by_uid[disk_keyspace.uid]:
+                del self._by_uid[disk_keyspace.uid]
+
+    def empty(self, disk_keyspace: DiskKeyspace) -> Iterator[U64Array]:
+        """Forget a closed disk keyspace, some keys a step; each step tells those of them that were complete."""
+        for start in range(0, self.index.rows_end, STEP_RECORDS * 16):
+            span = slice(start, min(start + STEP_RECORDS * 16, self.index.rows_end))
+            mine = (self.index.keyspace[span] == disk_keyspace.id) & (self.missing[span] < disk_keyspace.name.parts)
+            rows = (np.flatnonzero(mine) + start).astype(np.uint32)
+            for at in range(0, len(rows), STEP_RECORDS):
+                some = rows[at : at + STEP_RECORDS]
+                # Again: rows that went meanwhile keep what they had, though their runs may be others' now.
+                held = (self.index.keyspace[some] == disk_keyspace.id) & (self.missing[some] < disk_keyspace.name.parts)
+                some = some[held]
+                keys = self.index.keys[some[self.missing[some] == 0]]
+                self._remove(disk_keyspace, some)
+                yield keys
+        if self.disk_keyspaces.get(disk_keyspace.id) is disk_keyspace:
+            self._take_down(disk_keyspace)
+
+    # --- keys ---
+
+    def find(self, disk_keyspace: DiskKeyspace, keys: U64Array) -> I64Array:
+        """The row of each key that is complete on disk; -1 for the others. Changes nothing."""
+        rows = self.index.find(disk_keyspace.id, keys) if disk_keyspace.open else np.full(len(keys), -1, np.int64)
+        rows[self.missing[rows] != 0] = -1  # row -1 reads some other row, and is -1 either way
+        return rows
+
+    def find_all(self, disk_keyspaces: U16Array, keys: U64Array) -> I64Array:
+        """The same for keys of several open disk keyspaces, by each one's number."""
+        rows = self.index.find(disk_keyspaces, keys)
+        rows[self.missing[rows] != 0] = -1
+        return rows
+
+    def complete(self, disk_keyspace: DiskKeyspace, keys: U64Array) -> BoolArray:
+        """Which keys are complete on a disk keyspace that may be closed."""
+        rows = self.index.find(disk_keyspace.id, keys)
+        found: BoolArray = (rows >= 0) & (self.missing[rows] == 0)
+        return found
+
+    def places(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> I64Array:
+        """(n, parts) record numbers."""
+        return RunAllocator.of(self.first[rows], disk_keyspace.name.parts)
+
+    def put(self, disk_keyspace: DiskKeyspace, keys: U64Array, parts: U16Array, segment: int, pages: U32Array) -> None:
+        """Records have been written: `keys[i]`'s part `parts[i]` lies at `pages[i]`, in place of where it was before.
+
+        What does not fit into the catalog any more is left out: such records are garbage.
+        """
+        if not disk_keyspace.open or not len(keys):
+            return
+        width = disk_keyspace.name.parts
+        keys, parts, pages, row_of, names = self._distinct(keys, parts, pages, width)
+        hashes = self.index.hash(disk_keyspace.id, names)
+        rows = self.index.find(disk_keyspace.id, names, hashes)
+        new = np.flatnonzero(rows < 0)
+        fits = self.runs.ready(width, min(len(new), self.index.max_keys - len(self.index)))
+        if fits < len(new):
+            rows[new[fits:]] = -1
+            new = new[:fits]
+        if len(new):
+            with contextlib.suppress(LimitError):
+                rows[new] = self._insert(disk_keyspace, names[new], hashes[new])
+        mine = rows[row_of]
+        held = np.flatnonzero(mine >= 0)
+        mine, parts, pages = mine[held], parts[held], pages[held]
+        records = self.first[mine].astype(np.int64) + parts
+        self._place(disk_keyspace, mine, records, segment, pages)
+
+    def mark_used(self, rows: I64Array) -> None:
+        """These keys were read since they were written: they move on when their segment goes."""
+        self.used[rows] = 1
+
+    def forget(self, records: I64Array) -> U32Array:
+        """These records are gone or bad. Returns the rows of the keys that were complete and are not any more."""
+        records = records[self.page[records] != 0]
+        rows = self.row[records]
+        lost: U32Array = distinct(rows[self.missing[rows] == 0])
+        self.page[records] = 0
+        self.records -= len(records)
+        count_up(self.missing, rows)
+        for disk_keyspace, at in self._by_shelf(lost):
+            disk_keyspace.keys -= int(at.sum())
+        affected = distinct(rows)
+        for disk_keyspace, at in self._by_shelf(affected):
+            mine = affected[at]
+            self._drop_rows(disk_keyspace, mine[self.missing[mine] == disk_keyspace.name.parts])
+        return lost
+
+    # --- segments ---
+
+    def in_segment(self, segment: int) -> I64Array:
+        """Records that lie in this segment, by page."""
+        members = np.concatenate([np.zeros(0, np.uint32), *self._members.get(segment, ())])
+        members = distinct(members).astype(np.int64)
+        members = members[(self.segment[members] == segment) & (self.page[members] != 0)]
+        found: I64Array = members[np.argsort(self.page[members], kind="stable")]
+        return found
+
+    def close_segment(self, segment: int) -> None:
+        """All records of it are forgotten."""
+        self._members.pop(segment, None)
+
+    def shelf_of(self, record: int) -> DiskKeyspace:
+        """The disk keyspace of a record that has a place."""
+        return self.disk_keyspaces[int(self.index.keyspace[self.row[record]])]
+
+    # --- questions ---
+
+    @property
+    def keys(self) -> int:
+        """Complete keys."""
+        return sum(disk_keyspace.keys for disk_keyspace in self.disk_keyspaces.values())
+
+    def packed(self, rows: U32Array, key_bytes: int) -> bytes:
+        """The rows' keys, `key_bytes` each."""
+        return pack(self.index.keys[rows], key_bytes)
+
+    def listing(self, disk_keyspace: DiskKeyspace, start: int, count: int) -> U32Array:
+        """Rows of complete keys of a disk keyspace among the `count` rows from `start` on."""
+        end = min(start + count, self.index.rows_end)
+        mine = (self.index.keyspace[start:end] == disk_keyspace.id) & (self.missing[start:end] == 0)
+        rows = (np.flatnonzero(mine) + start).astype(np.uint32)
+        live: U32Array = rows[self.page[self.first[rows]] != 0]
+        return live
+
+    def memory_bytes(self) -> int:
+        """Bytes of the index and the columns in use."""
+        rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize
+        records = self.row.itemsize + self.segment.itemsize + self.page.itemsize
+        members = 4 * sum(len(some) for group in self._members.values() for some in group)
+        used = self.runs.used * records + self.runs.memory_bytes()
+        return self.index.memory_bytes() + self.index.rows_end * rows + used + members
+
+    def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
+        """What is wrong, bit by bit, of everything; nothing: empty lists. `segments`: those that the tier has. What a
+        step finds is true of its moment: the catalog may change before the next one.
+        """
+        yield [f"catalog: {finding}" for finding in self.index.check_table()]
+        yield self._check_count()
+        yield self._check_disk_keyspaces()
+        for start in range(0, self.runs.used, AUDIT_RECORDS):
+            yield self._check_places(start, segments())
+        for segment in list(self._members):
+            if (np.diff(self.page[self.in_segment(segment)]) == 0).any():
+                yield ["catalog: two records share a place"]
+            else:
+                yield []
+        start = 0
+        while start < self.runs.used:
+            yield self._check_rows(start, min(start + AUDIT_RECORDS, self.runs.used))
+            start += AUDIT_RECORDS
+
+    # --- inside ---
+
+    def _check_count(self) -> list[str]:
+        findings = [f"catalog: {finding}" for finding in self.runs.check()]
+        placed = int(np.count_nonzero(self.page[: self.runs.used]))
+        if placed != self.records:
+            findings.append(f"catalog: {placed} records have a place, counted {self.records}")
+        taken = sum(disk_keyspace.rows * disk_keyspace.name.parts for disk_keyspace in self.disk_keyspaces.values())
+        if taken != self.runs.taken:
+            findings.append(f"catalog: keys have {taken} records, {self.runs.taken} are given out")
+        return findings
+
+    def _check_places(self, start: int, segments: set[int]) -> list[str]:
+        stop = min(start + AUDIT_RECORDS, self.runs.used)
+        findings = [f"catalog: {finding}" for finding in self.runs.check_blocks(start, stop)]
+        if (self.runs.in_map(start, stop) & (self.page[start:stop] != 0)).any():
+            findings.append("catalog: a record that is free has a place")
+        placed = start + np.flatnonzero(self.page[start:stop])
+        strange = set(distinct(self.segment[placed]).tolist()) - segments
+        if strange:
+            findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
+        return findings
+
+    def _check_disk_keyspaces(self) -> list[str]:
+        by_uid = Counter(
+            disk_keyspace.uid for disk_keyspace in self.disk_keyspaces.values() if disk_keyspace.uid is not None
+        )
+        counts = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
+        return counts + self._check_rows_of_shelves()
+
+    def _check_rows_of_shelves(self) -> list[str]:
+        findings = []
+        used = np.zeros(self.index.rows_end, bool)
+        used[self.row[np.flatnonzero(self.page[: self.runs.used] != 0)]] = True
+        keyspaces = self.index.keyspace[: len(used)]
+        end = 1 + max(self.disk_keyspaces, default=0)
+        rows = np.bincount(keyspaces[used], minlength=end)
+        keys = np.bincount(keyspaces[used & (self.missing[: len(used)] == 0)], minlength=end)
+        for disk_keyspace in self.disk_keyspaces.values():
+            found = int(rows[disk_keyspace.id]), int(keys[disk_keyspace.id])
+            if disk_keyspace.open and found != (disk_keyspace.rows, disk_keyspace.keys):
+                findings.append(
+                    f"catalog: shelf {disk_keyspace.id} has {found}, counted {(disk_keyspace.rows, disk_keyspace.keys)}"
+                )
+        return findings
+
+    def _check_rows(self, start: int, stop: int) -> list[str]:
+        """The keys that records from `start` to `stop` belong to."""
+        findings = []
+        rows = distinct(self.row[start + np.flatnonzero(self.page[start:stop] != 0)])
+        keyspaces = self.index.keyspace[rows]
+        for number in distinct(keyspaces).tolist():
+            disk_keyspace, mine = self.disk_keyspaces[number], rows[keyspaces == number]
+            missing = (self.page[RunAllocator.of(self.first[mine], disk_keyspace.name.parts)] == 0).sum(axis=1)
+            if (missing != self.missing[mine]).any():
+                findings.append(f"catalog: missing parts of shelf {disk_keyspace.id} are miscounted")
+            if disk_keyspace.open and (self.index.find(disk_keyspace.id, self.index.keys[mine]) != mine).any():
+                findings.append(f"catalog: a key of shelf {disk_keyspace.id} is not found")
+        return findings
+
+    def _distinct(
+        self, keys: U64Array, parts: U16Array, pages: U32Array, width: int
+    ) -> tuple[U64Array, U16Array, U32Array, I64Array, U64Array]:
+        """The last place of each (key, part), the index of its key for each, and the distinct keys."""
+        if width == 1 and not has_duplicates(keys):
+            return keys, parts, pages, np.arange(len(keys)), keys
+        names, row_of = np.unique(keys, axis=0, return_inverse=True)
+        row_of = row_of.reshape(-1).astype(np.int64)
+        # Last of equals: the later record of a segment lies at the higher page.
+        place = row_of * width + parts
+        order = np.lexsort((pages, place))
+        last = order[np.append(place[order][1:] != place[order][:-1], True)]
+        return keys[last], parts[last], pages[last], row_of[last], names
+
+    def _insert(self, disk_keyspace: DiskKeyspace, keys: U64Array, hashes: U64Array) -> U32Array:
+        rows = self.index.insert(disk_keyspace.id, keys, hashes)
+        first = self.runs.allocate(disk_keyspace.name.parts, len(rows))
+        self.first[rows] = first
+        self.missing[rows] = disk_keyspace.name.parts
+        self.used[rows] = 0
+        records = RunAllocator.of(first, disk_keyspace.name.parts)
+        self.row[records] = rows[:, None]
+        self.page[records] = 0
+        disk_keyspace.rows += len(rows)
+        return rows
+
+    def _place(
+        self, disk_keyspace: DiskKeyspace, rows: I64Array, records: I64Array, segment: int, pages: U32Array
+    ) -> None:
+        empty = self.page[records] == 0
+        self.segment[records] = segment
+        self.page[records] = pages
+        self.records += int(empty.sum())
+        touched = distinct(rows)
+        before = self.missing[touched] == 0
+        count_down(self.missing, rows[empty])
+        disk_keyspace.keys += int((self.missing[touched] == 0).sum() - before.sum())
+        self._members.setdefault(segment, []).append(records.astype(np.uint32))
+
+    def _remove(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
+        records = RunAllocator.of(self.first[rows], disk_keyspace.name.parts).ravel()
+        self.forget(records[self.page[records] != 0])
+
+    def _drop_rows(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
+        if not len(rows):
+            return
+        self.index.remove(rows)
+        self.runs.free(disk_keyspace.name.parts, self.first[rows])
+        self.index.free(rows)
+        self.missing[rows] = _FREE  # or `empty` takes them for rows of a later disk keyspace of this number
+        disk_keyspace.rows -= len(rows)
+
+    def _by_shelf(self, rows: U32Array) -> Iterator[tuple[DiskKeyspace, BoolArray]]:
+        keyspaces = self.index.keyspace[rows]
+        for number in distinct(keyspaces).tolist():
+            yield self.disk_keyspaces[number], keyspaces == number

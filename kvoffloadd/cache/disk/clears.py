@@ -1,0 +1,90 @@
+"""Clears on disk: what they leave there is not found any more, and a successor is told of them. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+
+from kvoffloadd.cache.disk.catalog import DiskKeyspace
+from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.stats.missreasons import Reason
+from kvoffloadd.errors import KvOffloadError, NotDurableError
+from kvoffloadd.storage.disk.health import said
+from kvoffloadd.storage.disk.root import Root
+
+log = logging.getLogger(__name__)
+
+
+class DiskClears:
+    """All clears that the disks take part in. `stuck_s`: a root that takes longer to note one does not answer."""
+
+    def __init__(self, contents: DiskContents, stuck_s: float) -> None:
+        self._contents = contents
+        self._stuck_s = stuck_s
+        self._emptying: set[int] = set()
+
+    def begin(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
+        """The epochs of these namespaces (fingerprints; None: of all) have advanced: what is on disk of older ones is
+        not found from now on. Pair with `finish`.
+        """
+        old = []
+        for disk_keyspace in self._contents.catalog.disk_keyspaces.values():
+            if disk_keyspace.id in self._emptying:
+                continue  # an earlier clear sees to it
+            fingerprint = disk_keyspace.name.fingerprint
+            if (names is None or fingerprint in names) and disk_keyspace.name.epoch != self._contents.cache.epochs.of(
+                fingerprint
+            ):
+                self._contents.catalog.close(disk_keyspace)
+                old.append(disk_keyspace)
+        return old
+
+    async def finish(self, disk_keyspaces: list[DiskKeyspace]) -> None:
+        """Make it durable, then free what the disk keyspaces take.
+
+        Raises:
+            NotDurableError: it holds here, but a root could not note it: after a restart the keys might be back.
+        """
+        failed = await self.save_epochs(self._contents.roots)
+        await self.empty(disk_keyspaces)
+        if failed:
+            raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
+
+    async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:
+        """Free what these closed disk keyspaces take."""
+        for disk_keyspace in disk_keyspaces:
+            if (
+                disk_keyspace.id in self._emptying
+                or self._contents.catalog.disk_keyspaces.get(disk_keyspace.id) is not disk_keyspace
+            ):
+                continue  # another clear has begun with it, or done it
+            self._emptying.add(disk_keyspace.id)
+            try:
+                keyspace = self._contents.remove_keyspace(disk_keyspace)
+                for keys in self._contents.catalog.empty(disk_keyspace):
+                    self._contents.note_ghosts(disk_keyspace, keys, Reason.CLEARED)
+                    if keyspace is not None and keyspace.namespace.listeners:
+                        self._contents.note_gone(keyspace, keys)
+                    await asyncio.sleep(0)
+            finally:  # whoever asked may be gone; the next clear goes on with it
+                self._emptying.discard(disk_keyspace.id)
+
+    async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
+        """Make durable what was cleared. Returns where that failed, and why: `Arrivals.look_after` tries it again."""
+        failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
+        self._contents.numbers.changes.notify_all()  # what was stored since may be written now
+        return failed
+
+    async def _save_at(self, root: Root) -> str:
+        epochs = self._contents.cache.epochs
+        if not root.opened:
+            return f"{root.path} is off: {root.health.reason}"
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                await root.home.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
+        except (OSError, KvOffloadError) as error:
+            why = "it does not answer" if isinstance(error, TimeoutError) else said(error)
+            log.warning("disk %s: a clear is not noted: %s", root.path, why)
+            return f"{root.path}: {why}"
+        return ""

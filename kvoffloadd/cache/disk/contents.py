@@ -1,0 +1,184 @@
+"""What is on the disks, and whose it is: roots, segments, the catalog, and the keyspaces in memory that belong to it.
+
+Event loop only. What moves keys there and back is built on it: see `disktier`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import msgpack
+import numpy as np
+
+from kvoffloadd.cache.disk.catalog import Catalog, DiskKeyspace
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.index import distinct
+from kvoffloadd.cache.memory.keys import pack
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.stats.missreasons import Reason
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.storage.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.root import Root
+from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+
+log = logging.getLogger(__name__)
+
+RECORDS_MAX = 1 << 28
+
+
+class DiskContents:
+    """The roots, and the catalog of what is on them."""
+
+    def __init__(
+        self, cache: Cache, roots: Sequence[Root], numbers: SequenceNumbers, loop: asyncio.AbstractEventLoop, seed: int
+    ) -> None:
+        self.cache = cache
+        self.roots = roots
+        self.numbers = numbers
+        self.loop = loop
+        # The smallest record is a header and one page.
+        records = sum(root.capacity_bytes for root in roots) // (2 * PAGE_BYTES) + 1
+        self.catalog = Catalog(min(records, RECORDS_MAX), seed)
+        self._opened: WeakKeyDictionary[Keyspace, DiskKeyspace] = WeakKeyDictionary()
+        self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that has been opened last for it
+        self._told: set[int] = set()  # users who have too many disk keyspaces
+
+    # --- names ---
+
+    def of(self, keyspace: Keyspace) -> DiskKeyspace | None:
+        """Where its keys are on disk; None before the sizes of all its parts are known, or if its user has too many."""
+        return self._opened.get(keyspace)
+
+    def open_keyspace(self, keyspace: Keyspace) -> None:
+        """Find the disk keyspace of a keyspace, once the sizes of all its parts are known."""
+        if keyspace in self._opened or not all(keyspace.part_bytes):
+            return
+        schema, namespace = keyspace.schema, keyspace.namespace
+        facts = [
+            schema.group, schema.kind, schema.tokens_per_key, schema.window_keys, schema.blocks_per_key, schema.parts,
+            keyspace.part_bytes,
+        ]  # fmt: skip
+        shape = hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()
+        name = KeyspaceId(
+            namespace.fingerprint, shape, namespace.epoch, schema.group, schema.parts, namespace.key_bytes
+        )
+        disk_keyspace = self.catalog.disk_keyspace(name, namespace.uid)
+        if disk_keyspace is not None:
+            disk_keyspace.part_bytes = tuple(keyspace.part_bytes)
+            self._opened[keyspace] = disk_keyspace
+            self._keyspaces[disk_keyspace.id] = keyspace
+        elif namespace.uid not in self._told:
+            self._told.add(namespace.uid)
+            log.warning("disk: uid %d has so many groups there that new ones of it are not written", namespace.uid)
+
+    def reopen_keyspace(self, keyspace: Keyspace) -> None:
+        """Its namespace goes on in another epoch."""
+        self._opened.pop(keyspace, None)
+        self.open_keyspace(keyspace)
+
+    def close_keyspace(self, keyspace: Keyspace) -> None:
+        """The namespace of a keyspace is forgotten; what its disk keyspace has stays."""
+        disk_keyspace = self.of(keyspace)
+        if disk_keyspace is not None and self._keyspaces.get(disk_keyspace.id) is keyspace:
+            del self._keyspaces[disk_keyspace.id]
+            self.discard_unused(disk_keyspace)
+
+    def discard_unused(self, disk_keyspace: DiskKeyspace) -> None:
+        """A disk keyspace that nobody has open gives its number back once it has no keys."""
+        if disk_keyspace.open and not disk_keyspace.rows and disk_keyspace.id not in self._keyspaces:
+            self.catalog.discard(disk_keyspace)
+
+    def keyspace_of(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
+        """The keyspace in memory whose keys this disk keyspace holds, if it is open."""
+        keyspace = self._keyspaces.get(disk_keyspace.id)
+        if keyspace is None or keyspace.retired or self.of(keyspace) is not disk_keyspace:
+            return None
+        return keyspace
+
+    def payload_bytes(self, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array | None:
+        """Size of each record's payload; None if nobody has told the sizes since the start."""
+        if not disk_keyspace.part_bytes:
+            return None
+        parts = records - self.catalog.first[self.catalog.row[records]]
+        sizes: I64Array = np.asarray(disk_keyspace.part_bytes, np.int64)[parts]
+        return sizes
+
+    def namespaces(self) -> set[bytes]:
+        """Fingerprints of those that a root which is there may have something of."""
+        return {
+            disk_keyspace.name.fingerprint
+            for disk_keyspace in self.catalog.disk_keyspaces.values()
+            if disk_keyspace.open
+        }
+
+    def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
+        """Where a segment lies; None if its root is off."""
+        for root in self.roots:
+            segment = root.segments.get(ordinal)
+            if segment is not None and root.holds(segment):
+                return root, segment
+        return None
+
+    # --- questions ---
+
+    def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
+        """Which keys are complete on disk; also on a disk keyspace that is being emptied, which tells of their end
+        itself.
+        """
+        disk_keyspace = self.of(keyspace)
+        if disk_keyspace is None or self._keyspaces.get(disk_keyspace.id) is not keyspace:
+            return np.zeros(len(keys), bool)
+        return self.catalog.complete(disk_keyspace, keys)
+
+    def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
+        """Packed keys that are on disk, from a catalog row on; and the next row, 0 at the end. Also those in memory:
+        one that was brought there since memory was listed would be missing otherwise.
+        """
+        disk_keyspace = self.of(keyspace)
+        if disk_keyspace is None or not disk_keyspace.open:
+            return b"", 0
+        keys = self.catalog.index.keys[self.catalog.listing(disk_keyspace, cursor, count)]
+        after = cursor + count
+        return pack(keys, keyspace.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
+
+    # --- what goes ---
+
+    def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:
+        """These records are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
+        catalog = self.catalog
+        listened = [s for s in self._keyspaces.values() if s.namespace.listeners]
+        keys = {}
+        if listened:
+            rows = distinct(catalog.row[records[catalog.page[records] != 0]])
+            rows = rows[catalog.missing[rows] == 0]
+            of_row = catalog.index.keyspace[rows]
+            opened = [disk_keyspace for s in listened if (disk_keyspace := self.of(s)) is not None]
+            keys = {one.id: catalog.index.keys[rows[of_row == one.id]] for one in opened}
+        lost = catalog.forget(records)
+        of_lost = catalog.index.keyspace[lost]
+        for number in distinct(of_lost).tolist():
+            self.note_ghosts(catalog.disk_keyspaces[number], catalog.index.keys[lost[of_lost == number]], why)
+        for number, gone in keys.items():
+            self.note_gone(self._keyspaces[number], gone)
+        for number in distinct(of_lost).tolist():
+            self.discard_unused(catalog.disk_keyspaces[number])
+        return lost
+
+    def remove_keyspace(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
+        """It is about to be emptied. Returns the keyspace in memory that had it open, whose keys it may have yet."""
+        return self._keyspaces.pop(disk_keyspace.id, None)
+
+    def note_ghosts(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
+        """Remember how these keys went. Those that memory still holds are not missed, and their own end comes later."""
+        self.cache.entries.ghosts.went(disk_keyspace.name.fingerprint, disk_keyspace.name.group, keys, why)
+
+    def note_gone(self, keyspace: Keyspace, keys: U64Array) -> None:
+        """These keys are not on disk any more: an event for those that are not in memory."""
+        held = self.cache.entries.find(keyspace, keys)
+        resident = held >= 0
+        resident[resident] = self.cache.entries.complete(held[resident])
+        self.cache.entries.note(keyspace, keys[~resident], added=False)

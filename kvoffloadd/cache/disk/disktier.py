@@ -1,0 +1,180 @@
+"""The disk tier as the cache sees it: what is there, what moves which way, what was cleared. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.cache.disk.arrivals import Arrivals
+from kvoffloadd.cache.disk.clears import DiskClears
+from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.demotion import Demotion, DiskSettings
+from kvoffloadd.cache.disk.promotion import KeysOnDisk, Promotion
+from kvoffloadd.cache.disk.reclaim import Reclaim
+from kvoffloadd.cache.disk.scrub import Scrub
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keys import join_keys
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.together import spans
+from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, KeyState, U32Array, U64Array
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.root import Root
+from kvoffloadd.storage.disk.segment import SequenceNumbers
+
+log = logging.getLogger(__name__)
+
+_MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
+
+
+class DiskTier(DiskContents):
+    """What is on the disks, and the ways there and back: the tier below memory."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        roots: Sequence[Root],
+        numbers: SequenceNumbers,
+        settings: DiskSettings,
+        loop: asyncio.AbstractEventLoop,
+        seed: int,
+    ) -> None:
+        super().__init__(cache, roots, numbers, loop, seed)
+        self.clears = DiskClears(self, settings.stuck_s)
+        self.demotion = Demotion(self, settings)
+        self.promotion = Promotion(self)
+        self.reclaim = Reclaim(self, self.demotion, rewrite_hot=settings.rewrite_hot)
+        self.scrub = Scrub(self, self.promotion.counters)
+        self.arrivals = Arrivals(self, self.clears, self.demotion, self.promotion, self.reclaim)
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        cache.attach(self)
+
+    # --- life ---
+
+    async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
+
+        def keep(work: Coroutine[Any, Any, None]) -> None:
+            self._tasks.append(spawn(work))
+
+        await self.arrivals.start(keep)
+        for root in self.roots:
+            keep(self.reclaim.keep(root, self._settings.retry_s))
+        keep(self.demotion.run())
+        keep(self.demotion.run_again())
+
+    async def close(self, flush_s: float, deadline_s: float) -> bool:
+        """Write what is in memory alone, seal, and let the roots go. False: some I/O does not end."""
+        if left := await self.demotion.flush(flush_s):
+            log.warning("%d bytes were not written to disk in time; they are lost with this process", left)
+        for task in self._tasks:
+            task.cancel()
+        return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
+
+    # --- what memory tells ---
+
+    def reset(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+        self.promotion.reset(rows)
+        self.demotion.reset(rows)
+
+    def sealed(self, parts: I64Array) -> None:
+        """See `LowerTier`."""
+        self.demotion.sealed(parts)
+
+    def used(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+        self.demotion.used(rows)
+
+    # --- questions ---
+
+    def on_disk(self, keyspace: Keyspace, keys: U64Array, found: LookupResult) -> BoolArray:
+        """Which keys of a lookup can be brought into memory, or are on their way: their state becomes PENDING."""
+        on_disk = np.zeros(len(keys), bool)
+        misses = np.flatnonzero(found.states == KeyState.MISS)
+        disk_keyspace = self.of(keyspace)
+        if disk_keyspace is not None and len(misses):
+            on_disk[misses] = self.catalog.find(disk_keyspace, keys[misses]) >= 0
+        waiting = np.flatnonzero(found.states == _PENDING)
+        if len(waiting):
+            on_disk[waiting] = self.promotion.under_way(found.rows[waiting])
+        found.states[on_disk] = _PENDING
+        return on_disk
+
+    # --- audit ---
+
+    def check(self) -> list[str]:
+        """What is wrong; nothing: an empty list."""
+        return [finding for found in self.steps() for finding in found]
+
+    def steps(self) -> Iterator[list[str]]:
+        """The same, bit by bit, each true of its moment."""
+        yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.segments})
+        yield [
+            f"disk: {root.path} uses {root.used_bytes} bytes of {root.capacity_bytes}"
+            for root in self.roots
+            if root.state != RootState.OFF and root.used_bytes > root.capacity_bytes
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        demotion, promotion = self.demotion.counters, self.promotion.counters
+        return {
+            "roots": [root.figures() for root in self.roots],
+            "keys": self.catalog.keys,
+            "records": self.catalog.records,
+            "index_bytes": self.catalog.memory_bytes(),
+            "backlog_bytes": self.demotion.unwritten_bytes,
+            "quarantined_bytes": self.promotion.quarantined_bytes,
+            "demoted": {"keys": demotion.keys, "records": demotion.records, "bytes": demotion.bytes},
+            "not_demoted": dict(demotion.not_demoted),
+            "promoted": asdict(promotion),
+            "corrupt": promotion.damaged,
+            "evicted_keys": self.reclaim.keys_evicted,
+            "rewritten": self.reclaim.records_rewritten,
+        }
+
+
+def keys_on_disk(keyspace: Keyspace, keys: U64Array, first: int, on_disk: BoolArray) -> KeysOnDisk:
+    """The keys that are away, each of them once, with their places in the prompt."""
+    at = np.flatnonzero(on_disk)
+    once = np.unique(keys[at].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
+    at = at[np.sort(once)]
+    return KeysOnDisk(keyspace, np.ascontiguousarray(keys[at]), (at + first).astype(np.uint32))
+
+
+def find_on_disk(
+    disk: DiskTier, asked: Sequence[tuple[Keyspace, U64Array]], found: Sequence[LookupResult]
+) -> list[BoolArray]:
+    """`DiskTier.on_disk` of each keyspace's keys, in one go."""
+    if len(asked) < 2:
+        return [disk.on_disk(keyspace, keys, one) for (keyspace, keys), one in zip(asked, found, strict=True)]
+    # Of keyspaces without a disk keyspace that is open nothing is looked up.
+    disk_keyspaces = [its if (its := disk.of(keyspace)) is not None and its.open else None for keyspace, _ in asked]
+    counts = [len(keys) for _, keys in asked]
+    numbers = np.repeat(
+        np.array([disk_keyspace.id if disk_keyspace else 0 for disk_keyspace in disk_keyspaces], np.uint16), counts
+    )
+    states = np.concatenate([one.states for one in found])
+    on_disk = np.zeros(len(states), bool)
+    misses = np.flatnonzero(
+        (states == _MISS) & np.repeat([disk_keyspace is not None for disk_keyspace in disk_keyspaces], counts)
+    )
+    if len(misses):
+        keys = join_keys(keys for _, keys in asked)
+        on_disk[misses] = disk.catalog.find_all(numbers[misses], keys[misses]) >= 0
+    waiting = np.flatnonzero(states == _PENDING)
+    if len(waiting):
+        rows = np.concatenate([one.rows for one in found])
+        on_disk[waiting] = disk.promotion.under_way(rows[waiting])
+    split = [on_disk[at] for at in spans(counts)]
+    if on_disk.any():
+        for one, gone in zip(found, split, strict=True):
+            one.states[gone] = _PENDING
+    return split

@@ -1,0 +1,62 @@
+"""Scrub: every record that the catalog names is read from disk and checked, while the daemon serves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, PromotionCounters
+from kvoffloadd.cache.stats.missreasons import Reason
+from kvoffloadd.model import DROPPED, PAGE_BYTES, I64Array
+from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.hashing import in_turns
+
+FINDINGS_MAX = 1000
+
+
+class Scrub:
+    """Reads behind all that anybody waits for."""
+
+    def __init__(self, disk: DiskContents, counters: PromotionCounters) -> None:
+        self._disk = disk
+        self._counters = counters
+
+    async def run(self, *, repair: bool) -> tuple[int, list[str]]:
+        """Records read, and what is wrong with them; with `repair` the bad ones are dropped. What goes or moves
+        meanwhile is not judged.
+        """
+        catalog, count = self._disk.catalog, 0
+        findings: list[str] = []
+        for root in self._disk.roots:
+            for segment in list(root.segments.values()):
+                records = catalog.in_segment(segment.ordinal)
+                sizes = self._sizes(segment, records)
+                for at in in_turns(np.arange(len(sizes)), sizes, PIECE_BYTES, PIECE_RECORDS):
+                    here = (catalog.segment[records[at]] == segment.ordinal) & (catalog.page[records[at]] != 0)
+                    some, cost_bytes = records[at][here], int(sizes[at][here].sum())
+                    if not len(some) or not root.holds(segment):
+                        continue
+                    pages = catalog.page[some].copy()
+                    try:
+                        good = await root.reader.inspect(segment, pages, cost_bytes)
+                    except OSError as error:
+                        findings.append(f"disk: {len(some)} records of {root.path}/segments/{segment.name}: {error}")
+                        continue
+                    same = (catalog.segment[some] == segment.ordinal) & (catalog.page[some] == pages)
+                    bad = some[~good & same]
+                    count += len(some)
+                    for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
+                        place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
+                        findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")
+                    if repair and len(bad):
+                        self._counters.damaged += len(bad)
+                        self._disk.lose(np.asarray(bad), Reason.CORRUPT)
+        return count, findings
+
+    def _sizes(self, segment: Segment, records: I64Array) -> I64Array:
+        """Bytes from each of these records of a segment, which come by page, to the next; nobody may have told more
+        since the start. All of them together are no more than the segment.
+        """
+        ends = np.append(self._disk.catalog.page[records], segment.size_bytes // PAGE_BYTES).astype(np.int64)
+        sizes: I64Array = np.diff(ends) * PAGE_BYTES
+        return sizes

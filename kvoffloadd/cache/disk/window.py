@@ -1,0 +1,43 @@
+"""How many bytes of slots may be reserved at once for what one root is to read. Event loop only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from kvoffloadd.fairqueue import FairQueue
+from kvoffloadd.lanes import Flow
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Window(Generic[T]):
+    """`used_bytes` are reserved. Whoever finds no room waits, and users and engines have their turns in fairness."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._first: deque[T] = deque()
+        self._waiting: FairQueue[T] = FairQueue(max(limit_bytes, 1))
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much may be reserved now. What is larger than the whole window goes alone."""
+        return not self.used_bytes or self.used_bytes + num_bytes <= self.limit_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Others wait for room: whoever comes now waits behind them."""
+        return bool(self.used_bytes and (self._first or len(self._waiting)))
+
+    def wait(self, who: T, flow: Flow, num_bytes: int) -> None:
+        """Until there is room for so much."""
+        self._waiting.push(((flow.uid, flow.divisor), (flow.instance, 1)), who, max(num_bytes, 1))
+
+    def wait_first(self, who: T) -> None:
+        """There was no room yet for the one that `next` has given."""
+        self._first.append(who)
+
+    def next(self) -> T | None:
+        """Whose turn it is."""
+        return self._first.popleft() if self._first else self._waiting.take()

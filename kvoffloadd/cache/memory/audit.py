@@ -1,0 +1,215 @@
+"""The conservation laws of the cache, checked from its columns. Walks everything: for tests, `verify` and drills."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keytable import KeyTable, RowState
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.model import I64Array, U32Array, slot_pages
+
+STEP_ROWS = 32_768
+"""Rows, records or slots that one step looks at, so that none holds the loop for more than some milliseconds."""
+
+
+def check(cache: Cache, holds: int, reserved: int) -> list[str]:
+    """What is wrong; nothing: an empty list.
+
+    `holds` is the number of rows that all read leases and running loads name, `reserved` the number of parts that all
+    write leases and running stores own.
+    """
+    return [finding for found in steps(cache, lambda: (holds, reserved)) for finding in found]
+
+
+def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[list[str]]:
+    """The same, bit by bit. What a step finds is true of its moment: the cache may change before the next one.
+
+    `accounts`: `holds` and `reserved`, asked for in the step that needs them.
+    """
+    entries, tier = cache.entries, cache.tier
+    yield _check_counts(entries, *accounts())
+    yield _check_spaces(cache)
+    yield entries.index.check_table()
+    yield tier.check_pools()
+    for start in _spans(lambda: entries.index.rows_end, STEP_ROWS):
+        used = np.flatnonzero(entries.state[start : start + STEP_ROWS] != RowState.FREE)
+        yield _check_rows(cache, (used + start).astype(np.uint32))
+    for start in _spans(lambda: entries.parts.runs.used, STEP_ROWS):
+        yield _check_records(entries, start, min(start + STEP_ROWS, entries.parts.runs.used))
+    num_slabs = max(1, STEP_ROWS // tier.slab_pages)
+    for start in _spans(lambda: tier.num_slabs, num_slabs):
+        yield _check_slots(cache, range(start, min(start + num_slabs, tier.num_slabs)))
+
+
+def _spans(end: Callable[[], int], step: int) -> Iterator[int]:
+    """0, `step`, ... below what `end` is by then."""
+    start = 0
+    while start < end():
+        yield start
+        start += step
+
+
+# --- of one moment: counts of everything ---------------------------------------------------------------
+
+
+def _check_counts(entries: KeyTable, holds: int, reserved: int) -> list[str]:
+    findings = [f"parts: {finding}" for finding in entries.parts.runs.check()]
+    end = entries.index.rows_end
+    rows, held = int(np.count_nonzero(entries.state[:end])), int(entries.leases[:end].sum())
+    if rows != len(entries.index):
+        findings.append(f"rows: {rows} are in use, the index has given out {len(entries.index)}")
+    live = int(np.count_nonzero(entries.state[:end] == RowState.LIVE))
+    if live != entries.index.num_found:
+        findings.append(f"index: it finds {entries.index.num_found} rows, {live} are live")
+    if held != holds:
+        findings.append(f"leases: keys are held {held} times, leases and loads account for {holds}")
+    state = entries.parts.state[: entries.parts.runs.used]
+    in_flight = sum(int(np.count_nonzero(state == one)) for one in (PartState.RESERVED, PartState.WRITING))
+    if in_flight != reserved:
+        findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
+    taken = Counter[int]()
+    for keyspace in entries.keyspaces.values():
+        taken[keyspace.namespace.uid] += keyspace.rows * keyspace.schema.parts
+    if taken.total() != entries.parts.runs.taken:
+        findings.append(f"parts: keys have {taken.total()} records, {entries.parts.runs.taken} are given out")
+    if +taken != +entries.records_by_uid:
+        findings.append("parts: the records of a user are miscounted")
+    if (entries.owners(entries.parts.runs.listed()) >= 0).any():
+        findings.append("parts: a key has free records")
+    return findings
+
+
+def _check_spaces(cache: Cache) -> list[str]:
+    findings = []
+    entries = cache.entries
+    state = entries.state[: entries.index.rows_end]
+    keyspaces = entries.index.keyspace[: len(state)]
+    end = 1 + max(entries.keyspaces, default=0)
+    live = state == RowState.LIVE
+    rows = np.bincount(keyspaces[state != RowState.FREE], minlength=end)
+    keys = np.bincount(keyspaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
+    held_bytes = _committed_bytes(entries, end)
+    for keyspace in entries.keyspaces.values():
+        found, counted = (int(rows[keyspace.id]), int(keys[keyspace.id])), (keyspace.rows, keyspace.keys)
+        if found != counted:
+            findings.append(f"space {keyspace.id}: {found} rows and keys, counted {counted}")
+        if int(held_bytes[keyspace.id]) != keyspace.bytes:
+            findings.append(
+                f"space {keyspace.id}: {int(held_bytes[keyspace.id])} bytes committed, counted {keyspace.bytes}"
+            )
+        if keyspace.retired and not keyspace.rows:
+            findings.append(f"space {keyspace.id}: retired, without rows, and still on the table")
+    current = [keyspace for namespace in cache.namespaces.values() for keyspace in namespace.keyspaces.values()]
+    findings += [
+        f"space {keyspace.id}: of a namespace, but retired or not on the table"
+        for keyspace in current
+        if keyspace.retired or not entries.keyspaces.has(keyspace)
+    ]
+    if rows.sum() != rows[list(entries.keyspaces)].sum():
+        findings.append("rows: some are of spaces that there are not")
+    queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())
+    if queued != np.count_nonzero(live):
+        findings.append(f"eviction: policies hold {queued} keys, {np.count_nonzero(live)} are live")
+    sizes = Counter(size for keyspace in entries.keyspaces.values() for size in keyspace.slots)
+    if sizes != cache.eviction.sizes:
+        findings.append(f"eviction: spaces use slots of {len(sizes)} sizes, counted {len(cache.eviction.sizes)}")
+    aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
+    parts = entries.parts.state[: entries.parts.runs.used]
+    in_flight = int(np.count_nonzero((parts == PartState.RESERVED) | (parts == PartState.WRITING)))
+    in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
+    if aside > in_use:
+        findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use")
+    return findings
+
+
+def _committed_bytes(entries: KeyTable, end: int) -> I64Array:
+    """Of each keyspace below `end`, from its records."""
+    base, sizes = np.zeros(end, np.int64), [0]
+    for keyspace in entries.keyspaces.values():
+        base[keyspace.id] = len(sizes)
+        sizes += keyspace.part_bytes
+    parts = entries.parts
+    records = np.flatnonzero(parts.state[: parts.runs.used] >= PartState.COMMITTED)
+    of = entries.index.keyspace[parts.row[records]].astype(np.int64)
+    at = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
+    each = np.array(sizes, np.float64)[np.clip(at, 0, len(sizes) - 1)]  # exact: sums are far below 2^53
+    found: I64Array = np.bincount(of, weights=each, minlength=end).astype(np.int64)
+    return found
+
+
+# --- of one row, record or slot after the other ----------------------------------------------------------
+
+
+def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
+    """Each has the records that it names, they the slots, slots and records of the pool agree, and it is found."""
+    entries, tier = cache.entries, cache.tier
+    parts, findings = entries.parts, []
+    found_at = entries.index.find(entries.index.keyspace[rows], entries.index.keys[rows])
+    taken, sizes, live = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for keyspace, at in entries.by_keyspace(rows):
+        mine = rows[at]
+        records = parts.run(entries.first[mine], keyspace.schema.parts)
+        if (parts.row[records] != mine[:, None]).any():
+            findings.append(f"parts: records of group {keyspace.schema.group} belong to other keys")
+        missing = (parts.state[records] < PartState.COMMITTED).sum(axis=1)
+        if (missing != entries.missing[mine]).any():
+            findings.append(f"rows: missing parts of group {keyspace.schema.group} are miscounted")
+        found = found_at[at]
+        is_live = entries.state[mine] == RowState.LIVE
+        if (found[is_live] != mine[is_live]).any():
+            findings.append(f"index: a live key of group {keyspace.schema.group} is not found")
+        if (found[~is_live] == mine[~is_live]).any():
+            findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
+        pages = np.broadcast_to([slot_pages(size) for size in keyspace.part_bytes], records.shape)
+        filled = parts.state[records] != PartState.EMPTY
+        taken.append(records[filled])
+        sizes.append(pages[filled])
+        live.append(records[is_live].ravel())
+    records = np.concatenate(taken)  # of all keyspaces at once: there may be hundreds, of few keys each
+    findings += tier.check_slots(parts.page[records], np.concatenate(sizes), records.astype(np.uint32))
+    return findings + _check_sealed(cache, np.concatenate(live))
+
+
+def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
+    """What a successor would be told of these parts of live keys."""
+    entries = cache.entries
+    sealed = records[entries.parts.state[records] == PartState.SEALED]
+    rows = entries.parts.row[sealed]
+    return cache.tier.ledger.check(
+        entries.parts.page[sealed],
+        entries.index.keys[rows],
+        entries.parts.digest[sealed],
+        entries.index.keyspace[rows].astype(np.int64),
+        sealed - entries.first[rows],
+    )
+
+
+def _check_records(entries: KeyTable, start: int, stop: int) -> list[str]:
+    """What is not empty is a key's, and what is a key's is not free."""
+    owned = entries.owners(np.arange(start, stop)) >= 0
+    findings = [f"parts: {finding}" for finding in entries.parts.runs.check_blocks(start, stop)]
+    stranded = int(np.count_nonzero((entries.parts.state[start:stop] != PartState.EMPTY) & ~owned))
+    if stranded:
+        findings.append(f"parts: {stranded} records hold a slot that no key owns")
+    if (entries.parts.runs.in_map(start, stop) & owned).any():
+        findings.append("parts: a key has free records")
+    return findings
+
+
+def _check_slots(cache: Cache, slabs: range) -> list[str]:
+    """A slot that is owned is its owner's, and a successor is told of it if that is sealed and can be found."""
+    findings = []
+    entries = cache.entries
+    pages, owners = cache.tier.owned(slabs)
+    state = entries.parts.state[owners]
+    if ((entries.parts.page[owners] != pages) | (state == PartState.EMPTY)).any():
+        findings.append("memory: a slot is owned by a part that does not have it")
+    told = pages[(state == PartState.SEALED) & (entries.state[entries.parts.row[owners]] == RowState.LIVE)]
+    written = cache.tier.ledger.written(slabs)
+    if not np.array_equal(written, told):
+        findings.append(f"ledger: {len(written)} slots have records, {len(told)} are sealed and can be found")
+    return findings

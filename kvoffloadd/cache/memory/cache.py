@@ -1,0 +1,499 @@
+"""The door of this room: what is where, and who holds it.
+
+Event loop only, no locks, nothing here waits. Keys are (n, WORDS) u64, as `keys_array` makes them. A method that
+raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
+from kvoffloadd.cache.memory.eviction import Eviction
+from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_of_each
+from kvoffloadd.cache.memory.keys import join_keys
+from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.lowertier import LowerTier
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.savedstate import pack_state
+from kvoffloadd.cache.memory.scarcity import Scarcity
+from kvoffloadd.cache.memory.together import begins_of, spans
+from kvoffloadd.cache.memory.wanted import Joined, Reservation, Wanted
+from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.cache.stats.lookupstats import LookupStats
+from kvoffloadd.cache.stats.missreasons import Reason
+from kvoffloadd.errors import LimitError, SchemaError
+from kvoffloadd.model import (
+    BoolArray,
+    GroupSchema,
+    I64Array,
+    KeyState,
+    U8Array,
+    U16Array,
+    U32Array,
+    U64Array,
+    slot_pages,
+)
+from kvoffloadd.storage.memory import MemoryTier
+
+log = logging.getLogger(__name__)
+
+_IN_LOWER = 1 << 46  # a snapshot's cursor from here on is one of the tier below
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What happened since the start."""
+
+    parts_reserved: int = 0
+    parts_committed: int = 0
+    parts_aborted: int = 0
+    parts_sealed: int = 0
+    keys_cleared: int = 0
+    keys_corrupt: int = 0
+    keys_adopted: int = 0
+    parts_not_adopted: int = 0
+    keys_without_space: int = 0
+
+
+# As plain ints: comparing an array with an enum member costs more than the rest of a lookup.
+_MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
+NO_ROWS = np.zeros(0, np.uint32)
+_RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
+
+
+def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
+    """Rows of what hits, each once, where each stands in its prompt, and where each group begins; each has a hit."""
+    at = [np.flatnonzero(found.hits) for _, found, _ in groups]
+    hits = list(zip(groups, at, strict=True))
+    rows = _joined([found.rows[mine] for (_, found, _), mine in hits])
+    places = _joined([mine + first for (_, _, first), mine in hits])
+    begins = begins_of([(keyspace, len(mine)) for (keyspace, _, _), mine in hits])
+    if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
+        once = first_of_each(rows)
+        rows, places = rows[once], places[once]
+        begins = None if begins is None else np.searchsorted(once, begins)
+    return rows.astype(np.uint32), places.astype(np.uint32), begins
+
+
+def _joined(arrays: list[I64Array]) -> I64Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+class Cache:
+    """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction
+    policy.
+    """
+
+    def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
+        self.tier = tier
+        self.entries = KeyTable(tier, seed)
+        self.eviction = Eviction(self.entries, make_policy)
+        self.scarcity = Scarcity(self.entries, self.eviction.drop)
+        self.lookups = LookupStats(self.entries.ghosts)
+        self.counters = CacheCounters()
+        self.epochs = Epochs()
+        self.namespaces: dict[bytes, Namespace] = {}
+        self._told_of_names = False
+        self._names_differ = False
+        self._tick = 0
+
+    @property
+    def lower(self) -> LowerTier:
+        """The tier below memory."""
+        return self.entries.lower
+
+    def attach(self, lower: LowerTier) -> None:
+        """There is a tier below memory."""
+        self.entries.lower = lower
+
+    # --- namespaces and groups ---
+
+    def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
+        """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
+        self._reap_namespaces()
+        namespace = self.namespaces.get(fingerprint)
+        if namespace is None:
+            namespace = self.namespaces[fingerprint] = Namespace(
+                fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint)
+            )
+        namespace.sessions += 1
+        return namespace
+
+    def close_namespace(self, namespace: Namespace) -> None:
+        """A session has left. A namespace that nobody uses is forgotten once it has no keys."""
+        namespace.sessions -= 1
+        self._reap_namespaces()
+
+    def _reap_namespaces(self) -> None:
+        for namespace in [n for n in self.namespaces.values() if n.sessions == 0]:
+            if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
+                for keyspace in namespace.keyspaces.values():
+                    self.entries.keyspaces.retire(keyspace)
+                    self.lower.close_keyspace(keyspace)
+                namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
+                del self.namespaces[namespace.fingerprint]
+
+    def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
+        """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
+        if more := len(groups - namespace.keyspaces.keys()):
+            self._reap_namespaces()
+            self.entries.keyspaces.check_room(namespace.uid, more)
+
+    def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Keyspace:
+        """The keyspace of a group, made if the group is new; `number`: the id of one that is adopted. Raises
+        SchemaError if it is known with other properties.
+        """
+        namespace.check_schema(schema)
+        keyspace = namespace.keyspaces.get(schema.group)
+        if keyspace is None:
+            keyspace = self.entries.keyspaces.add(namespace, schema, [0] * schema.parts, number)
+            namespace.keyspaces[schema.group] = keyspace
+        return keyspace
+
+    def set_part_bytes(self, keyspace: Keyspace, payload_bytes: dict[int, int]) -> None:
+        """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
+        for part, size in payload_bytes.items():
+            keyspace.check_part(part, size)
+        new = {part: size for part, size in payload_bytes.items() if keyspace.part_bytes[part] != size}
+        for part, size in new.items():
+            keyspace.part_bytes[part] = size
+        if new:
+            self._names_differ = True
+            self.admit(keyspace, new.values())
+
+    def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too."""
+        self.eviction.admit(keyspace, known)
+        self.lower.open_keyspace(keyspace)
+
+    def remember(self) -> None:
+        """Write down whose the keys are, for a successor: before a key of a group that has changed is, and at once if
+        something was cleared.
+        """
+        self._names_differ = False
+        names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
+        self.tier.pool.save_names(names)
+        if left_out and not self._told_of_names:
+            self._told_of_names = True
+            log.warning(
+                "memory: uid %(uid)d has too many groups to be written down: a restart would be a cold one for it",
+                {"uid": left_out[0]},
+            )
+
+    def _replace(self, old: Keyspace) -> None:
+        """The group of a keyspace begins anew, empty."""
+        namespace = old.namespace
+        keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
+        namespace.keyspaces[old.schema.group] = keyspace
+        self.entries.keyspaces.retire(old)
+        if any(keyspace.part_bytes):
+            self.admit(keyspace, filter(None, keyspace.part_bytes))
+
+    # --- reading ---
+
+    def find(self, keyspace: Keyspace, keys: U64Array) -> LookupResult:
+        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
+        retired since the caller got hold of it, all is a miss.
+        """
+        return self._found(self.entries.find(keyspace, keys))
+
+    def find_all(self, asked: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
+        """`find` of each keyspace's keys, in one go: some hundred groups of a request cost little more than one."""
+        if len(asked) < 2:
+            return [self.find(keyspace, keys) for keyspace, keys in asked]
+        counts = [(keyspace, len(keys)) for keyspace, keys in asked]
+        found = self._found(self.entries.find_all(counts, join_keys(keys for _, keys in asked)))
+        return [
+            LookupResult(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)
+        ]
+
+    def _found(self, rows: I64Array) -> LookupResult:
+        held = rows >= 0
+        hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
+        states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
+        unready = np.flatnonzero(held & ~hits)
+        if len(unready):
+            states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
+        return LookupResult(rows, states, hits)
+
+    def hold(self, rows: U32Array) -> None:
+        """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
+        count_up(self.entries.leases, rows)
+
+    def unhold(self, rows: U32Array) -> None:
+        """End a `hold`. Keys that were retired meanwhile go now."""
+        count_down(self.entries.leases, rows)
+        self.entries.free_retired(rows)
+        self.eviction.readmit(rows)
+
+    def use_all(self, used: Sequence[tuple[Keyspace, LookupResult, int]]) -> None:
+        """Tell the policy that a request uses the keys that hit, of each of its groups; the number is the position of
+        the group's first key in its prompt.
+        """
+        queues: dict[int, tuple[Queue, list[tuple[Keyspace, LookupResult, int]]]] = {}
+        for one in used:
+            if one[0].queue is not None and one[1].hits.any():
+                queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
+        for queue, some in queues.values():
+            rows, places, begins = _used(some)
+            queue.policy.touch(rows, places, begins)
+            self.lower.used(rows)
+            self._touch_slots(self.entries.first[rows].astype(np.int64))
+
+    def _touch_slots(self, parts: I64Array) -> None:
+        self._tick += 1
+        self.tier.touch(self.entries.parts.page[parts], self._tick)
+
+    def payload_addresses(self, parts: I64Array) -> U64Array:
+        """Where the payloads are; valid while the parts are held."""
+        return self.tier.addresses(self.entries.parts.page[parts])
+
+    def payload_bytes(self, parts: I64Array) -> I64Array:
+        """Size of each part's payload."""
+        rows = self.entries.parts.row[parts]
+        sizes = np.zeros(len(parts), np.int64)
+        for keyspace, at in self.entries.by_keyspace(rows):
+            numbers = parts[at] - self.entries.first[rows[at]]
+            sizes[at] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
+        return sizes
+
+    # --- writing: reserve, begin, then commit or abort ---
+
+    def reserve(
+        self, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
+    ) -> Reservation:
+        """`reserve_all` of one group. `first` is the position of its first key, or `positions` has each one's."""
+        if positions is None:
+            return self.reserve_all([Wanted.from_first(keyspace, keys, parts, first)])[0]
+        return self.reserve_all([Wanted(keyspace, keys, parts, positions)])[0]
+
+    def reserve_all(self, request: Sequence[Wanted]) -> list[Reservation]:
+        """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
+        names. Its groups are distinct.
+
+        States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
+        keys of a group behind the last one that could be served, and for all if the index can't hold those that are
+        new.
+
+        Raises:
+            SchemaError: no rank has told the payload size of a wanted part yet.
+            InternalError: a keyspace is retired.
+        """
+        for wanted in request:
+            self.entries.check_current(wanted.keyspace)
+            unknown = [p for p in wanted.parts.tolist() if not wanted.keyspace.part_bytes[p]]
+            if unknown:
+                raise SchemaError(
+                    f"no rank has registered part {unknown[0]} of group {wanted.keyspace.schema.group} yet"
+                )
+        # Groups whose keys take the same slots are one list of keys from here on: what it takes is paid once.
+        alike: list[list[Wanted]] = []
+        for wanted in request:
+            if alike and wanted.is_like(alike[-1][0]):
+                alike[-1].append(wanted)
+            else:
+                alike.append([wanted])
+        joined = [Joined.of(some, self.entries.index) for some in alike]
+        rows = [self.entries.find_all(some.keyspaces, some.keys, some.hashes) for some in joined]
+        named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
+        self.hold(named)
+        made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
+        self.unhold(named)
+        return [one for some, reserved in zip(joined, made, strict=True) for one in some.split(reserved)]
+
+    def _reserve(self, wanted: Joined, rows: I64Array) -> Reservation:
+        """Of groups that are alike, whose keys have these rows so far."""
+        states = np.full(len(rows), _RESERVED, np.uint8)
+        empty = np.ones((len(rows), len(wanted.parts)), bool)
+        held = np.flatnonzero(rows >= 0)
+        if len(held):
+            now = self.entries.parts.state[self.entries.records(rows[held], wanted.parts)]
+            empty[held] = now == PartState.EMPTY
+            states[held[~empty[held].any(axis=1)]] = _HIT
+            writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
+            states[held[writing]] = _PENDING
+        at = np.flatnonzero(states == _RESERVED)
+        served = self._reserve_slots(wanted, rows, empty, at)
+        states[at[served:]] = _NO_SPACE
+        self.counters.keys_without_space += len(at) - served
+        at = at[:served]
+        which, columns = np.nonzero(empty[at])
+        return Reservation(self.entries.records(rows[at], wanted.parts)[which, columns], at[which], columns, states)
+
+    def _reserve_slots(self, wanted: Joined, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
+        """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
+        many of the keys got all of theirs; the others got none.
+
+        One slot size after the other, each one's slots taken before the next one looks for room.
+        """
+        keyspace, keys, parts = wanted.keyspaces[0][0], wanted.keys, wanted.parts
+        sizes = np.array([slot_pages(keyspace.part_bytes[p]) for p in parts.tolist()], np.int64)
+        num_new = (rows[at] < 0).cumsum()
+        served = int(np.searchsorted(num_new, self.scarcity.make_room(keyspace, int(num_new[-1:].sum())), side="right"))
+        inserted = False
+        for size in distinct(sizes).tolist():
+            columns = sizes == size
+            need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
+            room = self.eviction.make_room(size, int(need[-1]) if served else 0)
+            fits = int(np.searchsorted(need, room, side="right"))
+            if not inserted:
+                new = at[:fits][rows[at[:fits]] < 0]
+                try:
+                    rows[new] = self.entries.insert(
+                        wanted.counts(new), keys[new], wanted.hashes[new], wanted.positions[new]
+                    )
+                except LimitError:
+                    return 0  # for the index has no room for them, though memory has
+                inserted = True
+            else:
+                self._undo(self.entries.records(rows[at[fits:served]], parts)[empty[at[fits:served]]])
+            served = fits
+            records = self.entries.records(rows[at[:served]], parts)
+            self._give_slots(records[:, columns][empty[at[:served]][:, columns]], size)
+        return served
+
+    def _give_slots(self, records: I64Array, size: int) -> None:
+        self.entries.parts.page[records] = self.tier.take(size, records.astype(np.uint32))
+        self.entries.parts.state[records] = PartState.RESERVED
+        self.counters.parts_reserved += len(records)
+
+    def _undo(self, records: I64Array) -> None:
+        """Give back what was reserved of these parts; some have no slot yet."""
+        self.abort(records[self.entries.parts.state[records] == PartState.RESERVED])
+
+    def begin(self, parts: I64Array) -> None:
+        """A copy is about to write these reserved parts."""
+        self.entries.parts.state[parts] = PartState.WRITING
+
+    def commit(self, parts: I64Array) -> I64Array:
+        """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
+        entries = self.entries
+        entries.parts.state[parts] = PartState.COMMITTED
+        count_down(entries.missing, entries.parts.row[parts])
+        entries.account(parts, +1)
+        self.counters.parts_committed += len(parts)
+        self._touch_slots(parts)
+        kept: I64Array = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        rows = distinct(entries.parts.row[parts])
+        live = entries.live(rows)
+        entries.tell(live[entries.complete(live)], added=True)
+        entries.free_retired(rows)
+        self.eviction.readmit(rows)
+        return kept
+
+    def abort(self, parts: I64Array) -> None:
+        """These reserved parts will not be written, or their bytes are not valid. No copy touches them any more."""
+        entries = self.entries
+        rows = distinct(entries.parts.row[parts])
+        entries.vacate(parts)
+        self.counters.parts_aborted += len(parts)
+        live = entries.live(rows)
+        entries.retire(live[entries.vacant(live)])
+        entries.free_retired(rows)
+        self.eviction.readmit(rows)
+
+    def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
+        """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""
+        columns = self.entries.parts
+        same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.COMMITTED)
+        columns.digest[parts[same]] = digests[same]
+        columns.state[parts[same]] = PartState.SEALED
+        self.counters.parts_sealed += int(same.sum())
+        self._note(parts[same])
+
+    def _note(self, parts: I64Array) -> None:
+        """Write down what a successor may take over."""
+        entries = self.entries
+        parts = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        if self._names_differ and len(parts):
+            self.remember()
+        rows = entries.parts.row[parts]
+        self.tier.ledger.write(
+            entries.parts.page[parts],
+            entries.index.keys[rows],
+            entries.parts.digest[parts],
+            entries.index.keyspace[rows].astype(np.int64),
+            parts - entries.first[rows],
+        )
+
+    # --- dropping ---
+
+    def drop(self, rows: U32Array) -> None:
+        """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
+        live = self.entries.live(distinct(rows))
+        self.counters.keys_corrupt += len(live)
+        self.entries.retire(live, Reason.CORRUPT)
+        if len(live):
+            log.warning("memory: %d keys did not match their checksums; they are misses now", len(live))
+
+    def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
+        """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees
+        some: (keys, bytes). See `clearing.clear`, which writes it down.
+        """
+        namespace.epoch = self.epochs.of(namespace.fingerprint)
+        old = list(namespace.keyspaces.values())
+        for keyspace in old:
+            self._replace(keyspace)
+        yield 0, 0
+        for keyspace in old:
+            for rows in self.entries.scan(keyspace):
+                keys, held_bytes = keyspace.keys, keyspace.bytes
+                self.entries.retire(self.entries.live(rows), Reason.CLEARED)
+                self.counters.keys_cleared += keys - keyspace.keys
+                yield keys - keyspace.keys, held_bytes - keyspace.bytes
+
+    def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
+        """A clear of the namespace has become known, by its number: what may have been stored before it goes, some a
+        step. Of a clear from before this run that is what was not stored in this run.
+        """
+        anything = epoch > self.epochs.began
+        for keyspace in list(namespace.keyspaces.values()):
+            for rows in self.entries.scan(keyspace):
+                keys = keyspace.keys
+                older = rows if anything else rows[self.entries.inherited[rows] != 0]
+                self.entries.retire(self.entries.live(older), Reason.CLEARED)
+                self.counters.keys_cleared += keys - keyspace.keys
+                yield
+
+    def forget_clears(self) -> None:
+        """If there are too many clears to remember, forget those of namespaces of which nothing is left here."""
+        if len(self.epochs.by_namespace) > REMEMBERED_MAX:
+            self.epochs.forget(self.namespaces.keys() | self.lower.namespaces())
+
+    def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
+        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those of the tier below come
+        last. A keyspace that was retired has none.
+        """
+        if keyspace.retired:
+            return b"", 0
+        if cursor >= _IN_LOWER:
+            packed, after = self.lower.snapshot(keyspace, cursor - _IN_LOWER, SCAN_ROWS)
+            return packed, after + _IN_LOWER if after else 0
+        rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
+        after = cursor + SCAN_ROWS
+        packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
+        if after < self.entries.index.rows_end:
+            return packed, after
+        return packed, _IN_LOWER if keyspace.namespace.fingerprint in self.lower.namespaces() else 0
+
+    def figures(self) -> dict[str, int]:
+        """Counters and gauges of this room."""
+        return {
+            **self.lookups.totals(),
+            **asdict(self.counters),
+            "keys_evicted": self.eviction.keys_evicted,
+            "slabs": self.tier.num_slabs,
+            "slot_sizes": self.eviction.num_sizes,
+            "slabs_taken_over": self.eviction.slabs_taken_over,
+            "keys": len(self.entries.index),
+            "events_lost": self.entries.events_lost,
+            "index_bytes": self.entries.memory_bytes(),
+        }

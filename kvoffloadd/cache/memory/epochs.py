@@ -1,0 +1,87 @@
+"""Epochs of namespaces: what was stored before a `clear` may never be served after it, whatever was lost or put back.
+
+Manifests of roots, pools and running daemons each remember some clears, and meet again in any combination.
+docs/DISK_FORMAT.md, "What was cleared stays cleared", has the argument that this file is a part of.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+REMEMBERED_MAX = 4096
+"""Clears of namespaces of which nothing is left that are remembered one by one. A manifest, and what a pool is told,
+list them all.
+"""
+
+LEAP_US = 1 << 16
+"""While the clock is behind the last clear, numbers rise by a random step below this."""
+
+
+def unix_time_us() -> int:
+    """Now. In microseconds: exact in a double until the year 2255, for readers of JSON that know no other numbers."""
+    return time.time_ns() // 1000
+
+
+@dataclass(slots=True)
+class Epochs:
+    """A namespace's epoch is the number of the last clear that reached it; 0: none did. Only what was stored in exactly
+    this epoch counts.
+
+    The number of a clear is the time at which it happened, so that clears order even where they are remembered in
+    places that never met, and no number is given out twice, also not by a daemon that has forgotten.
+
+    `base`: the epoch of namespaces that `by_namespace`, by fingerprint, does not list. `last`: the highest number that
+    anybody has heard of. `began`: when this run did; somebody else's clear that is later was while it stored.
+    """
+
+    base: int = 0
+    last: int = 0
+    by_namespace: dict[bytes, int] = field(default_factory=dict)
+    clock: Callable[[], int] = field(default=unix_time_us, compare=False)
+    began: int = field(default_factory=unix_time_us, compare=False)
+
+    def of(self, fingerprint: bytes) -> int:
+        """The epoch of a namespace, whether it is open or not."""
+        return self.by_namespace.get(fingerprint, self.base)
+
+    def advance(self, fingerprint: bytes) -> None:
+        """This namespace is cleared."""
+        self.by_namespace[fingerprint] = self._next()
+
+    def advance_all(self) -> None:
+        """Every namespace is cleared, open or not."""
+        self.base = self._next()
+        self.by_namespace = {}  # a manifest may be about to be made of the one before
+
+    def merge(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> None:
+        """Take over what somebody else remembers: each namespace's later epoch holds."""
+        names = self.by_namespace.keys() | by_namespace.keys()
+        later = {name: max(self.of(name), by_namespace.get(name, base)) for name in names}
+        self.base = max(self.base, base)
+        self.last = max(self.last, last, self.base, *later.values())
+        self.by_namespace = {name: epoch for name, epoch in later.items() if epoch != self.base}
+
+    def merged(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> Epochs:
+        """What `merge` would make of it."""
+        copy = replace(self)
+        copy.merge(base, last, by_namespace)
+        return copy
+
+    def forget(self, kept: Collection[bytes]) -> None:
+        """Remember clears of namespaces that are not `kept` in one number, if there are too many: they, and all that
+        nobody has heard of, begin anew in an epoch that nothing was ever stored in. Whatever of them is put back is
+        void. Those that are kept stay in their epochs.
+        """
+        if len(self.by_namespace.keys() - set(kept)) > REMEMBERED_MAX:
+            epochs = {fingerprint: self.of(fingerprint) for fingerprint in kept}
+            self.base = self._next()
+            self.by_namespace = epochs
+
+    def _next(self) -> int:
+        now = self.clock()
+        # The clock was set back: two daemons that go on from the same number must not count in step.
+        self.last = now if now > self.last else self.last + 1 + secrets.randbelow(LEAP_US)
+        return self.last

@@ -1,0 +1,179 @@
+"""Room for new slots: who has to go. Event loop only."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvoffloadd.cache.memory.index import distinct, first_of_each
+from kvoffloadd.cache.memory.keytable import KeyTable
+from kvoffloadd.cache.memory.namespace import Keyspace, Queue
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.model import I64Array, U32Array, slot_pages
+
+log = logging.getLogger(__name__)
+
+NO_ROWS = np.zeros(0, np.uint32)
+
+SLABS_TRIED = 8
+RECORDS_MAX = 1 << 18
+"""Part records of keys that one request evicts, about: it ends with the room that there is then. Keys of thousands of
+parts, of which few are there, would take hundreds of milliseconds. And of keys that it looks at: from then on it takes
+over slabs.
+"""
+QUEUES_MAX = 64
+"""Each takes memory and mappings of its own. Engines have few sizes; what comes above shares the queue next in size."""
+
+
+class Eviction:
+    """Queues by slot size, and the balance between sizes. `make_policy(capacity_rows, max_rows)` makes a policy.
+
+    Keys compete within one slot size. Between sizes, the slab whose last use is the oldest goes first: a size that
+    needs room takes over another size's slab if that is colder than all of its own, or if it has nothing left to evict.
+    """
+
+    def __init__(self, entries: KeyTable, make_policy: Callable[[int, int], Policy]) -> None:
+        self._entries = entries
+        self._tier = entries.tier
+        self._make_policy = make_policy
+        self.sizes: Counter[int] = Counter()
+        self.queues: dict[int, Queue] = {}
+        self.keys_evicted = 0
+        self.slabs_taken_over = 0
+
+    def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+        """The payload sizes of these parts of it are known now, too; with the first ones a keyspace gets its queue."""
+        known, before = list(known), self.num_sizes
+        if keyspace.queue is None:
+            keyspace.queue = self._queue_for([slot_pages(size) for size in known])
+            keyspace.queue.join(keyspace)
+        keyspace.queue.learn(keyspace, known)
+        if max(before, self._tier.num_slabs) < self.num_sizes:
+            log.warning(
+                "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
+                "memory.slab_bytes (it is %d), or raise memory.capacity_bytes",
+                self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
+            )  # fmt: skip
+
+    def _queue_for(self, sizes: list[int]) -> Queue:
+        """Of the first of these sizes of slots."""
+        size = sizes[0]
+        if size not in self.queues:
+            self.queues = {known: queue for known, queue in self.queues.items() if queue.num_spaces}
+        if size not in self.queues and len(self.queues) >= QUEUES_MAX:
+            size = min(self.queues, key=lambda known: abs(known - size))
+        if size not in self.queues:
+            capacity_rows = max(1, self._tier.num_pages // sum(sizes))
+            policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
+            self.queues[size] = Queue(policy, self.sizes)
+        return self.queues[size]
+
+    @property
+    def num_sizes(self) -> int:
+        """Slot sizes of the keyspaces that there are."""
+        return len(self.sizes)
+
+    def make_room(self, size: int, wanted: int) -> int:
+        """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them
+        are.
+        """
+        free = self._tier.num_free(size)
+        looked_at, evicted, tries = 0, 0, 1
+        while free < wanted and evicted < RECORDS_MAX:
+            rows = NO_ROWS
+            if not self._take_colder_slab(size):
+                rows, more = self._victims(size, wanted - free, tries, RECORDS_MAX - looked_at)
+                looked_at += more
+                if not len(rows) and not self._take_slab(size):
+                    break
+            evicted += self._records(rows)
+            tries *= 2
+            self.drop(rows)
+            free = self._tier.num_free(size)
+        return min(free, wanted)
+
+    def readmit(self, rows: U32Array) -> None:
+        """Somebody has let go of these rows, given in prompt order: those that nobody holds may go again."""
+        if not any(queue.policy.num_aside for queue in self.queues.values()):
+            return
+        rows = rows[first_of_each(rows)]
+        rows = rows[self._entries.evictable(rows)]
+        for queue, at in self._entries.by_queue(rows):
+            queue.policy.readmit(rows[at])
+
+    def _victims(self, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
+        """Keys whose end frees up to so many slots: at least one, if one that may go is found among keys of
+        `records_max` parts, about. And the parts of the keys that were looked at.
+
+        Keys may have fewer slots than the most that their queue knows of, or none: such keys stay. So each further try
+        looks at more of them than would do if all had the most, and further ahead as long as all that it finds have
+        none; what turns out not to be needed is left out.
+        """
+        looked_at = 0
+        queues = [queue for queue in self.queues.values() if queue.most_per_key(size) and len(queue.policy)]
+        for after, queue in zip(reversed(range(len(queues))), queues, strict=True):
+            until = looked_at + (records_max - looked_at) // (1 + after)  # so that none keeps all from the others
+            ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
+            while looked_at < until:
+                left = until - looked_at if seen else RECORDS_MAX
+                count = min(ahead, seen + max(1, left // queue.widest))
+                rows = queue.policy.victims(count, self._entries.evictable)
+                looked_at += self._records(rows)
+                has = self._slots(rows, size)
+                if has.any():
+                    rows, has = rows[has > 0], has[has > 0]
+                    return rows[: 1 + np.searchsorted(has.cumsum(), slots)], looked_at
+                if len(rows) < count:
+                    break
+                ahead, seen = 4 * count, count
+        return NO_ROWS, looked_at
+
+    def _records(self, rows: U32Array) -> int:
+        """Parts of all these keys together."""
+        return int(self._entries.widths(rows).sum())
+
+    def _slots(self, rows: U32Array, size: int) -> I64Array:
+        """How many slots of this size each key has."""
+        entries = self._entries
+        found = np.zeros(len(rows), np.int64)
+        for keyspace, at in entries.by_keyspace(rows):
+            right = np.array([slot_pages(part_bytes) == size for part_bytes in keyspace.part_bytes])
+            records = entries.parts.run(entries.first[rows[at]], keyspace.schema.parts)
+            found[at] = ((entries.parts.state[records] != PartState.EMPTY) & right).sum(axis=1)
+        return found
+
+    def _take_colder_slab(self, size: int) -> bool:
+        own = self._tier.coldest_touch(size)
+        return own > 0 and self._take_slab(size, colder_than=own)
+
+    def _take_slab(self, size: int, colder_than: int | None = None) -> bool:
+        for slab in self._tier.coldest_slabs(size)[:SLABS_TRIED].tolist():
+            if colder_than is not None and self._tier.slab_touched[slab] >= colder_than:
+                return False
+            rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
+            if self._entries.evictable(rows).all():
+                self.drop(rows)
+                self._tier.unassign(slab)
+                self.slabs_taken_over += 1
+                self._resize(size)
+                return True
+        return False
+
+    def _resize(self, size: int) -> None:
+        """Slabs have changed hands, one is this size's now: tell the policies how many keys they are to expect. By the
+        sizes that somebody stores, and not fewer than there are: what others might store is no reason to forget.
+        """
+        slots = {known: self._tier.num_slots(known) for known in {*self._tier.sizes(), size}}
+        for queue in self.queues.values():
+            rows = [count // most for known, count in slots.items() if (most := queue.most_per_key(known))]
+            if rows:
+                queue.policy.resize(max(1, min(rows), len(queue.policy)))
+
+    def drop(self, rows: U32Array) -> None:
+        """These rows go, which are evictable."""
+        self.keys_evicted += len(rows)
+        self._entries.retire(rows)

@@ -1,0 +1,103 @@
+"""Which keyspace has which number, and how many each user may have. Event loop only.
+
+Rows, and the records that outlive them in a pool, name their keyspace by its number alone. So a number is given out
+again only when nothing refers to the `Keyspace` that had it any more: not the table, which keeps a keyspace as long as
+it has rows, and nobody who got hold of it earlier, such as a pin that waits for the disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.errors import LimitError
+from kvoffloadd.model import GroupSchema, U16Array
+
+NUMBERS = 1 << 16
+"""Numbers are below this: what a column of the index has room for."""
+
+
+class Keyspaces:
+    """Keyspaces by number. One is added current; it is retired when its namespace is cleared or forgotten, and off the
+    table when its last row has gone, too. Until then it counts against the cap of its user, `groups_max`.
+    """
+
+    def __init__(self) -> None:
+        self.groups_max = NUMBERS
+        self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key of each that is on the table
+        self.by_uid: Counter[int] = Counter()
+        self._table: dict[int, Keyspace] = {}
+        self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
+        self._next = 0
+
+    def __getitem__(self, number: int) -> Keyspace:
+        return self._table[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def has(self, keyspace: Keyspace) -> bool:
+        """Whether it is on the table."""
+        return self._table.get(keyspace.id) is keyspace
+
+    def values(self) -> list[Keyspace]:
+        """All on the table."""
+        return list(self._table.values())
+
+    def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
+        """Raises LimitError if a user may not have so many more. `cleared`: they come in place of others, which may be
+        held for a while. A user who is at the cap can clear, but not for ever keep what was cleared.
+        """
+        cap = 2 * self.groups_max if cleared else self.groups_max
+        if (held := self.by_uid[uid]) + count > cap:
+            kept = "; what was cleared is held by leases" if cleared else "; clear namespaces that are out of use"
+            raise LimitError(f"uid {uid} has {held} of {cap} groups; {count} more are over its cap{kept}")
+        self.check_numbers(count)
+
+    def check_numbers(self, count: int) -> None:
+        """Raises LimitError if there can't be so many more, whoever has them."""
+        if len(self._referred) + count > NUMBERS:
+            raise LimitError(f"all users together have as many groups as there can be, {NUMBERS}")
+
+    def add(
+        self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None
+    ) -> Keyspace:
+        """A keyspace that is current from now on; `number`: the one that its rows in a pool have. Caps are the caller's
+        to check.
+
+        Raises LimitError if no number is left, ValueError if the one that is asked for is another's.
+        """
+        self.check_numbers(1)
+        if number is None:
+            while self._next in self._referred:
+                self._next = (self._next + 1) % NUMBERS
+            number, self._next = self._next, (self._next + 1) % NUMBERS
+        elif number in self._referred:
+            raise ValueError(f"number {number} is another space's")
+        keyspace = self._table[number] = self._referred[number] = Keyspace(number, namespace, schema, list(part_bytes))
+        self.by_uid[namespace.uid] += 1
+        self.widths[number] = schema.parts
+        return keyspace
+
+    def retire(self, keyspace: Keyspace) -> None:
+        """No lookup finds its keys from now on, and none come to it."""
+        keyspace.retired = True
+        self.let_go(keyspace)
+
+    def let_go(self, keyspace: Keyspace) -> None:
+        """Take it off the table if it is retired and has no rows any more."""
+        if keyspace.retired and not keyspace.rows and self.has(keyspace):
+            del self._table[keyspace.id]
+            if keyspace.queue is not None:
+                keyspace.queue.leave(keyspace)
+            uid = keyspace.namespace.uid
+            self.by_uid[uid] -= 1
+            if not self.by_uid[uid]:
+                del self.by_uid[uid]

@@ -1,0 +1,158 @@
+"""What an instance holds: keys to read, slots to write. Ends by release, commit, abort, or the instance's end."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffloadd.errors import LeaseError
+from kvoffloadd.model import I64Array, U32Array
+
+LEASE_KEYS = 64
+"""What a lease counts for, beside its keys or parts, until it ends. Its objects take some 300 bytes, a key under it 4
+and a part 8: if only keys counted, a user could hold a hundred times as much memory in leases of one key, and any
+amount in leases that have been filled.
+"""
+_NO_ROWS, _NO_PARTS = np.zeros(0, np.uint32), np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class ReadLease:
+    """Rows that may not be evicted. A row counts once for each time it is named. While `growing`,
+    keys that come from disk are about to join it.
+    """
+
+    id: int
+    rows: U32Array
+    growing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class WriteLease:
+    """Reserved parts that no job fills yet: sorted record numbers. Jobs take theirs out of it."""
+
+    id: int
+    parts: I64Array
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Leases to read and the keys under them, once for each; leases to write and their parts that no job fills yet."""
+
+    read: int = 0
+    keys: int = 0
+    write: int = 0
+    parts: int = 0
+
+
+class LetGo(NamedTuple):
+    """What leases hold no more: rows, parts, and what they counted for."""
+
+    rows: U32Array
+    parts: I64Array
+    charged: int
+
+
+class Leases:
+    """The leases of one instance, by id. Ids begin anywhere: they tell nothing of how many others have, and an id of
+    another instance, named by mistake, is most likely none of this one.
+
+    `held` is what they hold now, all together. The caller counts rows in the cache, and charges its user.
+    """
+
+    def __init__(self) -> None:
+        self.held = Holdings()
+        self._ids = itertools.count(1 + secrets.randbits(40))
+        self._leases: OrderedDict[int, ReadLease | WriteLease] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def add_read(self, rows: U32Array) -> ReadLease:
+        """Hold rows."""
+        lease = ReadLease(next(self._ids), rows)
+        self._leases[lease.id] = lease
+        self.held.read += 1
+        self.held.keys += len(rows)
+        return lease
+
+    def add_write(self, parts: I64Array) -> WriteLease:
+        """Hold reserved parts."""
+        lease = WriteLease(next(self._ids), np.sort(parts))
+        self._leases[lease.id] = lease
+        self.held.write += 1
+        self.held.parts += len(parts)
+        return lease
+
+    def grow(self, lease: ReadLease, rows: U32Array) -> None:
+        """These rows join a lease that has not ended."""
+        lease.rows = np.concatenate([lease.rows, rows])
+        self.held.keys += len(rows)
+
+    def fill(self, lease: WriteLease, parts: I64Array) -> None:
+        """A job fills these parts of a lease that has not ended. What is left stays until its release, also if it is
+        nothing: another rank may yet name the lease, for parts that were there before.
+        """
+        lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
+        self.held.parts -= len(parts)
+
+    def read(self, lease_id: int) -> ReadLease:
+        """Raises LeaseError if this instance holds no such read lease."""
+        lease = self._leases.get(lease_id)
+        if not isinstance(lease, ReadLease):
+            raise LeaseError(f"this instance holds no read lease {lease_id}")
+        return lease
+
+    def holds(self, lease: ReadLease) -> bool:
+        """Whether this lease has not ended."""
+        return self._leases.get(lease.id) is lease
+
+    def write(self, lease_id: int) -> WriteLease:
+        """Raises LeaseError if this instance holds no such write lease."""
+        lease = self._leases.get(lease_id)
+        if not isinstance(lease, WriteLease):
+            raise LeaseError(f"this instance holds no write lease {lease_id}")
+        return lease
+
+    def end(self, lease_id: int) -> LetGo:
+        """End a lease. Raises LeaseError if this instance holds no such lease."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise LeaseError(f"this instance holds no lease {lease_id}")
+        return self._cut(lease, sys.maxsize)
+
+    def end_some(self, most: int) -> LetGo:
+        """End the oldest leases: so many that they have at most `most` rows and parts, where each lease counts for one
+        more. One that has more than there is room for loses its last ones, and ends another time.
+        """
+        cuts: list[LetGo] = []
+        while most > 0 and self._leases:
+            cut = self._cut(next(iter(self._leases.values())), most)
+            most -= 1 + len(cut.rows) + len(cut.parts)
+            cuts.append(cut)
+        cuts.reverse()  # what comes first is evicted last: the youngest lease, and of each the beginning of its prompt
+        rows, parts, charged = zip(*cuts, strict=True) if cuts else ((_NO_ROWS,), (_NO_PARTS,), ())
+        return LetGo(np.concatenate(rows), np.concatenate(parts), sum(charged))
+
+    def _cut(self, lease: ReadLease | WriteLease, most: int) -> LetGo:
+        """Take at most so many rows or parts out of the lease, its last ones. If none is left it ends."""
+        rows, parts = _NO_ROWS, _NO_PARTS
+        if isinstance(lease, ReadLease):
+            rows, lease.rows = lease.rows[-most:], lease.rows[:-most]
+            is_over = not len(lease.rows)
+            self.held.keys -= len(rows)
+            self.held.read -= is_over
+        else:
+            parts, lease.parts = lease.parts[-most:], lease.parts[:-most]
+            is_over = not len(lease.parts)
+            self.held.parts -= len(parts)
+            self.held.write -= is_over
+        if is_over:
+            del self._leases[lease.id]
+        return LetGo(rows, parts, len(rows) + len(parts) + LEASE_KEYS * is_over)

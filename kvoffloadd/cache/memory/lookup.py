@@ -1,0 +1,67 @@
+"""Where keys stand, and which prefixes of a prompt can be restored from those that hit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.model import BoolArray, GroupSchema, I64Array, U8Array, U32Array
+
+TOKENS_MAX = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupResult:
+    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
+
+    rows: I64Array
+    states: U8Array
+    hits: BoolArray
+
+    @property
+    def hit_rows(self) -> U32Array:
+        """Rows of the keys that hit, in order."""
+        return self.rows[self.hits].astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHits:
+    """One group's answer: `hits[i]` tells whether key `first + i` of the prompt hits. Keys before `first` are held
+    locally.
+    """
+
+    schema: GroupSchema
+    first: int
+    hits: BoolArray
+
+
+def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
+    """Every prefix length, in tokens up to TOKENS_MAX, that all the groups can serve, longest first.
+
+    A boundary lies behind a whole number of keys of every group, and behind what is held locally. Full attention needs
+    every key before it; a sliding window the last `window_keys` before it; chunked attention those since the start of
+    its chunk; Mamba the one state right before it.
+    """
+    common: I64Array | None = None
+    for group in groups:
+        lengths = _servable_lengths(group) * group.schema.tokens_per_key  # below 2**56
+        lengths = lengths[lengths <= TOKENS_MAX]
+        if common is None:
+            common = lengths
+        elif not np.array_equal(common, lengths):  # groups are often alike, and that is seen much faster
+            common = np.intersect1d(common, lengths, assume_unique=True)
+        if not len(common):
+            break
+    if common is None:
+        return np.zeros(0, np.uint32)
+    return common[::-1].astype(np.uint32)
+
+
+def _servable_lengths(group: GroupHits) -> I64Array:
+    """Prefix lengths in keys, ascending, above `first`, whose need this group's hits meet."""
+    end = group.first + len(group.hits)
+    lengths = np.arange(group.first + 1, end + 1, dtype=np.int64)
+    misses = np.where(group.hits, np.int64(-1), lengths - 1)
+    last_miss = np.maximum.accumulate(misses) if len(misses) else misses
+    return lengths[last_miss < group.schema.kind.first_needed(lengths, group.schema.window_keys)]

@@ -1,0 +1,69 @@
+"""What the memory tier tells the tier below it, and asks of it. Memory knows no more of it than this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+
+
+class LowerTier(Protocol):
+    """A tier that takes what memory has, and brings it back. For the event loop; nothing here waits."""
+
+    def open_keyspace(self, keyspace: Keyspace) -> None:
+        """Payload sizes of some parts of it have become known."""
+
+    def close_keyspace(self, keyspace: Keyspace) -> None:
+        """Its namespace is forgotten. What the tier has of it stays."""
+
+    def reset(self, rows: U32Array) -> None:
+        """These rows are used for new keys: whatever the tier has noted of them was of others."""
+
+    def sealed(self, parts: I64Array) -> None:
+        """The checksums of these parts are known now."""
+
+    def used(self, rows: U32Array) -> None:
+        """A request uses these keys."""
+
+    def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
+        """Which of the keys the tier can serve."""
+
+    def namespaces(self) -> set[bytes]:
+        """Fingerprints of those that it may have something of."""
+
+    def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
+        """Packed keys that it has, from `cursor` on, out of about `count` places; and the next cursor, 0 at the end."""
+
+
+class NoLowerTier:
+    """Memory is the only tier."""
+
+    def open_keyspace(self, keyspace: Keyspace) -> None:
+        """See `LowerTier`."""
+
+    def close_keyspace(self, keyspace: Keyspace) -> None:
+        """See `LowerTier`."""
+
+    def reset(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+
+    def sealed(self, parts: I64Array) -> None:
+        """See `LowerTier`."""
+
+    def used(self, rows: U32Array) -> None:
+        """See `LowerTier`."""
+
+    def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
+        """None of them."""
+        return np.zeros(len(keys), bool)
+
+    def namespaces(self) -> set[bytes]:
+        """None."""
+        return set()
+
+    def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
+        """Nothing."""
+        return b"", 0

@@ -1,0 +1,67 @@
+"""One record per part of each key: its slot, its state, its checksum. Columns, no objects. Event loop only.
+
+EMPTY --reserve--> RESERVED --begin--> WRITING --commit--> COMMITTED --seal--> SEALED
+  ^                   |                   |                    |                 |
+  +-------------------+------abort--------+-------evict--------+-----------------+
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvoffloadd.cache.memory.runallocator import RunAllocator
+from kvoffloadd.model import U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
+
+
+class PartState:
+    """Life of a part; those from COMMITTED on hold valid bytes, those from RESERVED on hold a slot.
+
+    Plain ints, not an enum: they are compared with arrays on hot paths, where an enum member costs more than the rest.
+    """
+
+    EMPTY: Final = 0
+    RESERVED: Final = 1
+    WRITING: Final = 2
+    COMMITTED: Final = 3
+    SEALED: Final = 4
+
+
+class PartTable:
+    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which is the record's
+    whatever run it is part of, and changes each time that the record is emptied.
+    """
+
+    def __init__(self, max_parts: int) -> None:
+        self.runs = RunAllocator(max_parts)
+        self.row: U32Array = reserve_array((max_parts,), np.uint32)
+        self.page: U32Array = reserve_array((max_parts,), np.uint32)
+        self.state: U8Array = reserve_array((max_parts,), np.uint8)
+        self.generation: U16Array = reserve_array((max_parts,), np.uint16)
+        self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
+        self.unverified: U8Array = reserve_array((max_parts,), np.uint8)  # adopted, and not read since
+
+    def ready(self, width: int, wanted: int) -> int:
+        """How many of `wanted` runs can be allocated."""
+        return self.runs.ready(width, wanted)
+
+    def allocate(self, width: int, rows: U32Array) -> U32Array:
+        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure
+        that they are `ready`.
+        """
+        first = self.runs.allocate(width, len(rows))
+        self.row[self.run(first, width)] = rows[:, None]
+        return first
+
+    def free(self, width: int, first: U32Array) -> None:
+        """Give runs back; all their records are EMPTY."""
+        self.runs.free(width, first)
+
+    run = staticmethod(RunAllocator.of)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the columns up to the highest record in use."""
+        per_part = sum(c.itemsize for c in (self.row, self.page, self.state, self.generation, self.unverified)) + 16
+        return self.runs.used * per_part + self.runs.memory_bytes()

@@ -1,0 +1,133 @@
+"""What is remembered of keys that are not held: why a lookup misses them. Event loop only.
+
+Two tables of fixed size, 16 MiB together, whose pages cost memory once they are written. Direct-mapped: a key takes its
+slot from whoever had it, so memory fades by itself. Both kinds of error only move a miss from one reason to another:
+
+- A key that was forgotten counts as never stored: after as many other keys as a table has slots (4 Mi that went, 2 Mi
+  that were stored) 63 % of them.
+- A key that was never stored passes for one that went with chance 2**-13 at most, for one of another namespace with
+  chance 2**-18.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+
+from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.model import BoolArray, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
+
+_GONE_BITS, _STORED_BITS = 22, 21
+_REASON_BITS, _NAMESPACE_BITS = 3, 14
+_SALTS_MAX = 1 << 12
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Reason:
+    """Why a key is missed. Plain ints: indices into `REASONS`. The first five are what a `MissReasons` can tell."""
+
+    NEVER_STORED: Final = 0
+    EVICTED: Final = 1
+    CLEARED: Final = 2
+    CORRUPT: Final = 3
+    OTHER_NAMESPACE: Final = 4
+    INCOMPLETE: Final = 5
+    PENDING: Final = 6
+
+
+REASONS = (
+    "never_stored", "evicted", "cleared", "failed_verification", "other_namespace", "incomplete", "pending",
+)  # fmt: skip
+"""Names of the reasons, as `status` and metrics tell them."""
+
+
+class MissReasons:
+    """Keys that were complete once: how each went, by namespace; and which of its user's namespaces had each first.
+    Nothing that is told of one user depends on what another has stored: keys name prompts.
+
+    `seed`, below 2**128, is the secret of the hash. Keys are (n, WORDS) u64; a key of another group is another key.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._hash = KeyHash(seed, "ghosts")
+        self._secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + b"namespaces").digest(16)
+        self._salts: dict[bytes, np.uint64] = {}
+        self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16)
+        self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32)
+
+    def hash(self, group: int | U64Array, keys: U64Array) -> U64Array:
+        """u64 per key, the same in every namespace. All bits count. `group`: of all keys, or of each."""
+        return self._hash(group, keys)
+
+    def came(self, uid: int, fingerprint: bytes, group: int | U64Array, keys: U64Array) -> None:
+        """These keys are complete in this namespace. Where another one of the user had them before, that is what stays
+        known.
+        """
+        h = self._of_user(uid, self.hash(group, keys))
+        slots, marks = _slots(h, _STORED_BITS), _names(h)
+        known = self._stored[slots]
+        self._stored[slots] = np.where(_differ(known, marks), marks | self._number(fingerprint), known)
+
+    def went(self, fingerprint: bytes, group: int | U64Array, keys: U64Array, reason: int) -> None:
+        """These keys, which were complete, are not held any more: EVICTED, CLEARED or CORRUPT."""
+        h = self._own(fingerprint, self.hash(group, keys))
+        self._gone[_slots(h, _GONE_BITS)] = _marks(h) | np.uint16(reason)
+
+    def why(self, uid: int, fingerprint: bytes, h: U64Array) -> U8Array:
+        """The reason for each key, by its `hash`, that was not held when this namespace asked for it. That may have
+        been some time ago: what it has stored itself since changes nothing. Changes nothing.
+        """
+        of_user = self._of_user(uid, h)
+        marks = _names(of_user)
+        stored = self._stored[_slots(of_user, _STORED_BITS)]
+        others = ~_differ(stored, marks) & (stored ^ marks != self._number(fingerprint))
+        reasons = np.where(others, np.uint8(Reason.OTHER_NAMESPACE), np.uint8(Reason.NEVER_STORED))
+        own = self._own(fingerprint, h)
+        how = self._gone[_slots(own, _GONE_BITS)] ^ _marks(own)
+        went = (how > 0) & (how <= Reason.CORRUPT)
+        reasons[went] = how[went]
+        return reasons
+
+    def _own(self, owner: bytes, h: U64Array) -> U64Array:
+        """The hashes of keys with their namespace, or user."""
+        own: U64Array = (h ^ self._salt(owner)) * _GOLDEN
+        own ^= own >> np.uint64(32)
+        return own
+
+    def _of_user(self, uid: int, h: U64Array) -> U64Array:
+        return self._own(b"uid %d" % uid, h)
+
+    def _number(self, fingerprint: bytes) -> np.uint32:
+        """What stands for a namespace in a slot; never 0, which is an empty one."""
+        return np.uint32(int(self._salt(fingerprint)) % ((1 << _NAMESPACE_BITS) - 1) + 1)
+
+    def _salt(self, owner: bytes) -> np.uint64:
+        salt = self._salts.get(owner)
+        if salt is None:
+            if len(self._salts) >= _SALTS_MAX:
+                self._salts.clear()
+            digest = hashlib.blake2b(owner, digest_size=8, key=self._secret).digest()
+            salt = self._salts[owner] = np.uint64(int.from_bytes(digest, "little"))
+        return salt
+
+
+def _slots(h: U64Array, bits: int) -> U64Array:
+    slots: U64Array = h & np.uint64((1 << bits) - 1)
+    return slots
+
+
+def _marks(h: U64Array) -> U16Array:
+    return (h >> np.uint64(64 - 16 + _REASON_BITS)).astype(np.uint16) << np.uint16(_REASON_BITS)
+
+
+def _names(h: U64Array) -> U32Array:
+    return (h >> np.uint64(64 - 32 + _NAMESPACE_BITS)).astype(np.uint32) << np.uint32(_NAMESPACE_BITS)
+
+
+def _differ(stored: U32Array, names: U32Array) -> BoolArray:
+    """Which slots hold another key than this, or none."""
+    differ: BoolArray = (stored ^ names >= np.uint32(1 << _NAMESPACE_BITS)) | (stored == 0)
+    return differ

@@ -1,0 +1,341 @@
+"""The file behind the memory tier: the arena, and before it all that another process needs to go on with it.
+
+It is a memfd, which systemd can keep for the next start, or a file that has a path. In order:
+
+    header      one page: what the rest is for
+    names       twice `NAMES_BYTES`: who the keys belong to; written where they are not, then wiped where they were
+    slabs       u32 each: pages of a slot, 0: unassigned
+    records     64 bytes for each page of the arena, see `ledger`
+    arena       from a multiple of 2 MiB on
+
+Whoever writes it may be killed between any two instructions: each part is valid or not by itself. Event loop only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+import xxhash
+
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.storage.pool_lock import OWNER_BYTES, await_end, is_of_another_boot, this_process
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+NAMES_BYTES = 8 << 20
+RECORD_WORDS = 8
+ATTEMPTS_MAX = 3
+
+_MAGIC = b"KVOFPOOL"
+_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
+_NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
+_ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
+_OWNER_AT = 520  # in the header's page, see `owner`
+_ALIGN_BYTES = 2 << 20
+_HUGE_BYTES = 2 << 20
+_MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+END_S = 30.0
+"""How long the process that had the pool before may take to end, once it is being killed."""
+
+
+class ArenaFile:
+    """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte.
+
+    `is_old`: somebody else filled it. `seed`: secret of the process that made it.
+    """
+
+    def __init__(self, fd: int, capacity_bytes: int, slab_bytes: int, *, is_old: bool) -> None:
+        """Takes over a file of the right size. One that `is_old` is `unfit` for no reason."""
+        num_pages = capacity_bytes // PAGE_BYTES
+        num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
+        self.fd: Final = fd
+        self.is_old: Final = is_old
+        self.capacity_bytes: Final = capacity_bytes
+        self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes, block_bytes(fd))
+        begin = arena_offset(capacity_bytes, slab_bytes)
+        self._mapping = Mapping.map_fd(fd, self.size_bytes)
+        self._mapping.leave_out_of_dumps()
+        whole = self._mapping.array()
+        slabs = PAGE_BYTES + 2 * NAMES_BYTES
+        records = slabs + _pages(4 * num_slabs)
+        if not is_old:
+            header = _HEADER.pack(_MAGIC, VERSION, PAGE_BYTES, capacity_bytes, slab_bytes, secrets.randbits(63))
+            _write(whole, 0, header + xxhash.xxh3_128_digest(header))
+        self.seed: Final = int(_HEADER.unpack(_read(whole, 0, _HEADER.size))[5])
+        self.slabs: U32Array = whole[slabs : slabs + 4 * num_slabs].view(np.uint32)
+        words = whole[records : records + 8 * RECORD_WORDS * num_pages].view(np.uint64)
+        self.records: U64Array = words.reshape(num_pages, RECORD_WORDS)
+        self.address: Final = self._mapping.address + begin
+        self.arena: U8Array = whole[begin : begin + capacity_bytes]
+        self._attempts: U32Array = whole[_ATTEMPTS_AT : _ATTEMPTS_AT + 4].view(np.uint32)
+        self._whole = whole
+        _write(whole, _OWNER_AT, this_process())
+        self._sequence = max(self._names(0)[0], self._names(1)[0])
+
+    @classmethod
+    def make(cls, capacity_bytes: int, slab_bytes: int) -> Self:
+        """A new memfd of zeros, sealed against other sizes."""
+        fd = create_memfd("kvoffloadd-arena", file_bytes(capacity_bytes, slab_bytes))
+        return cls(fd, capacity_bytes, slab_bytes, is_old=False)
+
+    def populate(self, threads: int, stop: threading.Event) -> None:
+        """Make the kernel provide every page, until `stop` is set. Blocks. Raises ResourceError if it has none."""
+        populate(self._mapping.address, self.size_bytes, threads, stop, fd=self.fd)
+
+    # --- starts that fail ---
+
+    def note_attempt(self) -> None:
+        """What is in it is about to be taken over. If that ends the process again and again, it becomes `unfit`."""
+        self._attempts[0] += 1
+
+    def withdraw_attempt(self) -> None:
+        """It is not taken over now, for a reason that lies elsewhere."""
+        self._attempts[0] -= 1
+
+    def note_success(self) -> None:
+        """It was taken over."""
+        self._attempts[0] = 0
+
+    # --- who the keys belong to ---
+
+    @property
+    def names_bytes_max(self) -> int:
+        """What `save_names` has room for."""
+        return NAMES_BYTES - _NAMES.size
+
+    def save_names(self, names: bytes) -> bool:
+        """Remember them in place of the ones before; False, and nothing is remembered, if they are too many."""
+        self._sequence += 1
+        at = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
+        fits = len(names) <= self.names_bytes_max
+        kept = names if fits else b""
+        head = struct.pack("<QQ", self._sequence, len(kept))
+        _write(self._whole, at + _NAMES.size, kept)
+        _write(self._whole, at, head + xxhash.xxh3_128_digest(head + kept))
+        # The ones before say of numbers whose they were: they must not take the place of these if these are damaged.
+        _write(self._whole, PAGE_BYTES + (1 - self._sequence % 2) * NAMES_BYTES, bytes(_NAMES.size))
+        return fits
+
+    def names(self) -> bytes:
+        """What was saved last; nothing: empty."""
+        return max(self._names(0), self._names(1))[1]
+
+    def _names(self, copy: int) -> tuple[int, bytes]:
+        at = PAGE_BYTES + copy * NAMES_BYTES
+        sequence, size, digest = _NAMES.unpack(_read(self._whole, at, _NAMES.size))
+        if size > NAMES_BYTES - _NAMES.size:
+            return 0, b""
+        kept = _read(self._whole, at + _NAMES.size, size)
+        valid = digest == xxhash.xxh3_128_digest(struct.pack("<QQ", sequence, size) + kept)
+        return (sequence, kept) if valid else (0, b"")
+
+    def close(self) -> None:
+        """Unmap and let the descriptor go; whoever else has the file keeps its contents."""
+        self._mapping.close()
+        os.close(self.fd)
+
+
+def inherit(
+    fd: int | None, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]
+) -> ArenaFile | None:
+    """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit.
+
+    `check_fits` is told how many bytes of it have yet to be found, and raises if there are not so many.
+    """
+    if fd is None:
+        return None
+    pid = _await_owner(fd)
+    reason = f"process {pid} still has it" if pid else unfit(fd, capacity_bytes, slab_bytes)
+    if not reason:
+        check_fits(lacking_bytes(fd))
+        return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
+    log.warning("memory: a cold start, the old pool can't be used: %s", reason)
+    if pid:
+        os.close(fd)
+    else:
+        discard(fd)
+    return None
+
+
+def discard(fd: int) -> None:
+    """Close a pool that nobody uses, and free its memory now: whoever else has the descriptor may keep it for long."""
+    try:
+        with mmap.mmap(fd, 0) as whole:
+            whole.madvise(mmap.MADV_REMOVE)
+    except (OSError, ValueError) as error:
+        log.warning("memory: the old pool is not freed yet: %s", error)
+    os.close(fd)
+
+
+def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]) -> ArenaFile:
+    """The pool at this path, as it was left if it can be used. `check_fits` is told how many bytes have yet to be
+    found, and raises if there are not so many.
+
+    Raises:
+        ConfigError: the file can't be used.
+    """
+    fd = open_file(path)
+    if (kind := _file_system(fd)) not in _MEMORY:
+        log.warning("memory.pool_file: %s is on %s: what is stored in memory is written to a disk, too", path, kind)
+    try:
+        if pid := _await_owner(fd):
+            raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which had it before, does not end")
+        reason = unfit(fd, capacity_bytes, slab_bytes)
+        if not reason:
+            if lacking_bytes(fd):
+                _allocate(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
+            return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
+        if os.fstat(fd).st_size:
+            log.warning("memory: a cold start, %s can't be used: %s", path, reason)
+        os.ftruncate(fd, 0)
+        if block_bytes(fd) < _HUGE_BYTES:  # such pages are no part of the memory that is available
+            check_fits(capacity_bytes)
+        empty_file(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
+        return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=False)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _await_owner(fd: int) -> int:
+    """The pid of the process that had the pool, if it does not end."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return 0  # `unfit` says so
+    owner = os.pread(fd, OWNER_BYTES, _OWNER_AT)
+    return await_end(owner, END_S) if len(owner) == OWNER_BYTES else 0
+
+
+def file_bytes(capacity_bytes: int, slab_bytes: int, unit_bytes: int = PAGE_BYTES) -> int:
+    """Size of the whole file, a multiple of `unit_bytes`."""
+    size = arena_offset(capacity_bytes, slab_bytes) + capacity_bytes
+    return size + -size % unit_bytes
+
+
+def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
+    """Bytes before the arena."""
+    num_pages = capacity_bytes // PAGE_BYTES
+    num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
+    before = PAGE_BYTES + 2 * NAMES_BYTES + _pages(4 * num_slabs) + _pages(8 * RECORD_WORDS * num_pages)
+    return before + -before % _ALIGN_BYTES
+
+
+def _file_system(fd: int) -> str:
+    """Its type, as mounts(5) has it; empty if it can't be told."""
+    device = os.fstat(fd).st_dev
+    for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return rest.split()[0]
+    return ""
+
+
+def block_bytes(fd: int) -> int:
+    """Of the file's file system: on hugetlbfs a page of it, of which a file has whole ones."""
+    return max(os.fstatvfs(fd).f_bsize, PAGE_BYTES)
+
+
+def lacking_bytes(fd: int) -> int:
+    """How much of the file has no memory, or no place on its disk, yet."""
+    found = os.fstat(fd)
+    return max(0, found.st_size - found.st_blocks * 512)
+
+
+def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
+    """Why this file can't be gone on with; empty if it can."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no file"
+    if found.st_uid != os.geteuid():
+        return f"it is of uid {found.st_uid}"
+    header = os.pread(fd, _HEADER.size + 16, 0)
+    if header[_HEADER.size :] != xxhash.xxh3_128_digest(header[: _HEADER.size]):
+        return "it has no header" if not any(header) else "its header is damaged"
+    magic, version, page_bytes, capacity, slab, _ = _HEADER.unpack(header[: _HEADER.size])
+    if magic != _MAGIC or version != VERSION:
+        return f"it has format {version}, this is {VERSION}"
+    if (page_bytes, capacity, slab) != (PAGE_BYTES, capacity_bytes, slab_bytes):
+        return f"it was made for {capacity} bytes in slabs of {slab}, not for {capacity_bytes} in slabs of {slab_bytes}"
+    if is_of_another_boot(os.pread(fd, OWNER_BYTES, _OWNER_AT)):
+        return "the machine has been started anew since: what was written last may be lost"
+    if int.from_bytes(os.pread(fd, 4, _ATTEMPTS_AT), "little") >= ATTEMPTS_MAX:
+        return f"{ATTEMPTS_MAX} starts have ended while they took it over"
+    if found.st_size != file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)):
+        return f"it has {found.st_size} bytes"
+    return ""
+
+
+def open_file(path: Path) -> int:
+    """The file at this path, made if there is none, and locked: no other daemon has it while the descriptor lives.
+
+    Raises:
+        ConfigError: it can't be opened, is not ours, or is another daemon's.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"memory.pool_file = {str(path)!r}: {error.strerror}") from None
+    found = os.fstat(fd)
+    why = ""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        why = "must be a file of the daemon's user that nobody else may open"
+    else:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            why = "another daemon has it"
+    if why:
+        os.close(fd)
+        raise ConfigError(f"memory.pool_file = {str(path)!r}: {why}")
+    return fd
+
+
+def empty_file(fd: int, size_bytes: int, path: Path) -> None:
+    """Make an empty file one of so many zeros, all of them allocated now: writing where there is no room kills.
+
+    Raises:
+        ConfigError: there is no room.
+    """
+    try:
+        _allocate(fd, size_bytes, path)
+    except ConfigError:
+        os.ftruncate(fd, 0)
+        raise
+
+
+def _allocate(fd: int, size_bytes: int, path: Path) -> None:
+    try:
+        os.ftruncate(fd, size_bytes)
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"memory.pool_file = {str(path)!r}: no room for {size_bytes} bytes: {error.strerror}"
+        ) from None
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _write(whole: U8Array, at: int, data: bytes) -> None:
+    whole[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+
+def _read(whole: U8Array, at: int, size: int) -> bytes:
+    return whole[at : at + size].tobytes()

@@ -1,0 +1,359 @@
+"""Bytes on disk <-> arrays: segment headers, records' headers, footers. Pure; docs/DISK_FORMAT.md is its document.
+
+Everything is little-endian and comes in pages of 4 KiB. A page of ours ends in the xxh3_128 of the bytes before it, so
+that no torn or flipped page is taken for a whole one. Records and footers name the uuid of their segment: what an
+earlier use of the file has left in it is not valid any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U64Array
+
+Records = npt.NDArray[Any]
+"""A structured array: of ENTRY, RECORD or SPACE."""
+
+FORMAT_VERSION = 1
+HEADER_PAGES = 1
+"""Pages before the first record of a segment."""
+RECORD_HEADER_PAGES = 1
+"""Pages before the payload of a record."""
+TRAILER_PAGES = 1
+"""Pages at the end of a footer."""
+
+SEGMENT_MAGIC = int.from_bytes(b"KVOSEGM\n", "little")
+RECORD_MAGIC = int.from_bytes(b"KVORECD\n", "little")
+TRAILER_MAGIC = int.from_bytes(b"KVOTRLR\n", "little")
+
+CHECKSUM_OFFSET = PAGE_BYTES - 16
+"""Of the page's own checksum, high half first."""
+
+ENTRY = np.dtype(
+    {
+        "names": ["key", "sequence", "payload_bytes", "page", "space", "part"],
+        "formats": [("<u8", (4,)), "<u8", "<u8", "<u4", "<u4", "<u4"],
+        "offsets": [0, 32, 40, 48, 52, 56],
+        "itemsize": 64,
+    }
+)
+"""A record as a footer lists it. `page`: of its header, in the file. `keyspace`: index into the footer's keyspaces."""
+
+SPACE_FIELDS = ("fingerprint", "shape", "epoch", "group", "parts", "key_bytes")
+SPACE = np.dtype(
+    [
+        ("fingerprint", "u1", (16,)),
+        ("shape", "u1", (16,)),
+        ("epoch", "<u8"),
+        ("group", "<u4"),
+        ("parts", "<u4"),
+        ("key_bytes", "<u4"),
+        ("zeros", "u1", (12,)),
+    ]
+)
+
+RECORD = np.dtype(
+    {
+        "names": [
+            "magic", "version", "part", "uuid", "sequence", "payload_bytes", "key", "fingerprint", "shape", "epoch",
+            "group", "parts", "key_bytes", "digest", "written_s", "checksum",
+        ],
+        "formats": [
+            "<u8", "<u4", "<u4", ("u1", (16,)), "<u8", "<u8", ("<u8", (4,)), ("u1", (16,)), ("u1", (16,)), "<u8",
+            "<u4", "<u4", "<u4", ("<u8", (2,)), "<u8", ("<u8", (2,)),
+        ],
+        "offsets": [0, 8, 12, 16, 32, 40, 48, 80, 96, 112, 120, 124, 128, 136, 152, CHECKSUM_OFFSET],
+        "itemsize": PAGE_BYTES,
+    }
+)  # fmt: skip
+"""The page before a payload. `digest`: the payload's xxh3_128, high half first, as `hash_payloads` gives it."""
+
+SEGMENT = np.dtype(
+    {
+        "names": ["magic", "version", "uuid", "number", "segment_bytes", "created_s", "checksum"],
+        "formats": ["<u8", "<u4", ("u1", (16,)), "<u8", "<u8", "<u8", ("<u8", (2,))],
+        "offsets": [0, 8, 16, 32, 40, 48, CHECKSUM_OFFSET],
+        "itemsize": PAGE_BYTES,
+    }
+)
+"""Page 0 of a segment file."""
+
+TRAILER = np.dtype(
+    {
+        "names": [
+            "magic", "version", "num_spaces", "uuid", "number", "segment_bytes", "footer_page", "num_entries",
+            "footer_digest", "checksum",
+        ],
+        "formats": ["<u8", "<u4", "<u4", ("u1", (16,)), "<u8", "<u8", "<u8", "<u8", ("<u8", (2,)), ("<u8", (2,))],
+        "offsets": [0, 8, 12, 16, 32, 40, 48, 56, 64, CHECKSUM_OFFSET],
+        "itemsize": PAGE_BYTES,
+    }
+)  # fmt: skip
+"""The last page of a sealed segment."""
+
+
+class Problem(enum.Enum):
+    """Why a page is no segment header. FOREIGN: nothing of ours; VERSION: ours, of another version; DAMAGED: ours, but
+    not whole, or never written.
+    """
+
+    FOREIGN = "foreign"
+    VERSION = "version"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyspaceId:
+    """Which keys can meet. `fingerprint`: of the namespace; `shape`: of the group's schema and the sizes of its parts;
+    both 16 bytes. `key_bytes`: how many of a key's 32 bytes are its own, the rest is zeros.
+    """
+
+    fingerprint: bytes
+    shape: bytes
+    epoch: int
+    group: int
+    parts: int
+    key_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """`uuid`: 16 random bytes of this use of the file. `number`: rises with each use of any file, so that the oldest is
+    known. `created_s`: unix time, 0 where it is not known.
+    """
+
+    uuid: bytes
+    number: int
+    segment_bytes: int
+    created_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What the last page of a sealed segment says: the footer begins at `footer_page`, and how much is in it."""
+
+    uuid: bytes
+    number: int
+    segment_bytes: int
+    footer_page: int
+    num_entries: int
+    num_spaces: int
+    footer_digest: tuple[int, int]
+
+
+def record_pages(payload_bytes: npt.NDArray[Any]) -> I64Array:
+    """Pages of each record: its header, and those of its payload."""
+    pages: I64Array = -(-payload_bytes.astype(np.int64) // PAGE_BYTES) + RECORD_HEADER_PAGES
+    return pages
+
+
+def footer_pages(num_entries: int, num_spaces: int) -> int:
+    """Pages at the end of a sealed segment, the trailer included."""
+    return -(-(num_entries * ENTRY.itemsize + num_spaces * SPACE.itemsize) // PAGE_BYTES) + TRAILER_PAGES
+
+
+# --- segment headers ---
+
+
+def encode_segment_header(header: SegmentHeader) -> U8Array:
+    """Page 0, (4096,)."""
+    page = np.zeros(PAGE_BYTES, np.uint8)
+    fields = page.view(SEGMENT)[0]
+    fields["magic"], fields["version"] = SEGMENT_MAGIC, FORMAT_VERSION
+    fields["uuid"] = _bytes(header.uuid)
+    fields["number"], fields["segment_bytes"] = header.number, header.segment_bytes
+    fields["created_s"] = header.created_s
+    _sign(page)
+    return page
+
+
+def decode_segment_header(page: U8Array) -> SegmentHeader | Problem:
+    """What page 0, (4096,), says."""
+    fields = page.view(SEGMENT)[0]
+    if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION and _is_signed(page):
+        return SegmentHeader(
+            fields["uuid"].tobytes(), int(fields["number"]), int(fields["segment_bytes"]), int(fields["created_s"])
+        )
+    return _problem(page)
+
+
+def _problem(page: U8Array) -> Problem:
+    fields = page.view(SEGMENT)[0]
+    if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION:
+        return Problem.DAMAGED
+    # With the first words put right, a header of ours in which only these are wrong is whole again.
+    mended = page.copy()
+    fields_of_mended = mended.view(SEGMENT)[0]
+    fields_of_mended["magic"], fields_of_mended["version"] = SEGMENT_MAGIC, FORMAT_VERSION
+    if _is_signed(mended):
+        return Problem.DAMAGED
+    if fields["magic"] == SEGMENT_MAGIC:
+        return Problem.VERSION
+    # Space was allocated, and the header did not come, or only its end: its middle is zeros either way.
+    fields_end = SEGMENT.fields["created_s"][1] + 8 if SEGMENT.fields else 0
+    if fields["magic"] == 0 and not page[fields_end:CHECKSUM_OFFSET].any():
+        return Problem.DAMAGED
+    return Problem.FOREIGN
+
+
+# --- records ---
+
+
+def encode_records(
+    out: U8Array, uuid: bytes, entries: Records, keyspaces: Records, digests: U64Array, now_s: int
+) -> None:
+    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `keyspaces`: of SPACE,
+    one of all entries or one of each. `now_s`: unix time.
+    """
+    out[:] = 0
+    fields = out.view(RECORD)[:, 0]
+    fields["magic"], fields["version"] = RECORD_MAGIC, FORMAT_VERSION
+    fields["uuid"] = _bytes(uuid)
+    for name in ("part", "sequence", "payload_bytes", "key"):
+        fields[name] = entries[name]
+    for name in SPACE_FIELDS:
+        fields[name] = keyspaces[name]
+    fields["digest"] = digests
+    fields["written_s"] = now_s
+    for page in out:
+        _sign(page)
+
+
+def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
+    """Each page, (n, 4096), as a RECORD, and whether it is a whole one that belongs to this use of the segment. What
+    is not valid may hold anything.
+    """
+    records = pages.view(RECORD)[:, 0]
+    valid: BoolArray = records["magic"] == RECORD_MAGIC
+    found = np.flatnonzero(valid)
+    if len(found):
+        sizes = records["payload_bytes"][found]
+        good = (records["version"][found] == FORMAT_VERSION) & (records["uuid"][found] == _bytes(uuid)).all(axis=1)
+        good &= (sizes > 0) & (sizes < 1 << 62) & (records["part"][found] < records["parts"][found])
+        valid[found] = good
+        for at in found[good].tolist():
+            valid[at] = _is_signed(pages[at])
+    return records, valid
+
+
+# --- footers ---
+
+
+def encode_spaces(keyspaces: Sequence[KeyspaceId]) -> Records:
+    """The keyspaces as an array of SPACE."""
+    table = np.zeros(len(keyspaces), SPACE)
+    for row, keyspace in zip(table, keyspaces, strict=True):
+        row["fingerprint"], row["shape"] = _bytes(keyspace.fingerprint), _bytes(keyspace.shape)
+        row["epoch"], row["group"] = keyspace.epoch, keyspace.group
+        row["parts"], row["key_bytes"] = keyspace.parts, keyspace.key_bytes
+    return table
+
+
+def decode_spaces(table: Records) -> list[KeyspaceId]:
+    """The keyspaces of an array with the fields of SPACE."""
+    return [
+        KeyspaceId(
+            row["fingerprint"].tobytes(), row["shape"].tobytes(), int(row["epoch"]), int(row["group"]),
+            int(row["parts"]), int(row["key_bytes"]),
+        )
+        for row in table
+    ]  # fmt: skip
+
+
+def encode_footer(
+    uuid: bytes, number: int, entries: Records, keyspaces: Sequence[KeyspaceId], segment_bytes: int
+) -> U8Array:
+    """The last `footer_pages` pages of a sealed segment, as flat bytes. Entries come out by page."""
+    pages = footer_pages(len(entries), len(keyspaces))
+    out = np.zeros(pages * PAGE_BYTES, np.uint8)
+    body, last = out[:-PAGE_BYTES], out[-PAGE_BYTES:]
+    at = len(entries) * ENTRY.itemsize
+    body[:at].view(ENTRY)[:] = entries[np.argsort(entries["page"], kind="stable")]
+    body[at : at + len(keyspaces) * SPACE.itemsize].view(SPACE)[:] = encode_spaces(keyspaces)
+    trailer = last.view(TRAILER)[0]
+    trailer["magic"], trailer["version"] = TRAILER_MAGIC, FORMAT_VERSION
+    trailer["uuid"] = _bytes(uuid)
+    trailer["number"], trailer["segment_bytes"] = number, segment_bytes
+    trailer["footer_page"] = segment_bytes // PAGE_BYTES - pages
+    trailer["num_entries"], trailer["num_spaces"] = len(entries), len(keyspaces)
+    trailer["footer_digest"] = _digest(body)
+    _sign(last)
+    return out
+
+
+def decode_trailer(page: U8Array) -> Trailer | None:
+    """What the last page, (4096,), of a sealed segment says; None if it is no whole trailer."""
+    fields = page.view(TRAILER)[0]
+    if fields["magic"] != TRAILER_MAGIC or fields["version"] != FORMAT_VERSION or not _is_signed(page):
+        return None
+    high, low = fields["footer_digest"].tolist()
+    trailer = Trailer(
+        uuid=fields["uuid"].tobytes(),
+        number=int(fields["number"]),
+        segment_bytes=int(fields["segment_bytes"]),
+        footer_page=int(fields["footer_page"]),
+        num_entries=int(fields["num_entries"]),
+        num_spaces=int(fields["num_spaces"]),
+        footer_digest=(high, low),
+    )
+    pages = footer_pages(trailer.num_entries, trailer.num_spaces)
+    return trailer if trailer.footer_page == trailer.segment_bytes // PAGE_BYTES - pages else None
+
+
+def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId]] | None:
+    """Entries and keyspaces of a footer, given as the flat bytes of all its pages; None if it is not whole, or of
+    another use of the segment.
+    """
+    trailer = decode_trailer(pages[-PAGE_BYTES:])
+    if trailer is None or trailer.uuid != uuid:
+        return None
+    body = pages[:-PAGE_BYTES]
+    whole = len(pages) == footer_pages(trailer.num_entries, trailer.num_spaces) * PAGE_BYTES
+    if not whole or _digest(body) != trailer.footer_digest:
+        return None
+    at = trailer.num_entries * ENTRY.itemsize
+    entries = body[:at].view(ENTRY)
+    table = body[at : at + trailer.num_spaces * SPACE.itemsize].view(SPACE)
+    return (entries, decode_spaces(table)) if _is_sound(entries, table, trailer.footer_page) else None
+
+
+def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
+    """Whether the entries can be true: they lie behind one another before the footer, and their keyspaces exist."""
+    if not len(entries):
+        return True
+    if entries["payload_bytes"].max() > footer_page * PAGE_BYTES or (entries["payload_bytes"] == 0).any():
+        return False
+    first = entries["page"].astype(np.int64)
+    behind = np.append(first[1:], footer_page)
+    in_place = first[0] >= HEADER_PAGES and bool((first + record_pages(entries["payload_bytes"]) <= behind).all())
+    if not in_place or int(entries["space"].max()) >= len(table):
+        return False
+    return bool((entries["part"] < table["parts"][entries["space"]]).all())
+
+
+# --- bytes ---
+
+
+def _bytes(raw: bytes) -> U8Array:
+    return np.frombuffer(raw, np.uint8)
+
+
+def _digest(raw: U8Array) -> tuple[int, int]:
+    value = xxhash.xxh3_128_intdigest(raw.data)
+    return value >> 64, value & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _sign(page: U8Array) -> None:
+    page[CHECKSUM_OFFSET:].view("<u8")[:] = _digest(page[:CHECKSUM_OFFSET])
+
+
+def _is_signed(page: U8Array) -> bool:
+    high, low = page[CHECKSUM_OFFSET:].view("<u8").tolist()
+    return _digest(page[:CHECKSUM_OFFSET]) == (high, low)

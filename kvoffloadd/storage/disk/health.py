@@ -1,0 +1,105 @@
+"""How a root is doing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.lanes import CancelledWork
+from kvoffloadd.storage.disk.files import lacks_resources
+
+log = logging.getLogger(__name__)
+
+LASTING_S = 60.0
+"""A root that works for so long has recovered."""
+
+RELAPSES_MAX = 4
+"""So often the time between two tries doubles."""
+
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def said(error: BaseException) -> str:
+    """An error in words, without a number, for people who read `status`."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+class RootState:
+    """OK; FULL: no space for a first segment; READ_ONLY: writes fail, reads go on; OFF: not reachable. Plain text."""
+
+    OK: Final = "ok"
+    FULL: Final = "full"
+    READ_ONLY: Final = "read-only"
+    OFF: Final = "off"
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether it says something of the disk: whatever else is raised is a bug."""
+    return isinstance(error, OSError | KvOffloadError | CancelledWork)
+
+
+class Health:
+    """A root's state, why, and how often reading and writing failed in a row."""
+
+    def __init__(self, path: Path) -> None:
+        self.state: str = RootState.OFF
+        self.reason = "not opened yet"
+        self.reads_failed = 0
+        self.writes_failed = 0
+        self.write_errors = 0
+        self._path = path
+        self._ok_since_s = 0.0
+        self._relapses = 0
+
+    def become(self, state: str, reason: str = "") -> None:
+        """Change; logged."""
+        if (state, reason) != (self.state, self.reason):
+            level = logging.INFO if state == RootState.OK else logging.WARNING
+            log.log(level, "disk %s: %s%s", self._path, state, f": {reason}" if reason else "")
+        now = time.monotonic()
+        if state == RootState.OK and self.state != RootState.OK:
+            self._ok_since_s = now
+        elif self.state == RootState.OK and state != RootState.OK:
+            self._relapses = self._relapses + 1 if now - self._ok_since_s < LASTING_S else 0
+        self.state, self.reason = state, reason
+
+    def patience(self) -> int:
+        """How many times as long as usual to wait before a root that fails is tried again: one that fails again and
+        again, soon after it has worked, is tried less and less often.
+        """
+        return 1 if self.state == RootState.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
+
+    def write_failed(self, error: BaseException) -> bool:
+        """Count it, but for a bug, and give up writing where it makes no sense to go on. True: no space is left."""
+        if not is_trouble(error):
+            # Whoever could provoke it must not take the disk from all others. Nothing of ours is unsure by it: what was
+            # being written counts as never written, as after a crash.
+            log.error("disk %s: a write failed by a bug of ours", self._path, exc_info=error)
+            return False
+        self.write_errors += 1
+        if self.state == RootState.OFF or lacks_resources(error):
+            return False
+        self.writes_failed += 1
+        number = getattr(error, "errno", None)
+        if number in _FULL_ERRORS:
+            return True
+        if self.writes_failed > 1 or number in _READ_ONLY_ERRORS:
+            self.become(RootState.READ_ONLY, said(error))
+        return False
+
+    def wrote(self) -> None:
+        """A write has worked."""
+        self.writes_failed = 0
+
+    def figures(self) -> dict[str, str | int]:
+        """For `status`."""
+        return {"state": self.state, "reason": self.reason, "write_errors": self.write_errors}
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.reads_failed = self.writes_failed = 0

@@ -1,0 +1,149 @@
+"""The durable facts of a root: which one it is, and what was cleared. A small text that a person can read.
+
+A record is served only if its epoch is its namespace's: without the manifest, nothing is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import aiofiles
+import aiofiles.os
+import msgspec
+import xxhash
+
+from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError
+
+MANIFEST_NAME = "manifest"
+MANIFEST_VERSION = 1
+
+_TEMPORARY_NAME = "manifest.new"
+_CHECKSUM = b"xxh3_128 "
+_BYTES_MAX = 256 << 20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`epochs`: of namespaces, by fingerprint; `base_epoch`: of all others. `last_epoch`: the highest one that whoever
+    wrote this had heard of.
+    """
+
+    root_uuid: bytes
+    base_epoch: int
+    last_epoch: int
+    epochs: dict[bytes, int] = field(default_factory=dict)
+
+    def epoch_of(self, fingerprint: bytes) -> int:
+        """Records of another epoch than this are dead."""
+        return self.epochs.get(fingerprint, self.base_epoch)
+
+    def covers(self, other: Manifest) -> bool:
+        """Whatever the other one knows to be dead is dead by this one, too."""
+        names = self.epochs.keys() | other.epochs.keys()
+        later = all(self.epoch_of(name) >= other.epoch_of(name) for name in names)
+        return later and self.base_epoch >= other.base_epoch
+
+
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    root_uuid: _Hex
+    base_epoch: _Epoch
+    last_epoch: _Epoch
+    epochs: dict[_Hex, _Epoch]
+
+
+async def read_manifest(path: Path, executor: Executor | None = None) -> Manifest | None:
+    """The manifest of the root directory `path`; None if there is none. `executor`: whose threads wait for the disk.
+
+    Raises:
+        DiskVersionError: it is of another version.
+        DiskManifestError: it is not what was written.
+        OSError: it can't be read.
+    """
+    try:
+        async with aiofiles.open(path / MANIFEST_NAME, "rb", opener=_open, executor=executor) as stream:
+            raw = await stream.read(_BYTES_MAX)
+    except FileNotFoundError:
+        return None
+    return decode_manifest(raw)
+
+
+async def write_manifest(path: Path, manifest: Manifest, executor: Executor | None = None) -> None:
+    """Replace the manifest of the root directory `path`, durably and in one step. One at a time. `executor`: as above.
+
+    Raises:
+        OSError: the old one holds, or the new one does and may not be durable.
+    """
+    loop = asyncio.get_running_loop()
+    temporary = path / _TEMPORARY_NAME
+    encoded = await loop.run_in_executor(executor, encode_manifest, manifest)  # thousands of clears take milliseconds
+    with suppress(FileNotFoundError):
+        await aiofiles.os.unlink(temporary, executor=executor)
+    async with aiofiles.open(temporary, "xb", opener=_open, executor=executor) as stream:
+        await stream.write(encoded)
+        await stream.flush()
+        await loop.run_in_executor(executor, os.fsync, stream.fileno())
+    await aiofiles.os.replace(temporary, path / MANIFEST_NAME, executor=executor)
+    await loop.run_in_executor(executor, _sync_directory, path)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as text: JSON, then a line with the checksum of all before it."""
+    stored = {
+        "version": MANIFEST_VERSION,
+        "root_uuid": manifest.root_uuid.hex(),
+        "base_epoch": manifest.base_epoch,
+        "last_epoch": manifest.last_epoch,
+        "epochs": {name.hex(): epoch for name, epoch in sorted(manifest.epochs.items())},
+    }
+    text = json.dumps(stored, indent=1).encode() + b"\n"
+    return text + _CHECKSUM + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+
+
+def decode_manifest(raw: bytes) -> Manifest:
+    """The manifest that this text is.
+
+    Raises:
+        DiskVersionError: it is of another version.
+        DiskManifestError: it is not what was written.
+    """
+    text, found, checksum = raw.rpartition(_CHECKSUM)
+    if not found or checksum != xxhash.xxh3_128_hexdigest(text).encode() + b"\n":
+        raise DiskManifestError("the manifest is damaged: its checksum is wrong")
+    try:
+        version = msgspec.json.decode(text, type=_Version).version
+        if version != MANIFEST_VERSION:
+            raise DiskVersionError(f"the manifest has version {version}, this program knows {MANIFEST_VERSION}")
+        stored = msgspec.json.decode(text, type=_Stored)
+        epochs = {bytes.fromhex(name): epoch for name, epoch in stored.epochs.items()}
+        return Manifest(bytes.fromhex(stored.root_uuid), stored.base_epoch, stored.last_epoch, epochs)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DiskManifestError(f"the manifest is damaged: {error}") from None
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,112 @@
+"""Whether a root still answers, is what it was, and works again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Final
+
+from kvoffloadd.lanes import Lane
+from kvoffloadd.storage.disk.health import Health, RootState, said
+from kvoffloadd.storage.disk.rootdirectory import RootDirectory
+
+READ_FAILURES_MAX = 16
+"""So many reads in a row that fail with an error: the root is taken off, and tried again later."""
+
+LOOKS = 8
+"""How often within `stuck_s` somebody looks whether a root answers."""
+
+NO_ANSWER: Final = "the disk does not answer"
+
+
+class Probe:
+    """Looks after one root, whose reads and writes run in `lanes`. `retry_s`: between two looks; `stuck_s`: how long
+    I/O may take.
+    """
+
+    def __init__(
+        self, home: RootDirectory, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float
+    ) -> None:
+        self._home = home
+        self._health = health
+        self._loop = lanes[0].loop
+        self.lane = home.lane  # not one of the others: they may hang
+        self._lanes = (*lanes, self.lane)
+        self._retry_s = retry_s
+        self._stuck_s = stuck_s
+        self._hangs_since_s: float | None = None
+
+    async def pause(self) -> None:
+        """Wait until it is time to `look`: soon if the disk does not answer, and then the root is OFF."""
+        left = self._retry_s * self._health.patience()
+        until = self._loop.time() + left
+        while left > 0 and self._health.state != RootState.OFF:
+            await asyncio.sleep(min(left, self._stuck_s / LOOKS))
+            if self.hangs():
+                self._health.become(RootState.OFF, NO_ANSWER)
+                return
+            left = until - self._loop.time()
+        await asyncio.sleep(max(left, 0))
+
+    async def wait_for(self, came: asyncio.Event) -> None:
+        """Until the root has come, however long that takes; but if none of its I/O ends for `stuck_s`, it is OFF, and
+        nobody waits for it any more.
+        """
+        while not came.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._stuck_s / LOOKS):
+                    await came.wait()
+            if not came.is_set() and self.stands_still():
+                self._health.become(RootState.OFF, NO_ANSWER)
+                return
+
+    def hangs(self) -> bool:
+        """Some I/O takes longer than `stuck_s`."""
+        now = time.monotonic()
+        return self._is_late(now, max(lane.oldest_running_s(now) for lane in self._lanes))
+
+    def stands_still(self) -> bool:
+        """There is I/O, and for `stuck_s` none of it has ended: a root of many records may be read for long."""
+        now = time.monotonic()
+        moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
+        return self._is_late(now, min(*moved, now - self._home.moved_s) if moved else 0.0)
+
+    def _is_late(self, now: float, waited_s: float) -> bool:
+        """Seen twice, since everything looks late after a stop of the process."""
+        if waited_s < self._stuck_s:
+            self._hangs_since_s = None
+            return False
+        if self._hangs_since_s is None:
+            self._hangs_since_s = now
+        return now - self._hangs_since_s >= self._stuck_s / LOOKS
+
+    async def look(self) -> bool:
+        """Whether the root is not OFF. It may have become so, or OK."""
+        if self._health.state == RootState.OFF:
+            return False
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                trouble = await self._home.perform(self.lane, self._home.trouble)
+        except TimeoutError:
+            trouble = NO_ANSWER
+        if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
+            trouble = "reads fail again and again"
+        if trouble:
+            self._health.become(RootState.OFF, trouble)
+            return False
+        if self._health.state == RootState.READ_ONLY:  # FULL ends when a segment can be made
+            await self._try_write()
+        return True
+
+    async def _try_write(self) -> None:
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                await self._home.perform(self.lane, self._home.try_write)
+        except TimeoutError:
+            self._health.become(RootState.READ_ONLY, NO_ANSWER)
+        except OSError as error:
+            self._health.become(RootState.READ_ONLY, said(error))
+        else:
+            self._health.wrote()
+            self._health.become(RootState.OK)

@@ -1,0 +1,158 @@
+"""Records between a segment file and memory: many in one system call, straight from and to their slots.
+
+Nothing that was read is told to be good before all of it was checked: the header page is whole and of this use of the
+segment, it is the record that was wanted, and the payload has the checksum that the header names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U64Array
+from kvoffloadd.storage.disk.files import Files, aligned_pages, lacks_resources
+from kvoffloadd.storage.disk.format import KeyspaceId, Records, decode_records, encode_spaces, record_pages
+from kvoffloadd.storage.hashing import hash_payloads, in_turns
+
+READ = np.dtype([("page", "<u4"), ("part", "<u4"), ("payload_bytes", "<u8"), ("address", "<u8"), ("key", "<u8", (4,))])
+"""A record that is wanted. `page`: of its header; `address`: of a page-aligned slot of as many whole pages as the
+payload has.
+"""
+
+OK: Final = 0
+DAMAGED: Final = 1
+"""What lies there is not the record that was wanted, or not all of it."""
+FAILED: Final = 2
+"""The disk gave an error for it."""
+NOT_READ: Final = 3
+"""Nobody has tried: its turn had not come when it was cancelled. Nothing is known about it."""
+NO_RESOURCES: Final = 4
+"""The system had no descriptor or no memory to read it with. Nothing is known about it."""
+
+RUN_BYTES = 8 << 20
+"""Neighbours are read together up to about this size."""
+
+
+def write_records(
+    files: Files, fd: int, page: int, headers: U8Array, addresses: U64Array, payload_bytes: I64Array
+) -> None:
+    """Write records behind one another from `page` on: header page, payload, header page, ...
+
+    `headers`: (n, 4096), page-aligned. The memory at each address is page-aligned, and readable to the end of the
+    payload's last page. Not durable before the segment is synced.
+
+    Raises:
+        OSError: some of it may be there, which the next reader of it will notice.
+    """
+    if not len(headers):
+        return
+    sizes = (record_pages(payload_bytes) - 1) * PAGE_BYTES
+    buffers: list[Any] = []
+    for header, address, size in zip(headers, addresses.tolist(), sizes.tolist(), strict=True):
+        buffers.append(header)
+        buffers.append((ctypes.c_char * size).from_address(address))
+    files.write(fd, page * PAGE_BYTES, buffers)
+    files.drop_cached(fd, page * PAGE_BYTES, int(sizes.sum()) + len(headers) * PAGE_BYTES)
+
+
+def read_records(
+    files: Files,
+    segments_fd: int,
+    name: str,
+    uuid: bytes,
+    keyspace: KeyspaceId,
+    wanted: Records,
+    *,
+    direct: bool,
+) -> tuple[U8Array, U64Array]:
+    """Read the wanted records (READ) of one segment, each to its address, and check them.
+
+    Returns OK, DAMAGED, FAILED or NO_RESOURCES for each, and the checksums (n, 2) of those that are OK. The slots of
+    the others hold anything. Never raises OSError.
+    """
+    status = np.full(len(wanted), FAILED, np.uint8)
+    digests = np.zeros((len(wanted), 2), np.uint64)
+    if not len(wanted):
+        return status, digests
+    headers = aligned_pages(len(wanted))
+    order = np.argsort(wanted["page"], kind="stable")
+    try:
+        fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
+    except OSError as error:
+        status[:] = _reason(error)
+        return status, digests
+    try:
+        for run in _runs(wanted, order):
+            _read_run(files, fd, wanted, run, headers, status)
+            if not direct:
+                size = int(record_pages(wanted["payload_bytes"][run]).sum()) * PAGE_BYTES
+                files.drop_cached(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, size)
+    finally:
+        files.close(fd)
+    _check(wanted, headers, uuid, keyspace, status, digests)
+    return status, digests
+
+
+def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
+    """Indices of records that lie behind one another on disk, in pieces of about RUN_BYTES."""
+    first = wanted["page"][order].astype(np.int64)
+    pages = record_pages(wanted["payload_bytes"][order])
+    breaks = np.flatnonzero(first[1:] != first[:-1] + pages[:-1]) + 1
+    runs = []
+    for start, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True):
+        runs += in_turns(order[start:end], pages[start:end] * PAGE_BYTES, RUN_BYTES)
+    return runs
+
+
+def _reason(error: OSError) -> int:
+    return NO_RESOURCES if lacks_resources(error) else FAILED
+
+
+def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8Array, status: U8Array) -> None:
+    """Sets OK for what came whole, DAMAGED for what the file has not, or the reason why it can't be read."""
+    sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
+    buffers: list[Any] = []
+    for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
+        buffers.append(headers[at])
+        buffers.append((ctypes.c_char * size).from_address(address))
+    try:
+        came = files.read(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, buffers)
+    except OSError as error:
+        if len(run) == 1 or lacks_resources(error):
+            status[run] = _reason(error)
+            return
+        # One bad place on the disk is no reason to lose its neighbours.
+        for at in range(len(run)):
+            _read_run(files, fd, wanted, run[at : at + 1], headers, status)
+        return
+    ends = np.cumsum(sizes + PAGE_BYTES)
+    status[run] = np.where(ends <= came, OK, DAMAGED)
+
+
+def _check(
+    wanted: Records, headers: U8Array, uuid: bytes, keyspace: KeyspaceId, status: U8Array, digests: U64Array
+) -> None:
+    """Takes OK away from what is not the wanted record, and notes the checksums of the others."""
+    came = np.flatnonzero(status == OK)
+    records, valid = decode_records(headers[came], uuid)
+    valid &= _matches(records, wanted[came], keyspace)
+    status[came[~valid]] = DAMAGED
+    whole = came[valid]
+    named = records["digest"][valid]
+    found = hash_payloads(wanted["address"][whole], wanted["payload_bytes"][whole].astype(np.int64))
+    good = (named == found).all(axis=1)
+    status[whole[~good]] = DAMAGED
+    digests[whole[good]] = found[good]
+
+
+def _matches(records: Records, wanted: Records, keyspace: KeyspaceId) -> BoolArray:
+    same: BoolArray = (records["part"] == wanted["part"]) & (records["payload_bytes"] == wanted["payload_bytes"])
+    same &= (records["key"] == wanted["key"]).all(axis=1)
+    expected = encode_spaces([keyspace])[0]
+    for name in ("fingerprint", "shape"):
+        same &= (records[name] == expected[name]).all(axis=1)
+    for name in ("epoch", "group", "parts", "key_bytes"):
+        same &= records[name] == expected[name]
+    return same

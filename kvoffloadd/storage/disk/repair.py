@@ -1,0 +1,192 @@
+"""Reading every byte of a root that no daemon uses, and taking out what is bad. Blocks for as long as that takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvoffloadd.model import PAGE_BYTES, BoolArray
+from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name, lock_root
+from kvoffloadd.storage.disk.format import SegmentHeader
+from kvoffloadd.storage.disk.manifest import MANIFEST_NAME, decode_manifest
+from kvoffloadd.storage.disk.recovery import Kind, Recovered, Walk, recover_open_segment, walk_segment
+from kvoffloadd.storage.disk.segments import seal_segment, write_header
+
+_LEFT_ALONE = {
+    Kind.FOREIGN: "is nothing of ours; it is left alone",
+    Kind.UNREADABLE: "is of another format version; it is left alone",
+}
+
+
+@dataclass(slots=True)
+class RootReport:
+    """What was read: segment files, records, bytes. `repaired` of the findings do not hold any more."""
+
+    segments: int = 0
+    records: int = 0
+    bytes: int = 0
+    findings: list[str] = field(default_factory=list)
+    repaired: int = 0
+
+
+def check_root(
+    path: str | Path,
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    files: Files | None = None,
+) -> RootReport:
+    """Read every segment of the root directory `path`, payloads included. Holds the root's lock meanwhile.
+
+    `repair`: bad records are taken out of their segments, and segments of which nothing can be known are removed.
+    `progress(bytes_done, bytes_total)`.
+
+    Raises:
+        DiskError: this is no root, not ours, or a daemon uses it.
+        OSError: its directories can't be read.
+    """
+    root = _Check(Path(path), repair, files or Files())
+    try:
+        root.enter()
+        root.check_manifest()
+        root.check_segments(progress)
+        return root.report
+    finally:
+        root.leave()
+
+
+class _Check:
+    """One check of one root."""
+
+    def __init__(self, path: Path, repair: bool, files: Files) -> None:
+        self.report = RootReport()
+        self._path = path
+        self._repair = repair
+        self._files = files
+        self._directory_fd = self._segments_fd = self._lock_fd = -1
+
+    def enter(self) -> None:
+        """Take the lock; makes no file where no root is."""
+        try:
+            self._directory_fd = self._files.open_directory(self._path)
+            self._segments_fd = self._files.open_directory(self._path / "segments")
+        except (FileNotFoundError, NotADirectoryError):
+            raise DiskError(f"{self._path} is no root of a disk tier: it has no directory with segments") from None
+        try:
+            self._lock_fd = lock_root(self._directory_fd, create=True)
+        except BlockingIOError:
+            raise DiskError(f"a daemon uses {self._path}: ask it with `kvoffloadd verify --disk` instead") from None
+
+    def leave(self) -> None:
+        """Give everything back."""
+        for fd in (self._segments_fd, self._directory_fd, self._lock_fd):
+            if fd != -1:
+                os.close(fd)
+
+    def check_manifest(self) -> None:
+        """Without it nothing is served. It can't be repaired: what was cleared is not known."""
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            with os.fdopen(os.open(MANIFEST_NAME, flags, dir_fd=self._directory_fd), "rb") as stream:
+                decode_manifest(stream.read())
+        except FileNotFoundError:
+            self.report.findings.append("there is no manifest: a daemon will not serve what is here")
+        except DiskVersionError as error:
+            self._repair = False  # whoever wrote it knows things about the segments that we don't
+            self.report.findings.append(f"{error}: nothing is repaired")
+        except DiskError as error:
+            self.report.findings.append(f"{error}: a daemon will not serve what is here")
+
+    def check_segments(self, progress: Callable[[int, int], None] | None) -> None:
+        """All of them, by name."""
+        names = sorted(self._files.names(self._segments_fd))
+        for name in names:
+            if not is_segment_name(name):
+                self.report.findings.append(f"segments/{name} is nothing of ours; it is left alone")
+        mine = [name for name in names if is_segment_name(name)]
+        sizes = [os.stat(name, dir_fd=self._segments_fd, follow_symlinks=False).st_size for name in mine]
+        done = 0
+        for name, size in zip(mine, sizes, strict=True):
+            if progress is not None:
+                progress(done, sum(sizes))
+            try:
+                self._check_segment(name)
+            except OSError as error:
+                self.report.findings.append(f"segment {name} can't be read: {error}")
+            done += size
+        if progress is not None:
+            progress(done, sum(sizes))
+
+    def _check_segment(self, name: str) -> None:
+        fd = self._files.open(self._segments_fd, name, create=False, direct=False, write=self._repair)
+        try:
+            found = recover_open_segment(self._files, fd, name)
+            self.report.segments += 1
+            self.report.bytes += found.size_bytes
+            if found.kind in _LEFT_ALONE:
+                self.report.findings.append(f"segment {name} {_LEFT_ALONE[found.kind]}")
+            elif found.header is None:
+                self.report.findings.append(f"segment {name}: page 0 is damaged, and no footer tells what it was")
+                if self._repair:
+                    self._files.unlink(self._segments_fd, name)
+                    self._files.sync_directory(self._segments_fd)
+                    self.report.repaired += 1
+            else:
+                self._check_header(fd, found, found.header)
+                self._check_records(fd, found, found.header)
+            self._files.drop_cached(fd, 0, found.size_bytes)
+        finally:
+            self._files.close(fd)
+
+    def _check_header(self, fd: int, found: Recovered, header: SegmentHeader) -> None:
+        if found.size_bytes != header.segment_bytes:
+            wrong = f"has {found.size_bytes} bytes, should have {header.segment_bytes}"
+            self.report.findings.append(f"segment {found.name} {wrong}")
+        if found.header_lost:
+            self.report.findings.append(f"segment {found.name}: page 0 is damaged")
+            if self._repair:
+                write_header(self._files, fd, header)
+                self._files.sync(fd)
+                self.report.repaired += 1
+
+    def _check_records(self, fd: int, found: Recovered, header: SegmentHeader) -> None:
+        self.report.records += len(found.entries) + found.damaged
+        bad = np.array(found.bad_pages, np.int64)
+        good = np.ones(len(found.entries), bool)
+        if found.kind is Kind.SEALED:
+            good = _confirmed(found, walk_segment(self._files, fd, header.uuid))
+            bad = found.entries["page"][~good]
+        for page in bad.tolist():
+            self.report.findings.append(f"segment {found.name}: the record at page {page} is damaged or torn")
+        if not self._repair or not len(bad):
+            return
+        empty = aligned_pages(1)
+        empty[:] = 0
+        for page in bad.tolist():
+            self._files.write(fd, page * PAGE_BYTES, [empty])
+        if found.kind is Kind.SEALED:
+            seal_segment(self._files, fd, header, found.entries[good], found.keyspaces)
+        else:
+            self._files.sync(fd)
+        self.report.repaired += len(bad)
+
+
+def _confirmed(found: Recovered, walk: Walk) -> BoolArray:
+    """Which entries of a footer a walk has found to be true in all that they say."""
+    entries, there = found.entries, walk.entries
+    good: BoolArray = np.full(len(entries), len(there) > 0)
+    if not len(there):
+        return good
+    at = np.minimum(np.searchsorted(there["page"], entries["page"]), len(there) - 1)
+    good &= there["page"][at] == entries["page"]
+    for name in ("sequence", "payload_bytes", "part"):
+        good &= there[name][at] == entries[name]
+    good &= (there["key"][at] == entries["key"]).all(axis=1)
+    numbers = {keyspace: number for number, keyspace in enumerate(walk.keyspaces)}
+    theirs = np.array([numbers.get(keyspace, -1) for keyspace in found.keyspaces], np.int64)
+    good &= theirs[entries["space"]] == there["space"][at]
+    return good

@@ -1,0 +1,300 @@
+"""The directory of a root: whose it is, what it remembers of clears, and whether it still is what it was.
+
+Blocking methods run in threads. Those of `perform` only read the fields, which change while nothing of it is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvoffloadd.lanes import Lane, LaneExecutor
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.storage.disk.files import (
+    DiskError,
+    DiskVersionError,
+    Files,
+    is_segment_name,
+    lacks_resources,
+    lock_root,
+    probe_direct,
+)
+from kvoffloadd.storage.disk.format import KeyspaceId, SegmentHeader
+from kvoffloadd.storage.disk.health import said
+from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_manifest
+from kvoffloadd.storage.disk.segments import create_segment, recycle_segment
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+FIRST: Final = -1
+"""Urgency of what the rest waits for."""
+
+
+class RootDirectory:
+    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. `lane`: where the
+    manifest is read and written. Descriptors are -1 while the directory is not ours. `accepted`: the caller has found
+    that it is no copy of a root in use. `moved_s`: when `goes_on` was called last.
+    """
+
+    def __init__(self, path: Path, files: Files, direct: bool | None, lane: Lane) -> None:
+        self.path = path
+        self.files = files
+        self.lane = lane
+        self.accepted = False
+        self.moved_s = time.monotonic()
+        self.segments_fd = -1
+        self.is_direct = False
+        self.manifest: Manifest | None = None
+        self._wants_direct = direct
+        # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
+        self._executor = LaneExecutor(lane, FIRST)
+        self._directory_fd = self._lock_fd = -1
+        self._uuid = b""
+        self._writing = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Task[None] | None = None
+        self._next: Manifest | None = None
+        self._using: set[asyncio.Task[Any]] = set()
+
+    async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
+        """Run what uses the directory's descriptors before all else that waits in the lane. `idle` tells when it has
+        ended, also where nobody waits for it any more.
+        """
+        task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
+        self._using.add(task)
+        task.add_done_callback(self._used)
+        return await asyncio.shield(task)
+
+    def _used(self, task: asyncio.Task[Any]) -> None:
+        self._using.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits has been told
+
+    async def idle(self) -> None:
+        """Until nothing of `perform` is under way."""
+        while self._using:
+            await asyncio.wait(set(self._using))
+
+    def goes_on(self) -> None:
+        """Of many calls that are made together one has ended: the disk answers. From any thread."""
+        self.moved_s = time.monotonic()
+
+    def enter(self) -> None:
+        """Take the directory, made if it is new; blocks.
+
+        Raises:
+            OSError, DiskError: it can't be used, or another process uses it.
+        """
+        files = self.files
+        if not self._uuid:  # a root that was there before and is not now is a file system that is not mounted
+            files.make_directory(self.path)
+        self._directory_fd = files.open_directory(self.path)
+        try:
+            self._lock_fd = lock_root(self._directory_fd, create=not self._uuid)
+        except BlockingIOError:
+            raise DiskError(f"{self.path} is in use by another process") from None
+        if not self._uuid:
+            files.make_directory(self.path / "segments")
+        self.segments_fd = files.open_directory(self.path / "segments")
+        self.is_direct = probe_direct(files, self._directory_fd) if self._wants_direct is None else self._wants_direct
+
+    async def remember(self) -> bool:
+        """Read the manifest. False: there is none to trust, so that nothing here may be served: what was cleared is not
+        known. `begin` makes a new one, once nothing is left that it would vouch for.
+
+        Raises:
+            OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
+        """
+        async with self._writing:  # whatever is still writing one from before the root was let go
+            try:
+                self.manifest = await read_manifest(self._here, self._executor)
+            except DiskVersionError:
+                raise
+            except DiskError as error:
+                log.warning("disk %s: %s: what it holds is not served", self.path, error)
+                self.manifest = None
+        if self.manifest is None:
+            if self._uuid:
+                raise DiskError(f"{self.path} has no manifest any more: is its file system mounted?")
+            self.manifest = Manifest(root_uuid=secrets.token_bytes(16), base_epoch=0, last_epoch=0, epochs={})
+            return False
+        if self._uuid and self.manifest.root_uuid != self._uuid:
+            self.manifest = None
+            raise DiskError(f"{self.path} is another root than before: restart the daemon to use it")
+        self._uuid = self.manifest.root_uuid
+        return True
+
+    async def begin(self) -> None:
+        """Make the manifest of a new root durable; OSError passes through."""
+        if self.manifest is None:
+            raise DiskError(f"{self.path} is off")
+        await write_manifest(self._here, self.manifest, self._executor)
+        self._uuid = self.manifest.root_uuid
+
+    @property
+    def uuid(self) -> bytes:
+        """Of the root, as its manifest has it; empty while it is off."""
+        return self.manifest.root_uuid if self.manifest is not None else b""
+
+    @property
+    def _here(self) -> Path:
+        """The directory, wherever it is by now: another one may be at `path`."""
+        return _path_of(self._directory_fd)
+
+    def has_noted(self, keyspace: KeyspaceId) -> bool:
+        """The manifest that is durable has the epoch of this keyspace: its records may be written here. Elsewhere
+        whoever finds them would not know of the clear that they came after.
+        """
+        return self.manifest is not None and self.manifest.epoch_of(keyspace.fingerprint) == keyspace.epoch
+
+    def may_note(self, keyspace: KeyspaceId) -> bool:
+        """It has, or the manifest that is being written may."""
+        return self.has_noted(keyspace) or bool(self._writes)
+
+    async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
+        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written. The
+        `epochs` stay as they are, and cover those of earlier calls.
+
+        One manifest is written at a time, and the next one is for all who have come meanwhile: nobody waits for more
+        than two, however many clears there are.
+
+        Raises OSError or DiskError if that can't be done now.
+        """
+        if self.manifest is None or not self._uuid:
+            raise DiskError(f"{self.path} is off")
+        # What waits for its turn has room for one: the later ones know all that the earlier ones did, and behind a disk
+        # that hangs there may be any number.
+        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
+        if self._waiting is None:
+            self._waiting = asyncio.get_running_loop().create_task(self._write_next())
+            self._writes.add(self._waiting)
+            self._waiting.add_done_callback(self._wrote)
+        await asyncio.shield(self._waiting)
+
+    def _wrote(self, task: asyncio.Task[None]) -> None:
+        self._writes.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits has been told
+
+    async def written(self) -> None:
+        """Until no clears are being made durable."""
+        while self._writes:
+            await asyncio.wait(set(self._writes))
+
+    async def _write_next(self) -> None:
+        # Clears of several sessions, and whoever looks after the root: one at a time, in order.
+        async with self._writing:
+            manifest, self._next, self._waiting = self._next, None, None
+            if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
+                raise DiskError(f"{self.path} is off")
+            if manifest == self.manifest:
+                return
+            if not manifest.covers(self.manifest):  # the root has just come, and is not listened to yet
+                raise DiskError(f"{self.path} knows of later clears")
+            directory_fd = os.dup(self._directory_fd)  # the root may be let go meanwhile
+            try:
+                await write_manifest(_path_of(directory_fd), manifest, self._executor)
+            finally:
+                os.close(directory_fd)
+            if self.manifest is None:
+                raise DiskError(f"{self.path} is off")
+            self.manifest = manifest
+
+    def segment_names(self) -> list[str]:
+        """Files that look like segments; blocks."""
+        return sorted(filter(self._may_be_segment, self.files.names(self.segments_fd)))
+
+    def _may_be_segment(self, name: str) -> bool:
+        self.goes_on()
+        if not is_segment_name(name):
+            return False
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def remove(self, names: list[str]) -> None:
+        """Remove segment files, durably; blocks. Raises OSError."""
+        for name in names:
+            self.files.unlink(self.segments_fd, name)
+            self.goes_on()
+        self.files.sync_directory(self.segments_fd)
+
+    def size_bytes(self, name: str) -> int:
+        """Size of a segment file; blocks."""
+        return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
+
+    def make_segment(self, name: str, header: SegmentHeader, min_free_bytes: int, *, reuse: bool) -> int:
+        """A segment file, new or used before, ready to be appended to; blocks. Returns its descriptor.
+
+        Raises:
+            OSError, DiskError: as `create_segment` and `recycle_segment`; ENOSPC also where a new file would leave less
+                than `min_free_bytes` on the file system.
+        """
+        if reuse:
+            return recycle_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
+        if self.files.free_bytes(self._directory_fd) - header.segment_bytes < min_free_bytes:
+            raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
+        return create_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
+
+    def left_bytes(self, name: str, unless_known: int) -> int:
+        """What a segment file takes, 0 if there is none; blocks."""
+        try:
+            return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return unless_known
+
+    def trouble(self) -> str:
+        """Why the directory is not what it was; empty: it is; blocks."""
+        try:
+            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
+        except OSError as error:
+            return "" if lacks_resources(error) else said(error)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            return "another directory is there now: is its file system mounted?"
+        return ""
+
+    def try_write(self) -> None:
+        """Write and sync a page; blocks. Raises OSError."""
+        files = self.files
+        with suppress(FileNotFoundError):  # of an earlier try that could not remove it
+            files.unlink(self._directory_fd, "probe")
+        fd = files.open(self._directory_fd, "probe", create=True, direct=False, write=True)
+        try:
+            files.write(fd, 0, [bytes(PAGE_BYTES)])
+            files.sync(fd)
+        finally:
+            files.close(fd)
+            files.unlink(self._directory_fd, "probe")
+
+    def turn_away(self) -> None:
+        """Let a root go that is not to be used: the next one here may be another."""
+        self.leave()
+        self._uuid = b""
+
+    def leave(self) -> None:
+        """Let the directory go. The caller guarantees that no thread uses its descriptors any more."""
+        for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
+            if fd != -1:
+                os.close(fd)
+        self.segments_fd = self._directory_fd = self._lock_fd = -1
+        self.manifest = None
+        self.accepted = False
+
+
+def _path_of(directory_fd: int) -> Path:
+    """A path that leads to this directory as long as the descriptor is open."""
+    return Path(f"/proc/self/fd/{directory_fd}")

@@ -1,0 +1,45 @@
+"""Checksums of payloads in memory: xxh3_128, as 2 u64 each. Pure; runs in the threads of the hash lane.
+
+The checksum guards against our own and the machine's errors, not against an attacker who can write to the arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import xxhash
+
+from kvoffloadd.lanes import TURN_BYTES
+from kvoffloadd.model import I64Array, U64Array
+
+_ANY_BYTES = ctypes.c_char * (1 << 47)
+
+
+def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
+    """(n, 2) u64: the xxh3_128 of `sizes[i]` bytes at `addresses[i]`, high half first.
+
+    The caller guarantees that the ranges are mapped. xxhash lets the GIL go for all but short inputs.
+    """
+    if not len(sizes):
+        return np.zeros((0, 2), np.uint64)
+    # One view from the first of them on: its slices cost a fraction of a view of each payload.
+    first = int(addresses.min())
+    view = memoryview(_ANY_BYTES.from_address(first)).cast("B")
+    begins = (addresses - np.uint64(first)).astype(np.int64)
+    ends = begins + sizes
+    digest = xxhash.xxh3_128_digest
+    digests = b"".join([digest(view[b:e]) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)])
+    return np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def in_turns(
+    items: I64Array, sizes: I64Array, turn_bytes: int | None = None, turn_items: int = 1 << 62
+) -> list[I64Array]:
+    """The items, which have these sizes, cut into what a lane does in one turn: about so many bytes (None: TURN_BYTES),
+    and no more than so many items.
+    """
+    if not len(items):
+        return []
+    by_bytes, by_count = (np.cumsum(sizes) - sizes) // (turn_bytes or TURN_BYTES), np.arange(len(items)) // turn_items
+    return np.split(items, np.flatnonzero((np.diff(by_bytes) != 0) | (np.diff(by_count) != 0)) + 1)

@@ -1,0 +1,115 @@
+"""The manifest is replaced whole or not at all, and never believed when it is not what was written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError
+from kvoffloadd.storage.disk.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    write_manifest,
+)
+
+FULL = Manifest(b"r" * 16, 3, 9, {b"a" * 16: 9, b"b" * 16: 2})
+
+
+async def test_what_was_written_is_read(tmp_path: Path) -> None:
+    await write_manifest(tmp_path, FULL)
+    assert await read_manifest(tmp_path) == FULL
+    other = Manifest(b"r" * 16, 10, 10, {})
+    await write_manifest(tmp_path, other)
+    assert await read_manifest(tmp_path) == other
+    assert os.listdir(tmp_path) == ["manifest"]
+    assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
+
+
+async def test_no_manifest_is_none(tmp_path: Path) -> None:
+    assert await read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize("torn", [0, 1, 40])
+async def test_a_write_that_was_cut_short_leaves_the_old_one(tmp_path: Path, torn: int) -> None:
+    await write_manifest(tmp_path, FULL)
+    (tmp_path / "manifest.new").write_bytes(encode_manifest(FULL)[:torn])
+    assert await read_manifest(tmp_path) == FULL
+    await write_manifest(tmp_path, FULL)
+    assert await read_manifest(tmp_path) == FULL
+
+
+async def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious", encoding="utf-8")
+    (tmp_path / "manifest.new").symlink_to(victim)
+    await write_manifest(tmp_path, FULL)
+    assert victim.read_text(encoding="utf-8") == "precious"
+    (tmp_path / "manifest").unlink()
+    (tmp_path / "manifest").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"):
+        await read_manifest(tmp_path)
+
+
+def test_every_cut_and_every_flip_is_noticed() -> None:
+    raw = encode_manifest(FULL)
+    for end in range(len(raw)):
+        with pytest.raises(DiskManifestError):
+            decode_manifest(raw[:end])
+    for at in range(len(raw)):
+        with pytest.raises(DiskManifestError):
+            decode_manifest(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+
+
+def signed(text: str) -> bytes:
+    raw = text.encode()
+    return raw + f"xxh3_128 {xxhash.xxh3_128_hexdigest(raw)}\n".encode()
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_other_versions_are_told_from_damage(version: int) -> None:
+    with pytest.raises(DiskVersionError, match=f"version {version}"):
+        decode_manifest(signed(f'{{"version": {version}, "new": []}}\n'))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 1}',
+        '{"version": 1, "root_uuid": "zz", "base_epoch": 0, "last_epoch": 0, "epochs": {}}',
+        '{"version": 1, "root_uuid": "00", "base_epoch": 0, "last_epoch": 0, "epochs": {}}',
+        '{"version": 1, "root_uuid": "%s", "base_epoch": -1, "last_epoch": 0, "epochs": {}}' % ("00" * 16),
+        '{"version": 1, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {"00": 1}}' % ("00" * 16),
+        '{"version": 1, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {}, "x": 1}' % ("00" * 16),
+    ],
+)
+def test_signed_nonsense_is_damage(text: str) -> None:
+    with pytest.raises(DiskManifestError):
+        decode_manifest(signed(text))
+
+
+epochs = st.integers(0, EPOCH_MAX)
+
+
+@given(
+    uuid=st.binary(min_size=16, max_size=16),
+    base=epochs,
+    last=epochs,
+    by_name=st.dictionaries(st.binary(min_size=16, max_size=16), epochs, max_size=5),
+)
+def test_any_manifest_comes_back(uuid: bytes, base: int, last: int, by_name: dict[bytes, int]) -> None:
+    manifest = Manifest(uuid, base, last, by_name)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    for name, epoch in by_name.items():
+        assert manifest.epoch_of(name) == epoch
+    assert manifest.epoch_of(b"") == base

@@ -1,0 +1,152 @@
+"""What is written down of the slots: against a model, and with flipped bits."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvoffloadd.model import PAGE_BYTES, U32Array
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.slotrecords import RecoveredSlots, SlotRecords
+
+PAGES, SLAB_PAGES = 101, 16
+Entry = tuple[tuple[int, ...], tuple[int, ...], int, int]
+
+
+def ledger_of(pool: ArenaFile) -> SlotRecords:
+    return SlotRecords(pool.records, pool.slabs, SLAB_PAGES, pool.seed)
+
+
+def entries(found: RecoveredSlots) -> dict[int, Entry]:
+    return {
+        int(page): (tuple(key), tuple(digest), int(keyspace), int(part))
+        for page, key, digest, keyspace, part in zip(
+            found.pages.tolist(),
+            found.keys.tolist(),
+            found.digests.tolist(),
+            found.keyspaces.tolist(),
+            found.parts.tolist(),
+            strict=True,
+        )
+    }
+
+
+def write(ledger: SlotRecords, pages: U32Array, seed: int) -> dict[int, Entry]:
+    """Random records; what was written."""
+    rng = np.random.default_rng(seed)
+    count = len(pages)
+    keys = rng.integers(0, 1 << 64, (count, 4), np.uint64)
+    digests = rng.integers(0, 1 << 64, (count, 2), np.uint64)
+    keyspaces, parts = rng.integers(0, 1 << 16, (2, count))
+    ledger.write(pages, keys, digests, keyspaces, parts)
+    rows = zip(keys.tolist(), digests.tolist(), keyspaces.tolist(), parts.tolist(), strict=True)
+    return {page: (tuple(k), tuple(d), s, p) for page, (k, d, s, p) in zip(pages.tolist(), rows, strict=True)}
+
+
+class Book(RuleBasedStateMachine):
+    """Slabs are assigned, written to and emptied; a reader sees what is there at any time."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
+        self.ledger = ledger_of(self.pool)
+        self.sizes: dict[int, int] = {}
+        self.held: dict[int, Entry] = {}
+
+    def slots(self, slab: int) -> list[int]:
+        first, size = slab * SLAB_PAGES, self.sizes[slab]
+        return list(range(first, min(first + SLAB_PAGES, PAGES) - size + 1, size))
+
+    @rule(slab=st.integers(0, 6), size=st.integers(1, 16), seed=st.integers(0, 1 << 16))
+    def fill(self, slab: int, size: int, seed: int) -> None:
+        if slab not in self.sizes:
+            self.sizes[slab] = size
+            self.ledger.assign(slab, size)
+        slots = np.array(self.slots(slab), np.uint32)
+        some = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
+        self.held |= write(self.ledger, some, seed)
+
+    @rule(seed=st.integers(0, 1 << 16))
+    def erase(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        gone = [page for page in self.held if rng.random() < 0.5]
+        self.ledger.erase(np.array(gone, np.uint32))
+        for page in gone:
+            del self.held[page]
+
+    @rule(slab=st.integers(0, 6))
+    def unassign(self, slab: int) -> None:
+        if slab in self.sizes:
+            gone = [page for page in self.held if page // SLAB_PAGES == slab]
+            self.ledger.erase(np.array(gone, np.uint32))
+            for page in gone:
+                del self.held[page]
+            del self.sizes[slab]
+            self.ledger.assign(slab, 0)
+
+    @invariant()
+    def a_successor_reads_what_is_there(self) -> None:
+        if hasattr(self, "pool"):
+            heir = ArenaFile(os.dup(self.pool.fd), self.pool.capacity_bytes, SLAB_PAGES * PAGE_BYTES, is_old=True)
+            found = ledger_of(heir).read()
+            assert entries(found) == self.held
+            assert found.damaged == 0
+            assert (found.sizes == [self.sizes[page // SLAB_PAGES] for page in found.pages.tolist()]).all()
+            heir.close()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+
+TestBook = Book.TestCase
+TestBook.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+@given(st.integers(1, 16), st.integers(0, 1 << 16), st.data())
+def test_a_flipped_bit_takes_its_record_alone(size: int, seed: int, data: st.DataObject) -> None:
+    """Wherever in the record it is."""
+    pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
+    ledger = ledger_of(pool)
+    ledger.assign(1, size)
+    pages = np.arange(16, 33 - size, size, dtype=np.uint32)
+    written = write(ledger, pages, seed)
+    which = data.draw(st.integers(0, len(pages) - 1))
+    word, bit = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 63))
+    pool.records[16 + which, word] ^= np.uint64(1 << bit)
+    found = ledger.read()
+    del written[int(pages[which])]
+    assert entries(found) == written
+    assert found.damaged == 1
+    assert ledger.read().damaged == 0, "it is erased"
+    pool.close()
+
+
+def test_a_record_elsewhere_is_none() -> None:
+    """Whole, but not where it was written."""
+    pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
+    ledger = ledger_of(pool)
+    ledger.assign(0, 1)
+    write(ledger, np.array([3], np.uint32), 0)
+    pool.records[4] = pool.records[3]
+    assert list(entries(ledger.read())) == [3]
+    pool.close()
+
+
+def test_later_records_say_so() -> None:
+    pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
+    ledger = ledger_of(pool)
+    ledger.assign(0, 1)
+    for page in (5, 2, 9):
+        write(ledger, np.array([page], np.uint32), page)
+    again = ledger_of(pool)
+    found = again.read()
+    assert found.pages[np.argsort(found.orders)].tolist() == [5, 2, 9]
+    write(again, np.array([1], np.uint32), 1)
+    found = again.read()
+    assert found.pages[np.argmax(found.orders)] == 1, "those of a successor come after all others"
+    pool.close()
