@@ -71,20 +71,20 @@ class Sealing:
     def _submit(self, flow: Flow) -> None:
         """As many tickets of the flow as may be in the lane at a time."""
         while self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
-            batches = self._next_turn(flow)
+            batches, sizes = self._next_turn(flow)
             if not batches:
                 return
             parts = np.concatenate([batch.parts for batch in batches])
-            sizes = self.cache.payload_bytes(parts)
             work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
             self._tickets[flow] = self._tickets.get(flow, 0) + 1
             self.lane.submit(
                 work, partial(self._sealed, flow, batches), flow=flow, urgent=SEAL_URGENT, cost_bytes=int(sizes.sum())
             )
 
-    def _next_turn(self, flow: Flow) -> list[SealBatch]:
-        """What is hashed next of the flow: about a turn of the lane."""
+    def _next_turn(self, flow: Flow) -> tuple[list[SealBatch], I64Array]:
+        """What is hashed next of the flow, about a turn of the lane, and the bytes of each of its payloads."""
         taken, room, waiting = list[SealBatch](), TURN_BYTES, self._waiting.get(flow)
+        taken_sizes = [np.zeros(0, np.int64)]
         while waiting and room > 0:
             batch = self._only(waiting[0])
             before = np.cumsum(sizes := self.cache.payload_bytes(batch.parts)) - sizes
@@ -92,6 +92,7 @@ class Sealing:
             first, rest = _cut(batch, count)
             if len(first.parts):
                 taken.append(first)
+                taken_sizes.append(sizes[:count])
                 room -= int(sizes[:count].sum())
             if len(rest.parts):
                 waiting[0] = rest
@@ -99,7 +100,7 @@ class Sealing:
                 waiting.popleft()
         if waiting is not None and not waiting:
             del self._waiting[flow]
-        return taken
+        return taken, np.concatenate(taken_sizes)
 
     def _only(self, batch: SealBatch) -> SealBatch:
         """Those of the parts that still are what they were; the others are not waited for any more."""

@@ -73,7 +73,7 @@ def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U3
     first = np.flatnonzero(begins)[lengths == parts]
     whole = (found.parts[at[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
     first = first[whole]
-    first = first[: cache.entries.parts.ready(parts, len(first))]
+    first = first[: cache.entries.parts.runs.ready(parts, len(first))]
     first = first[np.argsort(found.orders[at[first]], kind="stable")]  # what was stored last goes last
     mine = at[first[:, None] + np.arange(parts)]
     first = mine[:, 0]

@@ -60,15 +60,13 @@ class Work(Protocol):
     """What is to be copied, before any copy is made. Any thread may ask; nothing changes.
 
     `total_bytes`, `descriptors`: of all of it. `payload_end`: the address behind its last payload; 0 if it has none.
+    `small`: the event loop may make all of its copies.
     """
 
     total_bytes: int
     descriptors: int
     payload_end: int
-
-    @property
-    def small(self) -> bool:
-        """Whether the event loop may make all of its copies."""
+    small: bool
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """All of it in pieces of about that size; one descriptor is never parted, however large."""

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
-from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.plan import Copies, split

@@ -1,7 +1,7 @@
 """What a job copies, before any copy of it is made: block ids and payload addresses, some bytes a block.
 
 Descriptors take 24 bytes each, and a long prompt has millions. So they are made piece by piece, by the threads that
-copy (see `chunks`), and live as long as their chunk. Immutable: any thread may ask.
+copy (see `chunked`), and live as long as their chunk. Immutable: any thread may ask.
 """
 
 from __future__ import annotations
@@ -87,12 +87,8 @@ class BlockWork:
                 self.descriptors += blocks * (len(plan.size) // plan.blocks_per_key)
             sizes = np.array([plan.payload_bytes for plan in one.plans], np.uint64)
             self.payload_end = max(self.payload_end, int((one.addresses + sizes[one.columns]).max()))
-
-    @property
-    def small(self) -> bool:
-        """See `base.Work`."""
         widest = max((len(plan.size) for one in self._lists for plan in one.plans), default=0)
-        return max(self.descriptors, widest) <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
+        self.small = max(self.descriptors, widest) <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """See `base.Work`."""
@@ -113,4 +109,5 @@ class BlockWork:
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
         most = 1 << 62
-        return concatenate([self.make(direction, piece) for piece in self.pieces(most, most)])
+        made = [self.make(direction, piece) for piece in self.pieces(most, most)]
+        return made[0] if len(made) == 1 else concatenate(made)

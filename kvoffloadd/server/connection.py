@@ -67,7 +67,7 @@ class PeerConnection:
         self._reading = self._writing = False
         self._serving = self._backlog = False
         self._frame_room = context.accounts.of(peer.uid).frame_room
-        self._without_room = False
+        self._without_room = self._has_taken_room = False
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -90,7 +90,8 @@ class PeerConnection:
         except OSError as error:
             self.end(f"read failed: {error.strerror}")
             return
-        if not self._keep(fds := unpack_fds(ancillary)):
+        fds = unpack_fds(ancillary) if ancillary else []
+        if fds and not self._keep(fds):
             return
         if size == 0:
             self._close_fds(fds)
@@ -112,8 +113,6 @@ class PeerConnection:
 
     def _keep(self, fds: list[int]) -> bool:
         """Descriptors count from here on, whether or not a frame ever states them. False: they are too many."""
-        if not fds:
-            return True
         uid = self._peer.uid
         self._closer.hold(uid, len(fds))
         try:
@@ -125,7 +124,13 @@ class PeerConnection:
         return True
 
     def _close_fds(self, fds: list[int]) -> None:
-        self._closer.close(self._peer.uid, fds)
+        if fds:
+            self._closer.close(self._peer.uid, fds)
+
+    @property
+    def _congested(self) -> bool:
+        """The peer reads too slowly for more requests of its to be taken."""
+        return self._outbox.queued_bytes > 0 and self._outbox.congested
 
     @property
     def flow(self) -> tuple[int, int, int]:
@@ -138,7 +143,7 @@ class PeerConnection:
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
-            if self._ending or self._outbox.congested or (served and time.monotonic() > turn_ends):
+            if self._ending or self._congested or (served and self._protocol.partial and time.monotonic() > turn_ends):
                 break
             try:
                 got = self._protocol.next_message()
@@ -151,9 +156,11 @@ class PeerConnection:
             if got is None:
                 self._backlog = False
                 self._watch_partial()
-                self._without_room = not self._has_room()
+                self._without_room = self._protocol.partial and not self._has_room()
                 break
-            self._frame_room.give(self)
+            if self._has_taken_room:
+                self._frame_room.give(self)
+                self._has_taken_room = False
             if self.session.role:
                 self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
@@ -165,20 +172,23 @@ class PeerConnection:
         """Read only from a peer that reads what it is told, and only when all that it said before is served."""
         if self._ending or self._serving:
             return
-        if self._outbox.congested or self._backlog or self._without_room:
+        if self._backlog or self._without_room or self._congested:
             self._pause_reading()
             if self.session.role:
                 self._stop_timer()  # that the rest of a frame does not come is our doing now
         elif not self._reading:
             self._resume_reading()
             self._watch_partial()
-        if self._backlog and not self._outbox.congested:
+        if self._backlog and not self._congested:
             self._context.turns.queue(self)
 
     def _has_room(self) -> bool:
         """For the rest of the frame that has begun."""
         size = self._protocol.frame_bytes
-        return size <= LARGE_BYTES or self._frame_room.take(self, size)
+        if size <= LARGE_BYTES:
+            return True
+        self._has_taken_room = True
+        return self._frame_room.take(self, size)
 
     def go_on(self) -> None:
         """See `frameroom.Receiver`."""

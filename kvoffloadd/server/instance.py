@@ -13,7 +13,7 @@ from kvoffloadd.lanes import Flow
 @dataclass(slots=True, eq=False)
 class Instance:
     """Lives as long as it has sessions. `token` is known to its members alone: who names it may use its leases; `id` is
-    for everybody.
+    for everybody; `flow`: what its work counts for in the lanes.
     """
 
     id: int
@@ -22,11 +22,10 @@ class Instance:
     namespace: bytes | None
     sessions: int = 0
     leases: Leases = field(default_factory=Leases)
+    flow: Flow = field(init=False)
 
-    @property
-    def flow(self) -> Flow:
-        """What its work counts for in the lanes."""
-        return Flow(self.uid, self.id)
+    def __post_init__(self) -> None:
+        self.flow = Flow(self.uid, self.id)
 
 
 class Instances:

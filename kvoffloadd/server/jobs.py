@@ -16,12 +16,11 @@ from kvoffloadd.cache.disk.disktier import find_on_disk, keys_on_disk
 from kvoffloadd.cache.disk.promotion import KeysOnDisk
 from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
-from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
+from kvoffloadd.cache.memory.keys import has_duplicates, keys_array, spans
 from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.together import spans
 from kvoffloadd.cache.memory.wanted import Payloads, Reservation, Wanted
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
@@ -280,8 +279,7 @@ class SessionJobs:
                         f"the tensors have {group.num_blocks} blocks"
                     )
             shares.append(GroupJob(self.namespace.keyspaces[item.group], group, keys, blocks, item.first))
-        # What a key costs here, it costs for each part.
-        total = sum(len(share.keys) * share.group.schema.price(len(share.group.held)) for share in shares)
+        total = sum(len(share.keys) * share.group.price for share in shares)
         cap = self.limits.keys_per_request
         if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -59,32 +60,39 @@ class HeldPart:
     plan: GroupPlan
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RegisteredGroup:
-    """This rank's view of a group. `held`: ascending by part; none if the rank has no part of it."""
+    """This rank's view of a group. `held`: ascending by part; none if the rank has no part of it. What follows from
+    them is worked out once: each job asks for it.
+    """
 
     schema: GroupSchema
     held: tuple[HeldPart, ...]
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Its number."""
         return self.schema.group
 
-    @property
+    @cached_property
     def parts(self) -> U16Array:
         """u16 (held,): the parts that this rank holds."""
         return np.array([held.part for held in self.held], np.uint16)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Block ids at or above are refused."""
         return min(held.plan.num_blocks for held in self.held)
 
-    @property
+    @cached_property
     def descriptors(self) -> int:
         """Of each key, all parts together."""
         return sum(len(held.plan.size) for held in self.held)
+
+    @cached_property
+    def price(self) -> int:
+        """How many keys a key counts as: what it costs, it costs for each part."""
+        return self.schema.price(len(self.held))
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 
 import numpy as np
 import pytest
@@ -245,7 +245,7 @@ def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monke
     took = reserve(cache, wide, *range(200))[0].count(R)  # none of them may go
     values, asked = cache.entries.keyspaces.values, []
 
-    def note() -> list[Keyspace]:
+    def note() -> ValuesView[Keyspace]:
         asked.append(1)
         return values()
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.keys import keys_array
+from kvoffloadd.cache.memory.keys import keys_array, spans
+from kvoffloadd.cache.memory.keytable import begins_of, numbers_of
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.together import begins_of, numbers_of, spans
 from kvoffloadd.cache.memory.wanted import Reservation, Wanted
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.device import chunks as chunks_module
-from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device import chunked as chunks_module
+from kvoffloadd.device.chunked import Chunks
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
 from kvoffloadd.model import NO_BLOCK, Direction, Ref

@@ -285,7 +285,8 @@ class Demotion:
         """Write all that is in memory alone, until the deadline. Returns the bytes that were not written by then."""
         until = self._disk.loop.time() + deadline_s
         left_bytes = {
-            keyspace: await self._offer_all(keyspace, until) for keyspace in self._cache.entries.keyspaces.values()
+            keyspace: await self._offer_all(keyspace, until)
+            for keyspace in list(self._cache.entries.keyspaces.values())
         }
         await self._until(0, until)
         for keyspace in [keyspace for keyspace in self._again if not keyspace.retired]:  # no root took what it offered

@@ -18,10 +18,9 @@ from kvoffloadd.cache.disk.promotion import KeysOnDisk, Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.disk.scrub import Scrub
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.keys import join_keys
+from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.together import spans
 from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root

@@ -72,7 +72,7 @@ def _check_counts(entries: KeyTable, holds: int, reserved: int) -> list[str]:
     if in_flight != reserved:
         findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
     taken = Counter[int]()
-    for keyspace in entries.keyspaces.values():
+    for keyspace in list(entries.keyspaces.values()):
         taken[keyspace.namespace.uid] += keyspace.rows * keyspace.schema.parts
     if taken.total() != entries.parts.runs.taken:
         findings.append(f"parts: keys have {taken.total()} records, {entries.parts.runs.taken} are given out")
@@ -93,7 +93,7 @@ def _check_spaces(cache: Cache) -> list[str]:
     rows = np.bincount(keyspaces[state != RowState.FREE], minlength=end)
     keys = np.bincount(keyspaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
     held_bytes = _committed_bytes(entries, end)
-    for keyspace in entries.keyspaces.values():
+    for keyspace in list(entries.keyspaces.values()):
         found, counted = (int(rows[keyspace.id]), int(keys[keyspace.id])), (keyspace.rows, keyspace.keys)
         if found != counted:
             findings.append(f"space {keyspace.id}: {found} rows and keys, counted {counted}")
@@ -129,7 +129,7 @@ def _check_spaces(cache: Cache) -> list[str]:
 def _committed_bytes(entries: KeyTable, end: int) -> I64Array:
     """Of each keyspace below `end`, from its records."""
     base, sizes = np.zeros(end, np.int64), [0]
-    for keyspace in entries.keyspaces.values():
+    for keyspace in list(entries.keyspaces.values()):
         base[keyspace.id] = len(sizes)
         sizes += keyspace.part_bytes
     parts = entries.parts

@@ -16,15 +16,14 @@ import numpy as np
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.memory.eviction import Eviction
 from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_of_each
-from kvoffloadd.cache.memory.keys import join_keys
-from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
+from kvoffloadd.cache.memory.keys import join_keys, spans
+from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState, begins_of
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.memory.scarcity import Scarcity
-from kvoffloadd.cache.memory.together import begins_of, spans
 from kvoffloadd.cache.memory.wanted import Joined, Reservation, Wanted
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
@@ -100,19 +99,15 @@ class Cache:
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
+        self.lower: LowerTier = self.entries.lower
         self.namespaces: dict[bytes, Namespace] = {}
         self._told_of_names = False
         self._names_differ = False
         self._tick = 0
 
-    @property
-    def lower(self) -> LowerTier:
-        """The tier below memory."""
-        return self.entries.lower
-
     def attach(self, lower: LowerTier) -> None:
         """There is a tier below memory."""
-        self.entries.lower = lower
+        self.lower = self.entries.lower = lower
 
     # --- namespaces and groups ---
 
@@ -304,9 +299,11 @@ class Cache:
         joined = [Joined.of(some, self.entries.index) for some in alike]
         rows = [self.entries.find_all(some.keyspaces, some.keys, some.hashes) for some in joined]
         named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
-        self.hold(named)
+        if len(named):
+            self.hold(named)
         made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
-        self.unhold(named)
+        if len(named):
+            self.unhold(named)
         return [one for some, reserved in zip(joined, made, strict=True) for one in some.split(reserved)]
 
     def _reserve(self, wanted: Joined, rows: I64Array) -> Reservation:

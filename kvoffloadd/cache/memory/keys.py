@@ -47,3 +47,12 @@ def pack(keys: U64Array, key_bytes: int) -> bytes:
     """The keys, `key_bytes` each."""
     raw = np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), KEY_BYTES_MAX)
     return raw[:, :key_bytes].tobytes()
+
+
+def spans(counts: Iterable[int]) -> list[slice]:
+    """Where each of several lists lies that follow one another, by their lengths."""
+    found, begin = [], 0
+    for count in counts:
+        found.append(slice(begin, begin + count))
+        begin += count
+    return found

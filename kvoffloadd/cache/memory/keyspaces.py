@@ -8,7 +8,7 @@ it has rows, and nobody who got hold of it earlier, such as a pin that waits for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,35 +21,22 @@ NUMBERS = 1 << 16
 """Numbers are below this: what a column of the index has room for."""
 
 
-class Keyspaces:
+class Keyspaces(dict[int, Keyspace]):
     """Keyspaces by number. One is added current; it is retired when its namespace is cleared or forgotten, and off the
     table when its last row has gone, too. Until then it counts against the cap of its user, `groups_max`.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.groups_max = NUMBERS
         self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key of each that is on the table
         self.by_uid: Counter[int] = Counter()
-        self._table: dict[int, Keyspace] = {}
         self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
         self._next = 0
 
-    def __getitem__(self, number: int) -> Keyspace:
-        return self._table[number]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
     def has(self, keyspace: Keyspace) -> bool:
         """Whether it is on the table."""
-        return self._table.get(keyspace.id) is keyspace
-
-    def values(self) -> list[Keyspace]:
-        """All on the table."""
-        return list(self._table.values())
+        return self.get(keyspace.id) is keyspace
 
     def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
         """Raises LimitError if a user may not have so many more. `cleared`: they come in place of others, which may be
@@ -81,7 +68,7 @@ class Keyspaces:
             number, self._next = self._next, (self._next + 1) % NUMBERS
         elif number in self._referred:
             raise ValueError(f"number {number} is another space's")
-        keyspace = self._table[number] = self._referred[number] = Keyspace(number, namespace, schema, list(part_bytes))
+        keyspace = self[number] = self._referred[number] = Keyspace(number, namespace, schema, list(part_bytes))
         self.by_uid[namespace.uid] += 1
         self.widths[number] = schema.parts
         return keyspace
@@ -94,7 +81,7 @@ class Keyspaces:
     def let_go(self, keyspace: Keyspace) -> None:
         """Take it off the table if it is retired and has no rows any more."""
         if keyspace.retired and not keyspace.rows and self.has(keyspace):
-            del self._table[keyspace.id]
+            del self[keyspace.id]
             if keyspace.queue is not None:
                 keyspace.queue.leave(keyspace)
             uid = keyspace.namespace.uid

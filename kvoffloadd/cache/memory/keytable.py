@@ -19,7 +19,6 @@ from kvoffloadd.cache.memory.keyspaces import Keyspaces
 from kvoffloadd.cache.memory.lowertier import LowerTier, NoLowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
-from kvoffloadd.cache.memory.together import begins_of, groups_of, numbers_of
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
@@ -108,7 +107,7 @@ class KeyTable:
 
     def check_current(self, keyspace: Keyspace) -> None:
         """Raises InternalError if the keyspace is not one that keys may come to: whoever asks should have known."""
-        if keyspace.retired or not self.keyspaces.has(keyspace):
+        if keyspace.retired or self.keyspaces.get(keyspace.id) is not keyspace:
             raise InternalError(f"space {keyspace.id} of {keyspace.namespace.label} is retired")
 
     # --- questions, one answer per row ---
@@ -323,3 +322,31 @@ class KeyTable:
             return
         for width in distinct(widths).tolist():
             yield width, np.flatnonzero(widths == width)
+
+
+# --- keys of several groups of one request as one list, one group behind the other: what they cost is paid once ---
+
+
+def numbers_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U16Array:
+    """The number of the keyspace, if it is one; else of each key's: of each keyspace in turn so many keys."""
+    if len(keyspaces) == 1:
+        return keyspaces[0][0].id
+    return np.repeat(np.array([keyspace.id for keyspace, _ in keyspaces], np.uint16), [count for _, count in keyspaces])
+
+
+def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
+    """The same with the numbers that groups have in their namespace."""
+    if len(keyspaces) == 1:
+        return keyspaces[0][0].schema.group
+    return np.repeat(
+        np.array([keyspace.schema.group for keyspace, _ in keyspaces], np.uint64), [count for _, count in keyspaces]
+    )
+
+
+def begins_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> I64Array | None:
+    """Where the keys of each keyspace begin that has some; None: there is one keyspace."""
+    if len(keyspaces) == 1:
+        return None
+    counts = np.array([count for _, count in keyspaces if count], np.int64)
+    begins: I64Array = np.cumsum(counts) - counts
+    return begins

@@ -43,13 +43,9 @@ class PartTable:
         self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
         self.unverified: U8Array = reserve_array((max_parts,), np.uint8)  # adopted, and not read since
 
-    def ready(self, width: int, wanted: int) -> int:
-        """How many of `wanted` runs can be allocated."""
-        return self.runs.ready(width, wanted)
-
     def allocate(self, width: int, rows: U32Array) -> U32Array:
         """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure
-        that they are `ready`.
+        that they are `runs.ready`.
         """
         first = self.runs.allocate(width, len(rows))
         self.row[self.run(first, width)] = rows[:, None]

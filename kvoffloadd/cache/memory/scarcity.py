@@ -46,13 +46,13 @@ class Scarcity:
             return 0
         if wanted * width > self._left(uid):
             wanted = self._shrink(uid, width, wanted)
-        ready = entries.parts.ready(width, wanted)
+        ready = entries.parts.runs.ready(width, wanted)
         # Whoever has so many has keys that lack parts: they go before those of others.
         is_cause = entries.records_by_uid[uid] > self.share // 3
         for whose, spares in ((uid, True), (None, True), (None, False)):
             if ready < wanted and (whose is None or is_cause):
                 self._clear_runs(width, wanted - ready, whose, spares)
-                ready = entries.parts.ready(width, wanted)
+                ready = entries.parts.runs.ready(width, wanted)
         return ready
 
     def _left(self, uid: int) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffloadd.cache.memory.index import Index
-from kvoffloadd.cache.memory.keys import join_keys
+from kvoffloadd.cache.memory.keys import join_keys, spans
+from kvoffloadd.cache.memory.keytable import numbers_of
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.together import numbers_of, spans
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 
 

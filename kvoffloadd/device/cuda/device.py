@@ -18,8 +18,7 @@ import numpy as np
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import ChunkedCopy, Turn, lane_gauges
-from kvoffloadd.device.chunks import Chunks
+from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
 from kvoffloadd.device.cuda.driver import Driver, device_side, host_side
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
