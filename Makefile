@@ -32,7 +32,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEXT := build/vllm-0.33
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test test-vllm test-service soak mutants lint bench gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo test test-vllm test-service soak mutants lint shape bench gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -100,6 +100,9 @@ lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+shape: $(READY) ## how many hands a store and a load pass through, circles of modules, sizes
+	@$(BIN)/python scripts/shape.py
 
 bench: $(READY) ## run scripts/bench_*.py; results go to docs/benchmarks/
 	@mkdir -p docs/benchmarks

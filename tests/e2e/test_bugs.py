@@ -75,8 +75,8 @@ def use(rank: Rank, seed: int) -> None:
         pytest.param("kvoffloadd.cache.memory.index:Index:_place", id="a request, between rows and table"),
         pytest.param("kvoffloadd.cache.memory.cache:Cache:_touch_slots", id="a completion, between states and events"),
         pytest.param("kvoffloadd.storage.memory:MemoryTier:take", id="memory that the cache keeps"),
-        pytest.param("kvoffloadd.cache.stats.missreasons:Ghosts:why", id="a callback of the loop"),
-        pytest.param("kvoffloadd.cache.memory.keytable:Entries:vacate", id="a request that goes on later"),
+        pytest.param("kvoffloadd.cache.stats.missreasons:MissReasons:why", id="a callback of the loop"),
+        pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:vacate", id="a request that goes on later"),
         pytest.param("kvoffloadd.cache.disk.demotion:Demotion:_append", id="a task that nobody waits for"),
     ],
 )

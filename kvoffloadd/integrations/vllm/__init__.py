@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvoffloadd.integrations.vllm.connector import KVOffloaddConnector
-from kvoffloadd.integrations.vllm.spec import KVOffloaddSpec
-
 __all__ = ["KVOffloaddConnector", "KVOffloaddSpec"]
 
 
