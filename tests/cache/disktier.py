@@ -26,8 +26,9 @@ from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeySt
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.health import RootState
-from kvoffloadd.storage.disk.root import OVERHEAD_BYTES, Root, RootSettings
+from kvoffloadd.storage.disk.root import Root, RootSettings
 from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+from kvoffloadd.storage.disk.segmentpool import OVERHEAD_BYTES
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
 
@@ -256,16 +257,16 @@ class Tier:
             task.cancel()
         for root in self.roots:
             if not amid_a_note:
-                await root.home.written()
-            for sealing in list(root._sealing):
+                await root.directory.written()
+            for sealing in list(root.writer._sealing):
                 sealing.cancel()
             for lane in root.lanes:
                 assert await lane.close(20)
-            for segment in root.segments.values():
+            for segment in root.pool.segments.values():
                 if segment.fd != -1:
                     os.close(segment.fd)
                     segment.fd = -1
-            root.home.leave()
+            root.directory.leave()
         await self._end()
 
     async def _end(self) -> None:
@@ -399,8 +400,8 @@ class Tier:
     def is_quiet(self) -> bool:
         """Nothing is on its way, and every root that works has its next segment."""
         demotion, promotion = self.disk.demotion, self.disk.promotion
-        ready = not any(root.state == RootState.OK and root.wants_segment for root in self.roots)
-        sealed = not any(root._sealing for root in self.roots)
+        ready = not any(root.state == RootState.OK and root.pool.wants_segment for root in self.roots)
+        sealed = not any(root.writer._sealing for root in self.roots)
         moving = demotion.backlog_bytes or demotion.holds or promotion._fetches or promotion.reserved
         return ready and sealed and not moving
 
@@ -431,7 +432,7 @@ class Tier:
         flip_byte(root.path / "segments" / segment.name, page * PAGE_BYTES + offset)
 
     def segments_by_age(self) -> list[Segment]:
-        return sorted(self.root.segments.values(), key=lambda segment: segment.header.number)
+        return sorted(self.root.pool.segments.values(), key=lambda segment: segment.header.number)
 
     # --- audit ---
 

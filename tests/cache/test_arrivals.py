@@ -173,23 +173,23 @@ async def test_clears_do_not_pile_up_behind_a_manifest_that_hangs(
     open_tier: Open, paths: list[Path], hang: Hang
 ) -> None:
     tier = await open_tier(paths=[paths[0]], retry_s=3600.0)  # the tier itself knows of no clear
-    home, gate = tier.root.home, hang(tier, "manifest", paths[0])
-    assert home.manifest is not None
+    directory, gate = tier.root.directory, hang(tier, "manifest", paths[0])
+    assert directory.manifest is not None
     notes = []
     for number in range(1, 50):
-        notes.append(asyncio.ensure_future(home.write_epochs(number, number, {})))
+        notes.append(asyncio.ensure_future(directory.write_epochs(number, number, {})))
         await asyncio.sleep(0)
     await tier.until(gate.entered.is_set)
-    assert len(home._writes) <= 2
+    assert len(directory._writes) <= 2
     gate.open()
     await asyncio.gather(*notes)
-    assert home.manifest.base_epoch == 49, "and the last one knows all"
+    assert directory.manifest.base_epoch == 49, "and the last one knows all"
 
 
 async def test_an_orderly_end_lets_a_clear_be_noted(open_tier: Open, paths: list[Path], hang: Hang) -> None:
     tier = await open_tier(paths=[paths[0]], retry_s=3600.0)
     gate = hang(tier, "manifest", paths[0])
-    noted = asyncio.ensure_future(tier.root.home.write_epochs(5, 5, {}))
+    noted = asyncio.ensure_future(tier.root.directory.write_epochs(5, 5, {}))
     await tier.until(gate.entered.is_set)
     closed = asyncio.ensure_future(tier.close())
     await asyncio.sleep(0.01)
@@ -218,9 +218,9 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
         )
 
     def probe(moved_s: float, *lanes: Any) -> probe_module.Probe:
-        home: Any = SimpleNamespace(lane=lane(), moved_s=moved_s)
+        directory: Any = SimpleNamespace(lane=lane(), moved_s=moved_s)
         health: Any = None
-        return probe_module.Probe(home, health, lanes, 5.0, 10.0)
+        return probe_module.Probe(directory, health, lanes, 5.0, 10.0)
 
     def stands_still(one: probe_module.Probe) -> list[bool]:
         now[0] = 1000.0
@@ -243,7 +243,7 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
     told: list[str] = []
 
     def before(tier: Tier) -> None:
-        tier.root.home.goes_on = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
+        tier.root.directory.goes_on = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
 
     again = await open_tier(paths=[paths[0]], before=before)
     assert again.on_disk(again.keyspace(A), 1) == [1]
@@ -256,7 +256,7 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
 
 async def comes_to_be_known(tier: Tier, number: int) -> None:
     """The segments of a root have been looked at; what they hold is not in the catalog yet."""
-    await tier.until(lambda: tier.roots[number].segments)
+    await tier.until(lambda: tier.roots[number].pool.segments)
     assert tier.roots[number].state == RootState.OFF
 
 
@@ -344,7 +344,7 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     await tier.until(lambda: walks.begun)
     paths[0].chmod(0o700)
     gate.open()
-    await tier.until(lambda: tier.roots[0].segments if heard_before else tier.roots[0].opened)
+    await tier.until(lambda: tier.roots[0].pool.segments if heard_before else tier.roots[0].opened)
     for _ in range(100):
         await asyncio.sleep(0.001)
         await tier.fetch(tier.keyspace(A), 1)

@@ -257,7 +257,7 @@ class ClearMachine(RuleBasedStateMachine):
                     stream.seek((page + 1) * PAGE_BYTES)
                     stamp = STAMP.unpack(stream.read(STAMP.size))
                 assert stamp[:2] == (n, key)
-                if self.known[n] == self.clears[n] and not root.counters.segments_recycled:
+                if self.known[n] == self.clears[n] and not root.pool.recycled:
                     self.places[root.path.name].kept[n, key] = stamp[2]
 
     def forget_kept(self, names: tuple[str, ...] | list[str]) -> None:
@@ -483,7 +483,7 @@ class ClearMachine(RuleBasedStateMachine):
                 place = self.up.place_if_there(keyspace, key)
                 if place is None:
                     continue
-                manifest = place[0].home.manifest
+                manifest = place[0].directory.manifest
                 assert manifest is not None
                 assert manifest.epoch_of(disk_keyspace.name.fingerprint) == disk_keyspace.name.epoch
 

@@ -19,10 +19,10 @@ from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk import format as disk_format
-from kvoffloadd.storage.disk import root, segment
+from kvoffloadd.storage.disk import segment, writer
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.health import RootState
-from kvoffloadd.storage.disk.segment import WriteBatch
+from kvoffloadd.storage.disk.writer import WriteBatch
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
@@ -108,7 +108,7 @@ async def test_two_roots_share_the_work(open_tier: Open) -> None:
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(40))
     await tier.quiet()
-    written = [root.counters.written_bytes // PAGE_BYTES for root in tier.roots]
+    written = [root.writer.written_bytes // PAGE_BYTES for root in tier.roots]
     assert sum(written) == 40
     assert min(written) >= 10
     tier.evict(keyspace, *range(40))
@@ -280,7 +280,7 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     """
     tier = await open_tier()
     slow = tier.keyspace(b"z" * 16)
-    await tier.until(lambda: tier.root._open and tier.root._spare)
+    await tier.until(lambda: tier.root.pool.open_segment and tier.root.pool._clean)
     tier.files.writing.close()
     for number in (100, 101, 102):
         tier.store(slow, number)
@@ -311,7 +311,7 @@ async def test_many_offers_that_are_void_are_passed_over_several_turns(
     """As after a clear, while a disk lagged behind many small stores."""
     tier = await open_tier(Shape(pages=1024))
     keyspace, demotion = tier.keyspace(), tier.disk.demotion
-    await tier.until(lambda: tier.root._open and tier.root._spare)
+    await tier.until(lambda: tier.root.pool.open_segment and tier.root.pool._clean)
     tier.files.writing.close()
     for number in range(500):
         tier.store(keyspace, number)
@@ -527,7 +527,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
             raise ValueError("planted")
         encode(out, uuid, entries, keyspaces, digests, now_s)
 
-    monkeypatch.setattr(root, "encode_records", fail)
+    monkeypatch.setattr(writer, "encode_records", fail)
     for number in range(5):
         tier.store(mine, number)
         await tier.quiet()
@@ -538,7 +538,9 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
     assert (tier.root.state, tier.root.health.write_errors) == (RootState.OK, 0)
     assert len([message for message in caplog.messages if "by a bug of ours" in message]) == 10
     assert tier.on_disk(other, 1, *range(10, 15)) == [1, *range(10, 15)]
-    assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root._open}, "one segment"
+    assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root.pool.open_segment}, (
+        "one segment"
+    )
     monkeypatch.undo()
     tier.store(mine, 9)
     await tier.close()

@@ -226,7 +226,7 @@ async def test_nothing_goes_where_its_clear_is_not_noted(open_tier: Open, paths:
         shutil.rmtree(at)
     keyspace = tier.disk.of(tier.keyspace(A))
     assert keyspace is not None
-    await tier.until(lambda: all(root.home.has_noted(keyspace.name) for root in tier.roots))
+    await tier.until(lambda: all(root.directory.has_noted(keyspace.name) for root in tier.roots))
     tier.store(tier.keyspace(A), 9)
     await tier.quiet()
     assert tier.on_disk(tier.keyspace(A), 9) == [9]
@@ -279,7 +279,7 @@ async def test_a_manifest_is_only_ever_raised(open_tier: Open, paths: list[Path]
     await tier.clear(tier.keyspace(A).namespace)
     before = await read_manifest(paths[0])
     assert before is not None
-    there, later = tier.root.home, before.last_epoch + 5
+    there, later = tier.root.directory, before.last_epoch + 5
     for base, epochs in ((0, {}), (0, {A: before.last_epoch - 1}), (0, {B: later})):
         with pytest.raises(DiskError, match="knows of later clears"):
             await there.write_epochs(base, later, epochs)
@@ -296,9 +296,9 @@ class SlowWrites:
         self.began: list[Manifest] = []
         self.asked = 0
         self.go = asyncio.Semaphore(0)
-        self._ask = root.home.write_epochs
+        self._ask = root.directory.write_epochs
         monkeypatch.setattr(rootdirectory, "write_manifest", self._write)
-        monkeypatch.setattr(root.home, "write_epochs", self._count)
+        monkeypatch.setattr(root.directory, "write_epochs", self._count)
 
     async def _write(self, path: Path, manifest: Manifest, executor: Executor) -> None:
         self.began.append(manifest)
@@ -387,7 +387,7 @@ async def test_a_segment_that_reads_badly_once(open_tier: Open, paths: list[Path
     second.files.unreadable = {hidden.name} if how == "an error" else set()
     await second.start()
     assert second.root.state == RootState.OK
-    assert seen & {segment.name for segment in second.root.segments.values()}
+    assert seen & {segment.name for segment in second.root.pool.segments.values()}
     await second.drop()
     hidden.write_bytes(good)
     third = await open_tier(shape, paths=[paths[0]])

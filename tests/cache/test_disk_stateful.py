@@ -213,7 +213,7 @@ class DiskMachine(RuleBasedStateMachine):
             for keyspace, known in zip(keyspaces, before, strict=True):
                 known |= set(self.tier.served(keyspace, *ALL))
         self.run(self.tier.close(flush_s=10.0 if flush else 0.0))
-        given_up = sum(root.counters.segments_recycled for root in self.tier.roots)
+        given_up = sum(root.pool.recycled for root in self.tier.roots)
         lost = self.tier.not_demoted
         self.start()
         after = [set(self.tier.on_disk(self.keyspace(n), *ALL)) for n in range(len(SIZES))]

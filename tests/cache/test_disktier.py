@@ -126,7 +126,7 @@ async def test_a_clear_that_a_root_can_not_note_says_so_and_holds_until_the_end(
     (tier.folder / "elsewhere").rename(tier.root.path)
     await tier.until(lambda: tier.root.state == RootState.OK)
     assert tier.states(tier.keyspace(), 1, 2) == [MISS, MISS], "the root has learned of it"
-    await tier.until(lambda: tier.root.home.manifest and tier.root.home.manifest.last_epoch)
+    await tier.until(lambda: tier.root.directory.manifest and tier.root.directory.manifest.last_epoch)
     await tier.drop()
     again = await open_tier()
     assert again.states(again.keyspace(), 1, 2) == [MISS, MISS]

@@ -313,21 +313,21 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
     await tier.store_away(keyspace, 1)
     gate = threading.Event()
     left: list[str] = []
-    home = tier.root.home
-    look, leave = home.trouble, home.leave
+    directory = tier.root.directory
+    look, leave = directory.trouble, directory.leave
 
     def trouble() -> str:
         gate.wait(30)
-        left.append("looked" if home.segments_fd != -1 else "too late")
+        left.append("looked" if directory.segments_fd != -1 else "too late")
         return look()
 
-    monkeypatch.setattr(home, "trouble", trouble)
+    monkeypatch.setattr(directory, "trouble", trouble)
 
     def leave_and_tell() -> None:
         left.append("left")
         leave()
 
-    monkeypatch.setattr(home, "leave", leave_and_tell)
+    monkeypatch.setattr(directory, "leave", leave_and_tell)
     await tier.until(lambda: tier.root.state == RootState.OFF)
     assert tier.root.health.reason == "the disk does not answer"
     await tier.until(lambda: tier.states(keyspace, 1) == [MISS])
@@ -366,7 +366,7 @@ async def test_a_clear_does_not_wait_for_a_manifest_that_can_not_be_written(
         await gate.wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier.root.home, "write_epochs", write_epochs)
+        patch.setattr(tier.root.directory, "write_epochs", write_epochs)
         with pytest.raises(NotDurableError, match="does not answer"):
             await tier.clear(keyspace.namespace)
     assert tier.states(tier.keyspace(), 1) == [MISS]

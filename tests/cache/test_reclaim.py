@@ -63,10 +63,10 @@ async def test_the_files_never_outgrow_the_capacity(open_tier: Open) -> None:
             size = bytes_under(root.path)
             most = max(most, size)
             assert size <= root.capacity_bytes
-            assert size <= root.used_bytes
+            assert size <= root.pool.used_bytes
         await asyncio.sleep(0.001)
     assert most > tier.root.capacity_bytes * 3 // 4
-    assert all(root.counters.segments_recycled for root in tier.roots)
+    assert all(root.pool.recycled for root in tier.roots)
 
 
 async def test_what_was_read_since_it_was_written_moves_on(open_tier: Open) -> None:
@@ -77,7 +77,7 @@ async def test_what_was_read_since_it_was_written_moves_on(open_tier: Open) -> N
     assert await tier.fetch(keyspace, *hot) == hot
     tier.evict(keyspace, *hot)
     numbers += await pour(tier, keyspace, 1000, 3 * PER_SEGMENT)
-    assert tier.disk.reclaim.keys_evicted == PER_SEGMENT * tier.root.counters.segments_recycled - len(hot)
+    assert tier.disk.reclaim.keys_evicted == PER_SEGMENT * tier.root.pool.recycled - len(hot)
     assert tier.disk.reclaim.records_rewritten == len(hot)
     assert tier.on_disk(keyspace, *numbers[:PER_SEGMENT]) == hot
     assert await tier.fetch(keyspace, *hot) == hot
@@ -105,9 +105,9 @@ async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
     numbers = await pour(tier, keyspace, 0, 7 * PER_SEGMENT)
     assert await tier.fetch(keyspace, *numbers[: 2 * PER_SEGMENT]) == numbers[: 2 * PER_SEGMENT]
     tier.evict(keyspace, *numbers[: 2 * PER_SEGMENT])
-    recycled = tier.root.counters.segments_recycled
+    recycled = tier.root.pool.recycled
     await pour(tier, keyspace, 1000, PER_SEGMENT)
-    turns = tier.root.counters.segments_recycled - recycled
+    turns = tier.root.pool.recycled - recycled
     assert turns >= 1
     rewritten = tier.disk.reclaim.records_rewritten
     assert 0 < rewritten <= turns * QUARTER
@@ -194,7 +194,7 @@ async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: O
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(40))
     root, segment, _ = tier.place(keyspace, 0)
-    tier.root._finish_open()  # so that nothing but the move is written
+    tier.root.writer.seal_unsealed()  # so that nothing but the move is written
     await tier.quiet()
     disk_keyspace = tier.disk.of(keyspace)
     assert disk_keyspace is not None
@@ -234,12 +234,12 @@ async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> 
     tier.store(keyspace, *range(1000, 1000 + 2 * PER_SEGMENT))
     await tier.until(lambda: tier.on_disk(keyspace, numbers[0]) == [])
     await asyncio.sleep(0.05)
-    assert oldest.ordinal in tier.root.segments
-    assert tier.root.counters.segments_recycled == 0
+    assert oldest.ordinal in tier.root.pool.segments
+    assert tier.root.pool.recycled == 0
     assert tier.audit() == []
     tier.files.reading.open()
     await tier.quiet()
-    assert tier.root.counters.segments_recycled >= 1
+    assert tier.root.pool.recycled >= 1
     assert found == [numbers[:4]]
 
 

@@ -41,7 +41,8 @@ from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.storage.disk.health import RootState, said
+from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.manifest import Manifest
 from kvoffloadd.storage.disk.recovery import Recovered
 from kvoffloadd.storage.disk.root import Root
@@ -107,10 +108,9 @@ class Arrivals:
         # Before all that waits for the disk: it may hang.
         self._promotion.give_up(root)
         root.give_up()
-        for ordinal in list(root.segments):
+        for ordinal in list(root.pool.segments):
             await self._reclaim.forget(ordinal)
             disk.catalog.close_segment(ordinal)
-        await root.settle()
         await root.take_off()
         await self._arrive(root, root.open())
 
@@ -132,12 +132,12 @@ class Arrivals:
 
     async def _hear(self, root: Root, known: Manifest) -> None:
         """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
-        same = [r for r in self._disk.roots if r is not root and r.opened and r.home.uuid == known.root_uuid]
+        same = [r for r in self._disk.roots if r is not root and r.opened and r.directory.uuid == known.root_uuid]
         if same:
-            root.home.turn_away()
+            root.directory.turn_away()
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
-            root.home.accepted = True
+            root.directory.accepted = True
         async with self._changing:
             await self._learn(known.base_epoch, known.last_epoch, known.epochs)
 
@@ -146,7 +146,7 @@ class Arrivals:
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
-            root.health.become(RootState.OFF, said(error))
+            root.health.become(RootState.OFF, describe_error(error))
             await root.take_off()
             return
         records = sum(len(one.entries) for _, one in found)

@@ -10,7 +10,7 @@ from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.errors import KvOffloadError, NotDurableError
-from kvoffloadd.storage.disk.health import said
+from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.root import Root
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,9 @@ class DiskClears:
             return f"{root.path} is off: {root.health.reason}"
         try:
             async with asyncio.timeout(self._stuck_s):
-                await root.home.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
+                await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
         except (OSError, KvOffloadError) as error:
-            why = "it does not answer" if isinstance(error, TimeoutError) else said(error)
+            why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
             log.warning("disk %s: a clear is not noted: %s", root.path, why)
             return f"{root.path}: {why}"
         return ""

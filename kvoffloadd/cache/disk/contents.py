@@ -118,7 +118,7 @@ class DiskContents:
     def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
         """Where a segment lies; None if its root is off."""
         for root in self.roots:
-            segment = root.segments.get(ordinal)
+            segment = root.pool.segments.get(ordinal)
             if segment is not None and root.holds(segment):
                 return root, segment
         return None

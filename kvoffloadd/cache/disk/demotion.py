@@ -23,10 +23,11 @@ from kvoffloadd.cache.policy.ghost import UseCounts
 from kvoffloadd.changes import Changes
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.storage.disk.format import ENTRY
+from kvoffloadd.storage.disk.format import ENTRY, Records
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
-from kvoffloadd.storage.disk.segment import Records, Segment, WriteBatch
+from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.disk.writer import WriteBatch
 
 BATCH_BYTES = 8 << 20
 BATCH_KEYS = 256
@@ -278,7 +279,7 @@ class Demotion:
         """Some root works that has noted the keyspace's epoch."""
         disk_keyspace = self._disk.of(keyspace)
         return disk_keyspace is not None and any(
-            r.state == RootState.OK and r.home.has_noted(disk_keyspace.name) for r in self._disk.roots
+            r.state == RootState.OK and r.directory.has_noted(disk_keyspace.name) for r in self._disk.roots
         )
 
     async def flush(self, deadline_s: float) -> int:
@@ -362,9 +363,11 @@ class Demotion:
             return
         sizes = keyspace.part_bytes
         usable = [
-            root for root in self._disk.roots if root.state == RootState.OK and root.home.may_note(disk_keyspace.name)
+            root
+            for root in self._disk.roots
+            if root.state == RootState.OK and root.directory.may_note(disk_keyspace.name)
         ]
-        if not usable or max(sizes) > max(root.payload_bytes_max for root in usable):
+        if not usable or max(sizes) > max(root.writer.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
             self._demoting[offer.rows] = 0
             if not usable:
@@ -392,7 +395,8 @@ class Demotion:
             took = await self._append(write, part)
             if not took:
                 noted = any(
-                    root.state == RootState.OK and root.home.has_noted(disk_keyspace.name) for root in self._disk.roots
+                    root.state == RootState.OK and root.directory.has_noted(disk_keyspace.name)
+                    for root in self._disk.roots
                 )
                 self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
                 write.dropped, write.again = True, not noted
@@ -410,15 +414,15 @@ class Demotion:
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
-            roots = [r for r in self._disk.roots if r.state == RootState.OK and r.home.may_note(batch.keyspace)]
-            roots = [root for root in roots if root.payload_bytes_max >= largest]
-            for root in sorted(roots, key=lambda root: root.load):
-                if root.writing < root.depth:
-                    took = root.append(batch, partial(self._written, write, root))
+            roots = [r for r in self._disk.roots if r.state == RootState.OK and r.directory.may_note(batch.keyspace)]
+            roots = [root for root in roots if root.writer.payload_bytes_max >= largest]
+            for root in sorted(roots, key=lambda root: root.writer.load):
+                if root.writer.writing < root.writer.depth:
+                    took = root.writer.append(batch, partial(self._written, write, root))
                     if took:
                         return took
             left = until - self._disk.loop.time()
-            busy = any(root.writing >= root.depth for root in roots)
+            busy = any(root.writer.writing >= root.writer.depth for root in roots)
             if not roots or (left <= 0 and not busy):
                 return 0
             await self._disk.numbers.changes.wait(max(left, LOOK_AHEAD_S))

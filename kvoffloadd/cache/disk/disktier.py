@@ -114,11 +114,11 @@ class DiskTier(DiskContents):
 
     def steps(self) -> Iterator[list[str]]:
         """The same, bit by bit, each true of its moment."""
-        yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.segments})
+        yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.pool.segments})
         yield [
-            f"disk: {root.path} uses {root.used_bytes} bytes of {root.capacity_bytes}"
+            f"disk: {root.path} uses {root.pool.used_bytes} bytes of {root.capacity_bytes}"
             for root in self.roots
-            if root.state != RootState.OFF and root.used_bytes > root.capacity_bytes
+            if root.state != RootState.OFF and root.pool.used_bytes > root.capacity_bytes
         ]
 
     def figures(self) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from kvoffloadd.cache.disk.promotion import Urgency
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.storage.disk.format import ENTRY, record_pages
+from kvoffloadd.storage.disk.format import ENTRY, Records, record_pages
 from kvoffloadd.storage.disk.records import OK, READ
 from kvoffloadd.storage.disk.root import Root
-from kvoffloadd.storage.disk.segment import Records, Segment, WriteBatch
+from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.disk.writer import WriteBatch
 
 REWRITE_BYTES = 8 << 20
 """What is read and written again in one go."""
@@ -53,23 +54,23 @@ class Reclaim:
         """For ever: whenever the root has no segment ahead, make one."""
         changes = self._disk.numbers.changes
         while True:
-            if not root.wants_segment:
-                await changes.wait_for(lambda: root.wants_segment, retry_s)
+            if not root.pool.wants_segment:
+                await changes.wait_for(lambda: root.pool.wants_segment, retry_s)
             elif not await self._next_segment(root):
                 await changes.wait(retry_s)
                 await asyncio.sleep(min(retry_s, 0.05))  # a root that fails at once must not keep the loop busy
 
     async def _next_segment(self, root: Root) -> bool:
-        if root.may_grow:
-            if await root.grow():
+        if root.pool.may_grow:
+            if await root.pool.grow():
                 return True
-            if root.may_grow:  # it failed, and not for want of space
+            if root.pool.may_grow:  # it failed, and not for want of space
                 return False
-        oldest = root.oldest()
-        if oldest is None or not root.wants_segment:
+        oldest = root.pool.oldest()
+        if oldest is None or not root.pool.wants_segment:
             return False
         await self.give_up(root, oldest)
-        return oldest.ordinal in root.segments and await root.recycle(oldest)
+        return oldest.ordinal in root.pool.segments and await root.pool.recycle(oldest)
 
     async def give_up(self, root: Root, segment: Segment) -> None:
         """Nothing of this segment is found any more, after what is in use has moved on."""
@@ -77,11 +78,11 @@ class Reclaim:
         again = []
         if self._rewrite_hot:
             # What is written meanwhile must not take the room: then all that is used would be lost.
-            root.kept_pages = segment.size_bytes // REWRITE_SHARE // PAGE_BYTES
+            root.writer.reserved_pages = segment.size_bytes // REWRITE_SHARE // PAGE_BYTES
             try:
                 again = await self._rewrite(root, segment)
             finally:
-                root.kept_pages = 0
+                root.writer.reserved_pages = 0
         for rows in await self.forget(segment.ordinal):
             self.keys_evicted += len(rows)
         catalog.close_segment(segment.ordinal)
@@ -196,7 +197,7 @@ class Reclaim:
         entries["sequence"] = self._disk.numbers.sequences(len(entries))
         written: asyncio.Future[None] = self._disk.loop.create_future()
         batch = WriteBatch(disk_keyspace.name, entries, digests[good], reads["address"][good])
-        took = root.append(batch, partial(self._moved, disk_keyspace, root, staging, written), moves=True)
+        took = root.writer.append(batch, partial(self._moved, disk_keyspace, root, staging, written), rewrite=True)
         if took:
             self._staging.add(staging)
             await written

@@ -28,7 +28,7 @@ class Scrub:
         catalog, count = self._disk.catalog, 0
         findings: list[str] = []
         for root in self._disk.roots:
-            for segment in list(root.segments.values()):
+            for segment in list(root.pool.segments.values()):
                 records = catalog.in_segment(segment.ordinal)
                 sizes = self._sizes(segment, records)
                 for at in in_turns(np.arange(len(sizes)), sizes, PIECE_BYTES, PIECE_RECORDS):

@@ -46,6 +46,11 @@ def lacks_resources(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in _NO_RESOURCES
 
 
+def describe_error(error: BaseException) -> str:
+    """An error in words, without a number, for people who read `status`."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def is_segment_name(name: str) -> bool:
     """Whether a segment file may have this name."""
     return _SEGMENT_NAME.fullmatch(name) is not None

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import CancelledWork
-from kvoffloadd.storage.disk.files import lacks_resources
+from kvoffloadd.storage.disk.files import describe_error, lacks_resources
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,6 @@ RELAPSES_MAX = 4
 
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-def said(error: BaseException) -> str:
-    """An error in words, without a number, for people who read `status`."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 class RootState:
@@ -89,7 +84,7 @@ class Health:
         if number in _FULL_ERRORS:
             return True
         if self.writes_failed > 1 or number in _READ_ONLY_ERRORS:
-            self.become(RootState.READ_ONLY, said(error))
+            self.become(RootState.READ_ONLY, describe_error(error))
         return False
 
     def wrote(self) -> None:

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Final
 
 from kvoffloadd.lanes import Lane
-from kvoffloadd.storage.disk.health import Health, RootState, said
+from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 
 READ_FAILURES_MAX = 16
@@ -26,12 +27,12 @@ class Probe:
     """
 
     def __init__(
-        self, home: RootDirectory, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float
+        self, directory: RootDirectory, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float
     ) -> None:
-        self._home = home
+        self._directory = directory
         self._health = health
         self._loop = lanes[0].loop
-        self.lane = home.lane  # not one of the others: they may hang
+        self.lane = directory.lane  # not one of the others: they may hang
         self._lanes = (*lanes, self.lane)
         self._retry_s = retry_s
         self._stuck_s = stuck_s
@@ -70,7 +71,7 @@ class Probe:
         """There is I/O, and for `stuck_s` none of it has ended: a root of many records may be read for long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
-        return self._is_late(now, min(*moved, now - self._home.moved_s) if moved else 0.0)
+        return self._is_late(now, min(*moved, now - self._directory.moved_s) if moved else 0.0)
 
     def _is_late(self, now: float, waited_s: float) -> bool:
         """Seen twice, since everything looks late after a stop of the process."""
@@ -87,7 +88,7 @@ class Probe:
             return False
         try:
             async with asyncio.timeout(self._stuck_s):
-                trouble = await self._home.perform(self.lane, self._home.trouble)
+                trouble = await self._directory.perform(self.lane, self._directory.trouble)
         except TimeoutError:
             trouble = NO_ANSWER
         if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
@@ -102,11 +103,11 @@ class Probe:
     async def _try_write(self) -> None:
         try:
             async with asyncio.timeout(self._stuck_s):
-                await self._home.perform(self.lane, self._home.try_write)
+                await self._directory.perform(self.lane, self._directory.try_write)
         except TimeoutError:
             self._health.become(RootState.READ_ONLY, NO_ANSWER)
         except OSError as error:
-            self._health.become(RootState.READ_ONLY, said(error))
+            self._health.become(RootState.READ_ONLY, describe_error(error))
         else:
             self._health.wrote()
             self._health.become(RootState.OK)

@@ -13,13 +13,13 @@ import numpy as np
 from kvoffloadd.changes import Changes
 from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import BoolArray, U8Array, U32Array, U64Array
-from kvoffloadd.storage.disk.files import Files, lacks_resources
-from kvoffloadd.storage.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.files import lacks_resources
+from kvoffloadd.storage.disk.format import KeyspaceId, Records
 from kvoffloadd.storage.disk.health import Health
 from kvoffloadd.storage.disk.records import FAILED, NO_RESOURCES, NOT_READ, OK, read_records
 from kvoffloadd.storage.disk.recovery import inspect_records
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
-from kvoffloadd.storage.disk.segment import Records, Segment
+from kvoffloadd.storage.disk.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class Reader:
     """`changes` hears when a read has ended. Counts what was read, and errors, since the start."""
 
-    def __init__(self, home: RootDirectory, files: Files, lane: Lane, health: Health, changes: Changes) -> None:
+    def __init__(self, directory: RootDirectory, health: Health, lane: Lane, changes: Changes) -> None:
         self.lane = lane
         self.read_bytes = 0
         self.read_errors = 0
-        self._home = home
-        self._files = files
+        self._directory = directory
+        self._files = directory.files
         self._health = health
         self._changes = changes
         self._inspections: set[asyncio.Future[BoolArray]] = set()
@@ -51,8 +51,8 @@ class Reader:
         """
         segment.readers += 1
         work = partial(
-            read_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, keyspace, wanted,
-            direct=self._home.is_direct,
+            read_records, self._files, self._directory.segments_fd, segment.name, segment.header.uuid, keyspace, wanted,
+            direct=self._directory.is_direct,
         )  # fmt: skip
 
         def finish(result: tuple[U8Array, U64Array] | BaseException) -> None:
@@ -78,7 +78,7 @@ class Reader:
         if lacks_resources(error):
             return np.full(count, NO_RESOURCES, np.uint8)
         if not isinstance(error, OSError):
-            log.error("%s: reading failed", self._home.path, exc_info=error)
+            log.error("%s: reading failed", self._directory.path, exc_info=error)
         return np.full(count, FAILED, np.uint8)
 
     async def inspect(self, segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
@@ -89,8 +89,8 @@ class Reader:
         """
         segment.readers += 1
         work = partial(
-            inspect_records, self._files, self._home.segments_fd, segment.name, segment.header.uuid, pages,
-            direct=self._home.is_direct,
+            inspect_records, self._files, self._directory.segments_fd, segment.name, segment.header.uuid, pages,
+            direct=self._directory.is_direct,
         )  # fmt: skip
         ended: asyncio.Future[BoolArray] = self.lane.loop.create_future()
 

@@ -14,7 +14,7 @@ from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, al
 from kvoffloadd.storage.disk.format import SegmentHeader
 from kvoffloadd.storage.disk.manifest import MANIFEST_NAME, decode_manifest
 from kvoffloadd.storage.disk.recovery import Kind, Recovered, Walk, recover_open_segment, walk_segment
-from kvoffloadd.storage.disk.segments import seal_segment, write_header
+from kvoffloadd.storage.disk.segment import seal_segment, write_header
 
 _LEFT_ALONE = {
     Kind.FOREIGN: "is nothing of ours; it is left alone",

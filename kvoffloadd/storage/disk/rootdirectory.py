@@ -23,15 +23,15 @@ from kvoffloadd.storage.disk.files import (
     DiskError,
     DiskVersionError,
     Files,
+    describe_error,
     is_segment_name,
     lacks_resources,
     lock_root,
     probe_direct,
 )
 from kvoffloadd.storage.disk.format import KeyspaceId, SegmentHeader
-from kvoffloadd.storage.disk.health import said
 from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_manifest
-from kvoffloadd.storage.disk.segments import create_segment, recycle_segment
+from kvoffloadd.storage.disk.segment import create_segment, recycle_segment
 
 T = TypeVar("T")
 
@@ -42,12 +42,13 @@ FIRST: Final = -1
 
 
 class RootDirectory:
-    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. `lane`: where the
-    manifest is read and written. Descriptors are -1 while the directory is not ours. `accepted`: the caller has found
-    that it is no copy of a root in use. `moved_s`: when `goes_on` was called last.
+    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. `min_free_bytes`:
+    what new segments leave on the file system. `lane`: where the manifest is read and written. Descriptors are -1 while
+    the directory is not ours. `accepted`: the caller has found that it is no copy of a root in use. `moved_s`: when
+    `goes_on` was called last.
     """
 
-    def __init__(self, path: Path, files: Files, direct: bool | None, lane: Lane) -> None:
+    def __init__(self, path: Path, files: Files, direct: bool | None, min_free_bytes: int, lane: Lane) -> None:
         self.path = path
         self.files = files
         self.lane = lane
@@ -57,6 +58,7 @@ class RootDirectory:
         self.is_direct = False
         self.manifest: Manifest | None = None
         self._wants_direct = direct
+        self._min_free_bytes = min_free_bytes
         # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
         self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
@@ -235,7 +237,7 @@ class RootDirectory:
         """Size of a segment file; blocks."""
         return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
 
-    def make_segment(self, name: str, header: SegmentHeader, min_free_bytes: int, *, reuse: bool) -> int:
+    def make_segment(self, name: str, header: SegmentHeader, *, reuse: bool) -> int:
         """A segment file, new or used before, ready to be appended to; blocks. Returns its descriptor.
 
         Raises:
@@ -244,7 +246,7 @@ class RootDirectory:
         """
         if reuse:
             return recycle_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
-        if self.files.free_bytes(self._directory_fd) - header.segment_bytes < min_free_bytes:
+        if self.files.free_bytes(self._directory_fd) - header.segment_bytes < self._min_free_bytes:
             raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
         return create_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
 
@@ -262,7 +264,7 @@ class RootDirectory:
         try:
             there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
         except OSError as error:
-            return "" if lacks_resources(error) else said(error)
+            return "" if lacks_resources(error) else describe_error(error)
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             return "another directory is there now: is its file system mounted?"
         return ""

@@ -9,27 +9,26 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import EPOCH_MAX, PAGE_BYTES
-from kvoffloadd.storage.disk.files import Files, lacks_resources
-from kvoffloadd.storage.disk.format import KeyspaceId, footer_pages
+from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.storage.disk.files import lacks_resources
+from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.recovery import Kind, Recovered, recover_segment
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
-from kvoffloadd.storage.disk.segments import seal_segment
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Census:
-    """`kept`: segments with contents, oldest first. `void`: files of ours without any that can be served, by name, with
-    their bytes. `foreign_bytes`: files that are not ours, and stay. `epochs`: by fingerprint, the latest of each
+class RootScan:
+    """`kept`: segments with contents, oldest first. `reusable`: files of ours without any that can be served, by name,
+    with their bytes. `foreign_bytes`: files that are not ours, and stay. `epochs`: by fingerprint, the latest of each
     namespace that a record here names, whether the record counts or not: it was cleared then, whoever remembers.
     `damaged_*`: what was given up.
     """
 
     kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
-    void: list[tuple[str, int]] = field(default_factory=list)
+    reusable: list[tuple[str, int]] = field(default_factory=list)
     foreign_bytes: int = 0
     damaged_records: int = 0
     damaged_segments: int = 0
@@ -42,52 +41,52 @@ class Census:
                 self.epochs[keyspace.fingerprint] = keyspace.epoch
 
 
-async def take_census(
-    home: RootDirectory, files: Files, lane: Lane, numbers: SequenceNumbers, *, trusted: bool
-) -> Census:
+async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbers, *, trusted: bool) -> RootScan:
     """Look at every file. Not `trusted`: nothing that is there may be served.
 
     Raises:
         OSError: the directory can't be read, or there are no descriptors or memory for it now. A file that can't be
             read is left out, with a warning.
     """
-    names = await lane.perform(home.segment_names)
-    found = await _recover_all(home, files, lane, names)
-    census = Census()
+    names = await lane.perform(directory.segment_names)
+    found = await _recover_all(directory, lane, names)
+    scan = RootScan()
     if names and not any(found):
         raise OSError(errno.EIO, "no segment can be read")
     for name, one in zip(names, found, strict=True):
         if one is None:
-            census.foreign_bytes += await lane.perform(partial(home.size_bytes, name))
+            scan.foreign_bytes += await lane.perform(partial(directory.size_bytes, name))
             continue
         if one.kind is Kind.FOREIGN:
-            log.warning("%s/segments/%s is no segment of ours: left alone", home.path, one.name)
-            census.foreign_bytes += one.size_bytes
+            log.warning("%s/segments/%s is no segment of ours: left alone", directory.path, one.name)
+            scan.foreign_bytes += one.size_bytes
             continue
         if one.header is not None:
             numbers.seen(one.header.number, 0)
-        census.note(one.keyspaces)
+        scan.note(one.keyspaces)
         if one.header is None or not len(one.entries) or not trusted:
             if one.kind is Kind.UNREADABLE:
-                log.warning("%s/segments/%s is of another version: kept until its space is needed", home.path, one.name)
-            census.void.append((one.name, one.size_bytes))
+                log.warning(
+                    "%s/segments/%s is of another version: kept until its space is needed", directory.path, one.name
+                )
+            scan.reusable.append((one.name, one.size_bytes))
         else:
             segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)
             numbers.seen(one.header.number, int(one.entries["sequence"].max()))
-            census.kept.append((segment, one))
-        census.damaged_records += one.damaged
+            scan.kept.append((segment, one))
+        scan.damaged_records += one.damaged
         if one.kind is Kind.DAMAGED:
-            census.damaged_segments += 1
-            log.warning("%s/segments/%s is damaged: what it held is lost", home.path, one.name)
+            scan.damaged_segments += 1
+            log.warning("%s/segments/%s is damaged: what it held is lost", directory.path, one.name)
         if one.damaged:
-            log.warning("%s/segments/%s: %d damaged records dropped", home.path, one.name, one.damaged)
-    census.kept.sort(key=lambda pair: pair[0].header.number)
-    return census
+            log.warning("%s/segments/%s: %d damaged records dropped", directory.path, one.name, one.damaged)
+    scan.kept.sort(key=lambda pair: pair[0].header.number)
+    return scan
 
 
-async def _recover_all(home: RootDirectory, files: Files, lane: Lane, names: list[str]) -> list[Recovered | None]:
+async def _recover_all(directory: RootDirectory, lane: Lane, names: list[str]) -> list[Recovered | None]:
     """What each file holds; None: it can't be read. Raises OSError when all have ended, as `_recover` does."""
-    ended = await asyncio.gather(*(_recover(home, files, lane, name) for name in names), return_exceptions=True)
+    ended = await asyncio.gather(*(_recover(directory, lane, name) for name in names), return_exceptions=True)
     found: list[Recovered | None] = []
     for one in ended:
         if isinstance(one, BaseException):
@@ -96,28 +95,19 @@ async def _recover_all(home: RootDirectory, files: Files, lane: Lane, names: lis
     return found
 
 
-async def _recover(home: RootDirectory, files: Files, lane: Lane, name: str) -> Recovered | None:
-    work = partial(recover_segment, files, home.segments_fd, name, direct=home.is_direct, goes_on=home.goes_on)
+async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered | None:
+    work = partial(
+        recover_segment,
+        directory.files,
+        directory.segments_fd,
+        name,
+        direct=directory.is_direct,
+        goes_on=directory.goes_on,
+    )
     try:
         return await lane.perform(work)
     except (OSError, MemoryError) as error:
         if lacks_resources(error):  # which says nothing about this segment
             raise OSError(errno.ENOMEM, f"the system has no descriptors or memory to spare: {error}") from error
-        log.warning("%s/segments/%s can't be read: %s", home.path, name, error)
+        log.warning("%s/segments/%s can't be read: %s", directory.path, name, error)
         return None
-
-
-def may_seal(segment: Segment, found: Recovered) -> bool:
-    """Whether a segment that was walked has room for its footer."""
-    room = segment.size_bytes // PAGE_BYTES - found.end_page
-    whole = segment.size_bytes == segment.header.segment_bytes
-    return found.kind is Kind.WALKED and whole and room >= footer_pages(len(found.entries), len(found.keyspaces))
-
-
-def seal_found(home: RootDirectory, files: Files, segment: Segment, found: Recovered) -> None:
-    """Write the footer of a segment that was walked, so that it need not be walked again. Blocks. Raises OSError."""
-    fd = files.open(home.segments_fd, segment.name, create=False, direct=home.is_direct, write=True)
-    try:
-        seal_segment(files, fd, segment.header, found.entries, found.keyspaces)
-    finally:
-        files.close(fd)

@@ -21,7 +21,7 @@ from kvoffloadd.storage.disk.format import (
 )
 from kvoffloadd.storage.disk.records import READ, read_records, write_records
 from kvoffloadd.storage.disk.recovery import Recovered, recover_segment
-from kvoffloadd.storage.disk.segments import create_segment, seal_segment
+from kvoffloadd.storage.disk.segment import create_segment, seal_segment
 from kvoffloadd.storage.hashing import hash_payloads
 
 NAME = "00000000000000aa"

@@ -17,7 +17,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import files as disk_files
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name, probe_direct
-from kvoffloadd.storage.disk.segments import create_segment, recycle_segment, seal_segment
+from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from tests.conftest import OTHER_UID
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of, header_of
 

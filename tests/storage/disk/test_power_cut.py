@@ -16,7 +16,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId, Records, SegmentHeader
 from kvoffloadd.storage.disk.recovery import Kind
-from kvoffloadd.storage.disk.segments import create_segment, recycle_segment, seal_segment
+from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of
 
 SECTOR_BYTES = 512

@@ -27,7 +27,7 @@ from kvoffloadd.storage.disk.format import (
     record_pages,
 )
 from kvoffloadd.storage.disk.recovery import Kind
-from kvoffloadd.storage.disk.segments import create_segment, recycle_segment, seal_segment
+from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from kvoffloadd.storage.hashing import hash_payloads
 from tests.storage.disk.builders import NAME, SEGMENT_BYTES, SPACE_A, SPACE_B, Folder, entries_of, header_of
 

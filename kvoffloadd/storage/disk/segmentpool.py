@@ -1,0 +1,206 @@
+"""The segments of a root: how many there are, which one is written to, and which one is given up next.
+
+Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then the oldest one,
+used again. Two are kept ready: the open one, and a clean one that follows it at once when it is full.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import partial
+
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.lanes import Lane
+from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.format import SegmentHeader
+from kvoffloadd.storage.disk.health import Health, RootState
+from kvoffloadd.storage.disk.recovery import Recovered
+from kvoffloadd.storage.disk.rootdirectory import RootDirectory
+from kvoffloadd.storage.disk.scan import RootScan
+from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+
+OVERHEAD_BYTES = 128 << 10
+"""Of the capacity, for the manifest, the directories and the block maps of the file system."""
+
+
+class SegmentPool:
+    """Owned by the event loop. `lane`: where segment files are made and removed. `retry_s`: how long to wait with new
+    files where the file system is full.
+    """
+
+    def __init__(
+        self,
+        directory: RootDirectory,
+        health: Health,
+        lane: Lane,
+        numbers: SequenceNumbers,
+        *,
+        capacity_bytes: int,
+        segment_bytes: int,
+        retry_s: float,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = segment_bytes
+        self.segments: dict[int, Segment] = {}  # by ordinal: those with contents, the open one and the clean one
+        self.open_segment: Segment | None = None
+        self.recycled = 0  # since the start
+        self._directory = directory
+        self._files = directory.files
+        self._health = health
+        self._lane = lane
+        self._numbers = numbers
+        self._changes = numbers.changes
+        self._retry_s = retry_s
+        self._clean: Segment | None = None  # follows the open one
+        self._reusable: list[tuple[str, int]] = []  # segment files without contents: name, bytes
+        self._foreign_bytes = 0
+        self._grow_after = 0.0
+
+    # --- the space ---
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files here, and what the file system needs for them."""
+        segments = sum(segment.size_bytes for segment in self.segments.values())
+        return OVERHEAD_BYTES + segments + sum(size for _, size in self._reusable) + self._foreign_bytes
+
+    @property
+    def wants_segment(self) -> bool:
+        """The segment that comes after the open one is not ready."""
+        writable = self._health.state in (RootState.OK, RootState.FULL)
+        return writable and (self._clean is None or self.open_segment is None)
+
+    @property
+    def _may_create(self) -> bool:
+        fits = self.used_bytes + self.segment_bytes <= self.capacity_bytes
+        return fits and self._lane.loop.time() >= self._grow_after
+
+    @property
+    def may_grow(self) -> bool:
+        """There is capacity for one more segment, as far as is known, without giving up another."""
+        return bool(self._reusable) or self._may_create
+
+    def oldest(self) -> Segment | None:
+        """The segment to be given up next."""
+        sealed = [segment for segment in self.segments.values() if segment.fd == -1]
+        return min(sealed, key=lambda segment: segment.header.number, default=None)
+
+    # --- segments come ---
+
+    async def adopt(self, scan: RootScan) -> list[tuple[Segment, Recovered]]:
+        """Begin with what a scan has found. Files beyond the capacity are removed, the oldest first; returns the rest.
+
+        Raises:
+            OSError: one of them can't be removed.
+        """
+        kept, self._reusable, self._foreign_bytes = scan.kept, scan.reusable, scan.foreign_bytes
+        self.segments = {segment.ordinal: segment for segment, _ in kept}
+        while self.used_bytes > self.capacity_bytes and (self._reusable or kept):
+            name = self._reusable.pop()[0] if self._reusable else self.segments.pop(kept.pop(0)[0].ordinal).name
+            await self._unlink(name)
+        return kept
+
+    async def grow(self) -> bool:
+        """Add the next segment: a new file, or an old one without contents. False, and maybe another state of the root,
+        if that failed.
+        """
+        while self._reusable and self._reusable[-1][1] != self.segment_bytes and not self._may_create:
+            if not await self._remove_reusable():
+                return False
+        if not self.may_grow:
+            return False
+        name, size = (secrets.token_hex(8), 0) if self._may_create else self._reusable.pop()
+        return await self._prepare(name, size)
+
+    async def recycle(self, segment: Segment) -> bool:
+        """Make this sealed segment, of which nobody wants anything any more, the next one; one of another size only
+        leaves its space to `grow`. False as in `grow`.
+        """
+        await self._changes.wait_for(lambda: not segment.readers)
+        if self._health.state == RootState.OFF or segment.ordinal not in self.segments:
+            return False  # it went meanwhile
+        self.recycled += 1
+        if segment.size_bytes != self.segment_bytes:
+            self.empty(segment)
+            return True
+        del self.segments[segment.ordinal]
+        return await self._prepare(segment.name, segment.size_bytes)
+
+    async def _prepare(self, name: str, size_bytes: int) -> bool:
+        """Make a file the clean segment, or the open one if there is none. `size_bytes`: 0 for a new file."""
+        number = self._numbers.number()
+        header = SegmentHeader(secrets.token_bytes(16), number, self.segment_bytes, int(time.time()))
+        make = partial(self._directory.make_segment, name, header, reuse=bool(size_bytes))
+        try:
+            fd = await self._directory.perform(self._lane, make)
+        except (OSError, KvOffloadError) as error:
+            # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
+            size = partial(self._directory.left_bytes, name, size_bytes)
+            if left_bytes := await self._directory.perform(self._lane, size):
+                self._reusable.append((name, left_bytes))
+            self.write_failed(error)
+            return False
+        if self._health.state == RootState.OFF:
+            self._files.close(fd)
+            return False
+        segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
+        self.segments[segment.ordinal] = segment
+        if self.open_segment is None:
+            self.open_segment = segment
+        else:
+            self._clean = segment
+        if self._health.state == RootState.FULL:
+            self._health.become(RootState.OK)
+        self._health.wrote()
+        self._changes.notify_all()
+        return True
+
+    # --- segments go ---
+
+    def advance(self) -> None:
+        """The open segment is full: the clean one is next."""
+        self.open_segment, self._clean = self._clean, None
+
+    def release_unsealed(self) -> list[Segment]:
+        """The segments that are open for writing, from now on without a successor; the caller seals them."""
+        unsealed = [segment for segment in (self.open_segment, self._clean) if segment is not None]
+        self.open_segment = self._clean = None
+        return unsealed
+
+    def empty(self, segment: Segment) -> None:
+        """This closed segment has no contents any more: its file may be used again."""
+        del self.segments[segment.ordinal]
+        self._reusable.append((segment.name, segment.size_bytes))
+
+    def forget(self) -> None:
+        """The root is gone; its files stay as they are."""
+        self.segments.clear()
+        self._reusable.clear()
+
+    async def _remove_reusable(self) -> bool:
+        """Remove the last file without contents: only its space is of use."""
+        file = self._reusable.pop()  # what others add meanwhile stays
+        try:
+            await self._unlink(file[0])
+        except OSError as error:
+            if self._health.state != RootState.OFF:
+                self._reusable.append(file)
+            self.write_failed(error)
+            return False
+        return True
+
+    async def _unlink(self, name: str) -> None:
+        await self._directory.perform(self._lane, partial(self._files.unlink, self._directory.segments_fd, name))
+
+    # --- health ---
+
+    def write_failed(self, error: BaseException) -> None:
+        """Count what failed as the root's trouble. Where no space is left no file is made for a while, and the root is
+        FULL if there is no segment to write to or to recycle.
+        """
+        if self._health.write_failed(error):
+            self._grow_after = self._lane.loop.time() + self._retry_s
+            if self.oldest() is None and self.open_segment is None:
+                self._health.become(RootState.FULL, describe_error(error))
+        self._changes.notify_all()

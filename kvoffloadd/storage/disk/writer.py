@@ -1,0 +1,217 @@
+"""Writing records to the open segment of a root, in the threads of its write lane, and sealing segments that are full.
+
+Batches lie behind one another in the order in which they are appended; several may be under way at once. A segment is
+sealed when it is full and the last batch in it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvoffloadd.changes import Changes
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.lanes import CancelledWork, Lane, Ticket
+from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.format import KeyspaceId, Records, encode_records, footer_pages, record_pages
+from kvoffloadd.storage.disk.health import Health, RootState, is_trouble
+from kvoffloadd.storage.disk.records import write_records
+from kvoffloadd.storage.disk.recovery import Kind, Recovered
+from kvoffloadd.storage.disk.rootdirectory import FIRST, RootDirectory
+from kvoffloadd.storage.disk.segment import Segment, seal_segment
+from kvoffloadd.storage.disk.segmentpool import SegmentPool
+
+OnWritten = Callable[[Segment, Records, BaseException | None], None]
+"""Called with the segment, the entries (format.ENTRY) with their pages, and why none of them is valid if so."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteBatch:
+    """Payloads of one keyspace to be written: `entries` (format.ENTRY; page and keyspace are filled in here), their
+    checksums and their addresses, which stay valid until the batch has ended.
+    """
+
+    keyspace: KeyspaceId
+    entries: Records
+    digests: U64Array
+    addresses: U64Array
+
+
+class Writer:
+    """Owned by the event loop. `changes` hears when a batch or the sealing of a segment has ended. The memory of a
+    batch belongs to the caller of `append`.
+    """
+
+    def __init__(
+        self, directory: RootDirectory, pool: SegmentPool, health: Health, lane: Lane, changes: Changes
+    ) -> None:
+        self.reserved_pages = 0  # at the end of the open segment, for records that are rewritten
+        self.written_bytes = 0  # payloads, since the start
+        self._directory = directory
+        self._files = directory.files
+        self._pool = pool
+        self._health = health
+        self._lane = lane
+        self._changes = changes
+        self._batches: dict[int, Ticket] = {}
+        self._next_batch = 0
+        self._sealing: set[asyncio.Task[None]] = set()
+
+    # --- how much ---
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest payload that a segment can hold."""
+        return self._pool.segment_bytes - (2 + footer_pages(1, 1)) * PAGE_BYTES
+
+    @property
+    def writing(self) -> int:
+        """Batches that wait or are being written."""
+        return len(self._batches)
+
+    @property
+    def depth(self) -> int:
+        """Batches that keep the disk busy; more only wait."""
+        return 2 * self._lane.threads
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """Roots with less of it should get the next batch."""
+        return self.writing, self.written_bytes / self._pool.capacity_bytes
+
+    # --- batches ---
+
+    def append(self, batch: WriteBatch, done: OnWritten, *, rewrite: bool = False) -> int:
+        """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
+
+        `rewrite`: they may take `reserved_pages`, too. `done` is called once, later, if any were taken.
+        """
+        segment = self._pool.open_segment
+        if self._health.state != RootState.OK or segment is None or not self._directory.has_noted(batch.keyspace):
+            return 0
+        pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
+        ends = segment.next_page + np.cumsum(pages)
+        room = segment.size_bytes // PAGE_BYTES
+        room -= footer_pages(segment.num_entries + len(pages), len(segment.keyspaces) + 1)
+        if ends[0] > room or segment.broken:
+            self._pool.advance()
+            self._seal_later(segment)
+            return 0
+        count = int(np.searchsorted(ends, room if rewrite else room - self.reserved_pages, side="right"))
+        if count == 0:
+            return 0
+        entries = batch.entries[:count].copy()
+        entries["page"] = ends[:count] - pages[:count]
+        entries["space"], keyspace = segment.keyspace_entry(batch.keyspace)
+        segment.next_page = int(ends[count - 1])
+        segment.num_entries += count
+        segment.writers += 1
+        work = partial(_write, self._files, segment, entries, keyspace, batch.digests[:count], batch.addresses[:count])
+        self._next_batch += 1
+        finish = partial(self._written, self._next_batch, segment, entries, done)
+        self._batches[self._next_batch] = self._lane.submit(work, finish)
+        return count
+
+    def _written(
+        self, batch: int, segment: Segment, entries: Records, done: OnWritten, result: BaseException | None
+    ) -> None:
+        del self._batches[batch]
+        segment.writers -= 1
+        if result is None:
+            segment.entries.append(entries)
+            self.written_bytes += int(entries["payload_bytes"].sum())
+            self._health.wrote()
+        elif not isinstance(result, CancelledWork):
+            segment.broken |= is_trouble(result)
+            self._pool.write_failed(result)
+        done(segment, entries, result)
+        self._changes.notify_all()
+
+    def give_up(self) -> None:
+        """The disk does not answer: batches that wait for a thread end with CancelledWork."""
+        for ticket in self._batches.values():
+            ticket.cancel()
+
+    # --- sealing ---
+
+    async def settle(self) -> None:
+        """Seal what is open, as far as that is possible; when this returns nothing is being written."""
+        self.seal_unsealed()
+        if self._sealing:
+            await asyncio.wait(set(self._sealing))
+
+    def seal_unsealed(self) -> None:
+        """Begin to seal every segment that is open for writing."""
+        for segment in self._pool.release_unsealed():
+            self._seal_later(segment)
+
+    def _seal_later(self, segment: Segment) -> None:
+        task = self._lane.loop.create_task(self._seal(segment))
+        self._sealing.add(task)
+        task.add_done_callback(self._sealing.discard)
+        self._changes.notify_all()
+
+    async def _seal(self, segment: Segment) -> None:
+        await self._changes.wait_for(lambda: not segment.writers)
+        entries = np.concatenate(segment.entries) if segment.entries else None
+        try:
+            if entries is not None and not segment.broken:
+                entries = entries[np.argsort(entries["page"], kind="stable")]
+                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, list(segment.keyspaces))
+                await self._lane.perform(work, urgent=FIRST)
+        except (OSError, KvOffloadError) as error:
+            self._pool.write_failed(error)
+        finally:  # also after a bug: the loop logs it
+            fd, segment.fd = segment.fd, -1
+            self._files.close(fd)
+            segment.entries, segment.keyspaces = [], {}
+            if entries is None:
+                self._pool.empty(segment)
+            self._changes.notify_all()
+
+    def seal_recovered(self, segment: Segment, found: Recovered) -> None:
+        """Begin to write the footer of a segment whose records had to be looked for, so that the next start need not,
+        if there is room for one. It is not recycled meanwhile.
+        """
+        room = segment.size_bytes // PAGE_BYTES - found.end_page
+        whole = segment.size_bytes == segment.header.segment_bytes
+        needs = footer_pages(len(found.entries), len(found.keyspaces))
+        if found.kind is Kind.WALKED and whole and room >= needs:
+            segment.readers += 1
+            work = partial(_seal_file, self._directory, segment, found)
+            self._lane.submit(work, partial(self._recovered_sealed, segment))
+
+    def _recovered_sealed(self, segment: Segment, result: BaseException | None) -> None:
+        segment.readers -= 1
+        self._changes.notify_all()
+        if result is not None:
+            self._pool.write_failed(result)
+
+
+# --- in threads of the write lane ---
+
+
+def _write(
+    files: Files, segment: Segment, entries: Records, keyspace: Records, digests: U64Array, addresses: U64Array
+) -> None:
+    """`keyspace`: of all the entries, a row of format.SPACE."""
+    headers = reserve_array((len(entries), PAGE_BYTES), np.uint8)
+    encode_records(headers, segment.header.uuid, entries, keyspace, digests, int(time.time()))
+    sizes: I64Array = entries["payload_bytes"].astype(np.int64)
+    write_records(files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)
+
+
+def _seal_file(directory: RootDirectory, segment: Segment, found: Recovered) -> None:
+    files = directory.files
+    fd = files.open(directory.segments_fd, segment.name, create=False, direct=directory.is_direct, write=True)
+    try:
+        seal_segment(files, fd, segment.header, found.entries, found.keyspaces)
+    finally:
+        files.close(fd)
