@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,21 +203,31 @@ def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
     return left
 
 
-def lock_root(dir_fd: int, *, create: bool) -> int:
-    """The lock of a root's directory, which is held until the descriptor is closed.
+def open_root(files: Files, path: Path, *, create: bool, create_lock: bool) -> tuple[int, int, int]:
+    """Descriptors of a root's directory, of the one with its segments, and of its lock, which is held until that one
+    is closed. `create`: make directories that are not there; `create_lock`: make the lock's file, too.
 
     Raises:
-        BlockingIOError: another process holds it.
-        FileNotFoundError: there is none, and none is to be made.
+        BlockingIOError: another process holds the lock.
+        FileNotFoundError: something is not there, and is not to be made.
+        DiskError: a directory is another user's, or open to others.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-    fd = os.open("lock", flags, 0o600, dir_fd=dir_fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    segments = path / "segments"
+    with ExitStack() as opened:
+        if create:
+            files.make_directory(path)
+        directory_fd = files.open_directory(path)
+        opened.callback(os.close, directory_fd)
+        if create:
+            files.make_directory(segments)
+        segments_fd = files.open_directory(segments)
+        opened.callback(os.close, segments_fd)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create_lock else 0)
+        lock_fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
+        opened.callback(os.close, lock_fd)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened.pop_all()
+    return directory_fd, segments_fd, lock_fd
 
 
 def probe_direct(files: Files, dir_fd: int) -> bool:

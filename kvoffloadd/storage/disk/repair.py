@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES, BoolArray
-from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name, lock_root
+from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name, open_root
 from kvoffloadd.storage.disk.format import SegmentHeader
 from kvoffloadd.storage.disk.manifest import MANIFEST_NAME, decode_manifest
 from kvoffloadd.storage.disk.recovery import Kind, Recovered, Walk, recover_open_segment, walk_segment
@@ -51,12 +51,11 @@ def check_root(
     """
     root = _Check(Path(path), repair, files or Files())
     try:
-        root.enter()
         root.check_manifest()
         root.check_segments(progress)
         return root.report
     finally:
-        root.leave()
+        root.close()
 
 
 class _Check:
@@ -67,25 +66,18 @@ class _Check:
         self._path = path
         self._repair = repair
         self._files = files
-        self._directory_fd = self._segments_fd = self._lock_fd = -1
-
-    def enter(self) -> None:
-        """Take the lock; makes no file where no root is."""
         try:
-            self._directory_fd = self._files.open_directory(self._path)
-            self._segments_fd = self._files.open_directory(self._path / "segments")
+            fds = open_root(files, path, create=False, create_lock=True)
         except (FileNotFoundError, NotADirectoryError):
-            raise DiskError(f"{self._path} is no root of a disk tier: it has no directory with segments") from None
-        try:
-            self._lock_fd = lock_root(self._directory_fd, create=True)
+            raise DiskError(f"{path} is no root of a disk tier: it has no directory with segments") from None
         except BlockingIOError:
-            raise DiskError(f"a daemon uses {self._path}: ask it with `kvoffloadd verify --disk` instead") from None
+            raise DiskError(f"a daemon uses {path}: ask it with `kvoffloadd verify --disk` instead") from None
+        self._directory_fd, self._segments_fd, self._lock_fd = fds
 
-    def leave(self) -> None:
-        """Give everything back."""
+    def close(self) -> None:
+        """Let the lock go, and the directories."""
         for fd in (self._segments_fd, self._directory_fd, self._lock_fd):
-            if fd != -1:
-                os.close(fd)
+            os.close(fd)
 
     def check_manifest(self) -> None:
         """Without it nothing is served. It can't be repaired: what was cleared is not known."""

@@ -26,7 +26,7 @@ from kvoffloadd.storage.disk.files import (
     describe_error,
     is_segment_name,
     lacks_resources,
-    lock_root,
+    open_root,
     probe_direct,
 )
 from kvoffloadd.storage.disk.format import KeyspaceId, SegmentHeader
@@ -98,18 +98,14 @@ class RootDirectory:
         Raises:
             OSError, DiskError: it can't be used, or another process uses it.
         """
-        files = self.files
-        if not self._uuid:  # a root that was there before and is not now is a file system that is not mounted
-            files.make_directory(self.path)
-        self._directory_fd = files.open_directory(self.path)
+        new = not self._uuid  # a root that was there before and is not now is a file system that is not mounted
         try:
-            self._lock_fd = lock_root(self._directory_fd, create=not self._uuid)
+            fds = open_root(self.files, self.path, create=new, create_lock=new)
         except BlockingIOError:
             raise DiskError(f"{self.path} is in use by another process") from None
-        if not self._uuid:
-            files.make_directory(self.path / "segments")
-        self.segments_fd = files.open_directory(self.path / "segments")
-        self.is_direct = probe_direct(files, self._directory_fd) if self._wants_direct is None else self._wants_direct
+        self._directory_fd, self.segments_fd, self._lock_fd = fds
+        wanted = self._wants_direct
+        self.is_direct = probe_direct(self.files, self._directory_fd) if wanted is None else wanted
 
     async def remember(self) -> bool:
         """Read the manifest. False: there is none to trust, so that nothing here may be served: what was cleared is not
