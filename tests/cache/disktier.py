@@ -257,7 +257,7 @@ class Tier:
             task.cancel()
         for root in self.roots:
             if not amid_a_note:
-                await root.directory.written()
+                await root.directory.wait_written()
             for sealing in list(root.writer._sealing):
                 sealing.cancel()
             for lane in root.lanes:
@@ -266,7 +266,7 @@ class Tier:
                 if segment.fd != -1:
                     os.close(segment.fd)
                     segment.fd = -1
-            root.directory.leave()
+            root.directory.close()
         await self._end()
 
     async def _end(self) -> None:

@@ -75,7 +75,7 @@ async def take_off(tier: Tier, *paths: Path) -> None:
     for path in paths:
         path.rename(path.with_suffix(".gone"))
     roots = [root for root in tier.roots if root.path in paths]
-    await tier.until(lambda: all(root.state == RootState.OFF and not root.opened for root in roots))
+    await tier.until(lambda: all(root.state == RootState.OFF and not root.accepted for root in roots))
 
 
 # --- a root that hangs ---
@@ -217,8 +217,8 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
             newest_running_s=lambda at: min((at - began for began in running), default=0.0),
         )
 
-    def probe(moved_s: float, *lanes: Any) -> probe_module.Probe:
-        directory: Any = SimpleNamespace(lane=lane(), moved_s=moved_s)
+    def probe(last_progress_s: float, *lanes: Any) -> probe_module.Probe:
+        directory: Any = SimpleNamespace(lane=lane(), last_progress_s=last_progress_s)
         health: Any = None
         return probe_module.Probe(directory, health, lanes, 5.0, 10.0)
 
@@ -243,7 +243,7 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
     told: list[str] = []
 
     def before(tier: Tier) -> None:
-        tier.root.directory.goes_on = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
+        tier.root.directory.on_progress = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
 
     again = await open_tier(paths=[paths[0]], before=before)
     assert again.on_disk(again.keyspace(A), 1) == [1]
@@ -266,7 +266,7 @@ async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths:
     await take_off(tier, paths[0])
     async with tier.disk.arrivals._changing:
         paths[0].with_suffix(".gone").rename(paths[0])
-        await tier.until(lambda: tier.roots[0].opened)
+        await tier.until(lambda: tier.roots[0].accepted)
     async with tier.disk.arrivals._changing:
         await comes_to_be_known(tier, 0)
         await tier.clear(tier.keyspace(A).namespace)
@@ -344,7 +344,7 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     await tier.until(lambda: walks.begun)
     paths[0].chmod(0o700)
     gate.open()
-    await tier.until(lambda: tier.roots[0].pool.segments if heard_before else tier.roots[0].opened)
+    await tier.until(lambda: tier.roots[0].pool.segments if heard_before else tier.roots[0].accepted)
     for _ in range(100):
         await asyncio.sleep(0.001)
         await tier.fetch(tier.keyspace(A), 1)
@@ -372,7 +372,7 @@ async def test_clears_of_two_roots_are_learnt_one_after_the_other(
     paths[1].chmod(0o700)
     await tier.until(lambda: walks.begun)
     paths[2].chmod(0o700)
-    await tier.until(lambda: tier.roots[2].opened)
+    await tier.until(lambda: tier.roots[2].accepted)
     await asyncio.sleep(0.01)
     walks.let_go = 1
     for _ in range(300):
@@ -405,7 +405,7 @@ async def test_two_copies_that_come_at_the_same_time(
     for path in paths:
         path.chmod(0o700)
     await tier.until(lambda: sum(root.health.reason.startswith("it is a copy") for root in tier.roots) == 1)
-    assert sum(root.opened for root in tier.roots) == 1
+    assert sum(root.accepted for root in tier.roots) == 1
     for gate in gates:
         gate.open()
     await tier.until(lambda: any(root.state == RootState.OK for root in tier.roots))
@@ -423,7 +423,7 @@ async def test_a_root_that_goes_again_while_it_comes(open_tier: Open, paths: lis
     paths[0].rename(paths[0].with_suffix(".gone"))
     tier.files.plant("names=EIO")
     gate.open()
-    await tier.until(lambda: not tier.roots[0].opened)
+    await tier.until(lambda: not tier.roots[0].accepted)
     assert tier.states(tier.keyspace(A), 1, 2) == [MISS, PENDING]
     tier.files.plant("")
     paths[0].with_suffix(".gone").rename(paths[0])

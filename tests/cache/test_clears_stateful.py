@@ -293,7 +293,7 @@ class ClearMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier is not None)
     @rule(scope=scopes)
     def clear(self, scope: list[int]) -> None:
-        reached = all(self.root(name).opened and name not in self.blocked for name in self.config)
+        reached = all(self.root(name).accepted and name not in self.blocked for name in self.config)
         self.number_clear(scope)
         try:
             self.run(clear(self.up.cache, self.up.disk, self.names(scope)))
@@ -301,7 +301,7 @@ class ClearMachine(RuleBasedStateMachine):
             assert not reached
         else:
             # Who came in meanwhile has been told, too.
-            assert all(self.root(name).opened and name not in self.blocked for name in self.config)
+            assert all(self.root(name).accepted and name not in self.blocked for name in self.config)
             self.cleared_for_good(scope)
         for n in scope:
             self.known[n] = self.count
@@ -371,14 +371,14 @@ class ClearMachine(RuleBasedStateMachine):
         if name in self.config and self.root(name).state == RootState.OK:
             self.run(self.up.quiet())
             self.path(name).rename(self.folder / f"gone-{name}")
-            self.run(self.up.until(lambda: self.root(name).state == RootState.OFF and not self.root(name).opened))
+            self.run(self.up.until(lambda: self.root(name).state == RootState.OFF and not self.root(name).accepted))
 
     @precondition(lambda self: self.tier is not None)
     @rule(name=roots)
     def arrive(self, name: str) -> None:
         """It is back, or there at last."""
         self.put_back(name)
-        if name not in self.config or self.root(name).opened:
+        if name not in self.config or self.root(name).accepted:
             return
         root = self.root(name)
         self.run(self.up.until(lambda: root.state == RootState.OK or root.health.reason.startswith("it is a copy")))

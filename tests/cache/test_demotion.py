@@ -471,7 +471,7 @@ async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier:
     tier = await open_tier(on_evict=on_evict)
     keyspace, on_disk = tier.keyspace(), tier.folder / "away"
     tier.root.path.rename(on_disk)
-    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.opened)
+    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.accepted)
     tier.store(keyspace, *range(10))
     tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(*range(10))).hit_rows)
     await tier.quiet()
@@ -692,7 +692,7 @@ async def test_an_end_tells_of_what_no_root_took(open_tier: Open) -> None:
     tier.store(keyspace, 100, 101)
     await tier.quiet()
     tier.root.path.rename(on_disk)
-    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.opened)
+    await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.accepted)
     tier.store(keyspace, *range(10))
     await tier.quiet()
     at_hand = 12 - len(tier.on_disk(keyspace, 100, 101))

@@ -111,7 +111,7 @@ async def test_a_root_that_another_daemon_cleared_meanwhile(open_tier: Open, pat
     here.store(keyspace, 1)
     await here.quiet()
     paths[0].rename(paths[1])
-    await here.until(lambda: here.root.state == RootState.OFF and not here.root.opened)
+    await here.until(lambda: here.root.state == RootState.OFF and not here.root.accepted)
     here.store(keyspace, 2)
     there = await open_tier(paths=[paths[1]])
     await there.clear(there.keyspace(A).namespace)
@@ -226,7 +226,7 @@ async def test_nothing_goes_where_its_clear_is_not_noted(open_tier: Open, paths:
         shutil.rmtree(at)
     keyspace = tier.disk.of(tier.keyspace(A))
     assert keyspace is not None
-    await tier.until(lambda: all(root.directory.has_noted(keyspace.name) for root in tier.roots))
+    await tier.until(lambda: all(root.directory.has_epoch(keyspace.name) for root in tier.roots))
     tier.store(tier.keyspace(A), 9)
     await tier.quiet()
     assert tier.on_disk(tier.keyspace(A), 9) == [9]

@@ -314,7 +314,7 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
     gate = threading.Event()
     left: list[str] = []
     directory = tier.root.directory
-    look, leave = directory.trouble, directory.leave
+    look, close = directory.trouble, directory.close
 
     def trouble() -> str:
         gate.wait(30)
@@ -323,11 +323,11 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
 
     monkeypatch.setattr(directory, "trouble", trouble)
 
-    def leave_and_tell() -> None:
+    def close_and_tell() -> None:
         left.append("left")
-        leave()
+        close()
 
-    monkeypatch.setattr(directory, "leave", leave_and_tell)
+    monkeypatch.setattr(directory, "close", close_and_tell)
     await tier.until(lambda: tier.root.state == RootState.OFF)
     assert tier.root.health.reason == "the disk does not answer"
     await tier.until(lambda: tier.states(keyspace, 1) == [MISS])
@@ -416,16 +416,16 @@ def test_a_root_that_relapses_is_tried_less_and_less_often(monkeypatch: pytest.M
     seen = []
     for _ in range(8):
         health.become(RootState.OK)
-        assert health.patience() == 1
+        assert health.retry_factor() == 1
         now[0] += 1.0
         health.become(RootState.READ_ONLY, "a reason")
         now[0] += 5.0
-        seen.append(health.patience())
+        seen.append(health.retry_factor())
     assert seen == [1, 2, 4, 8, 16, 16, 16, 16]
     health.become(RootState.OK)
     now[0] += LASTING_S
     health.become(RootState.OFF, "another reason")
-    assert health.patience() == 1, "it had recovered"
+    assert health.retry_factor() == 1, "it had recovered"
 
 
 async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:

@@ -101,7 +101,7 @@ class Arrivals:
     async def look_after(self, root: Root) -> None:
         """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
         disk = self._disk
-        if await root.probe.look():
+        if await root.probe.check():
             disk.numbers.changes.notify_all()
             await self._clears.save_epochs([root])
             return
@@ -111,7 +111,7 @@ class Arrivals:
         for ordinal in list(root.pool.segments):
             await self._reclaim.forget(ordinal)
             disk.catalog.close_segment(ordinal)
-        await root.take_off()
+        await root.detach()
         await self._arrive(root, root.open())
 
     async def _arrive(self, root: Root, opened: Awaitable[Manifest | None]) -> None:
@@ -122,7 +122,7 @@ class Arrivals:
             if known is None:
                 return
             await self._hear(root, known)
-            if root.opened:
+            if root.accepted:
                 await self._take_in(root)
             await self._clears.save_epochs(
                 [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
@@ -132,9 +132,9 @@ class Arrivals:
 
     async def _hear(self, root: Root, known: Manifest) -> None:
         """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
-        same = [r for r in self._disk.roots if r is not root and r.opened and r.directory.uuid == known.root_uuid]
+        same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == known.root_uuid]
         if same:
-            root.directory.turn_away()
+            root.directory.reject()
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.directory.accepted = True
@@ -147,7 +147,7 @@ class Arrivals:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
             root.health.become(RootState.OFF, describe_error(error))
-            await root.take_off()
+            await root.detach()
             return
         records = sum(len(one.entries) for _, one in found)
         async with self._changing:

@@ -78,7 +78,7 @@ class DiskClears:
 
     async def _save_at(self, root: Root) -> str:
         epochs = self._contents.cache.epochs
-        if not root.opened:
+        if not root.accepted:
             return f"{root.path} is off: {root.health.reason}"
         try:
             async with asyncio.timeout(self._stuck_s):

@@ -279,7 +279,7 @@ class Demotion:
         """Some root works that has noted the keyspace's epoch."""
         disk_keyspace = self._disk.of(keyspace)
         return disk_keyspace is not None and any(
-            r.state == RootState.OK and r.directory.has_noted(disk_keyspace.name) for r in self._disk.roots
+            r.state == RootState.OK and r.directory.has_epoch(disk_keyspace.name) for r in self._disk.roots
         )
 
     async def flush(self, deadline_s: float) -> int:
@@ -365,7 +365,7 @@ class Demotion:
         usable = [
             root
             for root in self._disk.roots
-            if root.state == RootState.OK and root.directory.may_note(disk_keyspace.name)
+            if root.state == RootState.OK and root.directory.may_get_epoch(disk_keyspace.name)
         ]
         if not usable or max(sizes) > max(root.writer.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
@@ -395,7 +395,7 @@ class Demotion:
             took = await self._append(write, part)
             if not took:
                 noted = any(
-                    root.state == RootState.OK and root.directory.has_noted(disk_keyspace.name)
+                    root.state == RootState.OK and root.directory.has_epoch(disk_keyspace.name)
                     for root in self._disk.roots
                 )
                 self.counters.not_demoted["no room" if noted else self._why_not()] += len(offer.rows)
@@ -414,7 +414,9 @@ class Demotion:
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
-            roots = [r for r in self._disk.roots if r.state == RootState.OK and r.directory.may_note(batch.keyspace)]
+            roots = [
+                r for r in self._disk.roots if r.state == RootState.OK and r.directory.may_get_epoch(batch.keyspace)
+            ]
             roots = [root for root in roots if root.writer.payload_bytes_max >= largest]
             for root in sorted(roots, key=lambda root: root.writer.load):
                 if root.writer.writing < root.writer.depth:

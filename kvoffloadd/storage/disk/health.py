@@ -63,7 +63,7 @@ class Health:
             self._relapses = self._relapses + 1 if now - self._ok_since_s < LASTING_S else 0
         self.state, self.reason = state, reason
 
-    def patience(self) -> int:
+    def retry_factor(self) -> int:
         """How many times as long as usual to wait before a root that fails is tried again: one that fails again and
         again, soon after it has worked, is tried less and less often.
         """
@@ -87,7 +87,7 @@ class Health:
             self.become(RootState.READ_ONLY, describe_error(error))
         return False
 
-    def wrote(self) -> None:
+    def write_succeeded(self) -> None:
         """A write has worked."""
         self.writes_failed = 0
 
@@ -95,6 +95,6 @@ class Health:
         """For `status`."""
         return {"state": self.state, "reason": self.reason, "write_errors": self.write_errors}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Count anew."""
         self.reads_failed = self.writes_failed = 0

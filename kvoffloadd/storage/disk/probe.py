@@ -15,14 +15,14 @@ from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 READ_FAILURES_MAX = 16
 """So many reads in a row that fail with an error: the root is taken off, and tried again later."""
 
-LOOKS = 8
-"""How often within `stuck_s` somebody looks whether a root answers."""
+CHECKS = 8
+"""How often within `stuck_s` it is checked whether a root answers."""
 
 NO_ANSWER: Final = "the disk does not answer"
 
 
 class Probe:
-    """Looks after one root, whose reads and writes run in `lanes`. `retry_s`: between two looks; `stuck_s`: how long
+    """Looks after one root, whose reads and writes run in `lanes`. `retry_s`: between two checks; `stuck_s`: how long
     I/O may take.
     """
 
@@ -39,11 +39,11 @@ class Probe:
         self._hangs_since_s: float | None = None
 
     async def pause(self) -> None:
-        """Wait until it is time to `look`: soon if the disk does not answer, and then the root is OFF."""
-        left = self._retry_s * self._health.patience()
+        """Wait until it is time to `check`: soon if the disk does not answer, and then the root is OFF."""
+        left = self._retry_s * self._health.retry_factor()
         until = self._loop.time() + left
         while left > 0 and self._health.state != RootState.OFF:
-            await asyncio.sleep(min(left, self._stuck_s / LOOKS))
+            await asyncio.sleep(min(left, self._stuck_s / CHECKS))
             if self.hangs():
                 self._health.become(RootState.OFF, NO_ANSWER)
                 return
@@ -56,7 +56,7 @@ class Probe:
         """
         while not came.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._stuck_s / LOOKS):
+                async with asyncio.timeout(self._stuck_s / CHECKS):
                     await came.wait()
             if not came.is_set() and self.stands_still():
                 self._health.become(RootState.OFF, NO_ANSWER)
@@ -71,7 +71,7 @@ class Probe:
         """There is I/O, and for `stuck_s` none of it has ended: a root of many records may be read for long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
-        return self._is_late(now, min(*moved, now - self._directory.moved_s) if moved else 0.0)
+        return self._is_late(now, min(*moved, now - self._directory.last_progress_s) if moved else 0.0)
 
     def _is_late(self, now: float, waited_s: float) -> bool:
         """Seen twice, since everything looks late after a stop of the process."""
@@ -80,9 +80,9 @@ class Probe:
             return False
         if self._hangs_since_s is None:
             self._hangs_since_s = now
-        return now - self._hangs_since_s >= self._stuck_s / LOOKS
+        return now - self._hangs_since_s >= self._stuck_s / CHECKS
 
-    async def look(self) -> bool:
+    async def check(self) -> bool:
         """Whether the root is not OFF. It may have become so, or OK."""
         if self._health.state == RootState.OFF:
             return False
@@ -109,5 +109,5 @@ class Probe:
         except OSError as error:
             self._health.become(RootState.READ_ONLY, describe_error(error))
         else:
-            self._health.wrote()
+            self._health.write_succeeded()
             self._health.become(RootState.OK)

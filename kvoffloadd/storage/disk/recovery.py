@@ -78,16 +78,16 @@ class Walk:
 
 
 def recover_segment(
-    files: Files, segments_fd: int, name: str, *, direct: bool, goes_on: Callable[[], None] = lambda: None
+    files: Files, segments_fd: int, name: str, *, direct: bool, on_progress: Callable[[], None] = lambda: None
 ) -> Recovered:
-    """What this segment file holds. `goes_on` is called after each of many reads.
+    """What this segment file holds. `on_progress` is called after each of many reads.
 
     Raises:
         OSError: the file can't be opened or read.
     """
     fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
     try:
-        found = recover_open_segment(files, fd, name, goes_on)
+        found = recover_open_segment(files, fd, name, on_progress)
         if not direct:
             files.drop_cached(fd, 0, found.size_bytes)
         return found
@@ -95,7 +95,7 @@ def recover_segment(
         files.close(fd)
 
 
-def recover_open_segment(files: Files, fd: int, name: str, goes_on: Callable[[], None] = lambda: None) -> Recovered:
+def recover_open_segment(files: Files, fd: int, name: str, on_progress: Callable[[], None] = lambda: None) -> Recovered:
     """As `recover_segment`, of an open file."""
     size = files.size_bytes(fd)
     unknown = Recovered(name, Kind.DAMAGED, size_bytes=size)
@@ -113,7 +113,7 @@ def recover_open_segment(files: Files, fd: int, name: str, goes_on: Callable[[],
     if footer is not None:
         entries, keyspaces = footer
         return replace(known, kind=Kind.SEALED, entries=entries, keyspaces=keyspaces, end_page=_end_page(entries))
-    walk = walk_segment(files, fd, header.uuid, goes_on)
+    walk = walk_segment(files, fd, header.uuid, on_progress)
     return replace(
         known,
         kind=Kind.WALKED,
@@ -161,14 +161,14 @@ def _read(files: Files, fd: int, page: int, count: int) -> U8Array:
 # --- the walk ---
 
 
-def walk_segment(files: Files, fd: int, uuid: bytes, goes_on: Callable[[], None] = lambda: None) -> Walk:
+def walk_segment(files: Files, fd: int, uuid: bytes, on_progress: Callable[[], None] = lambda: None) -> Walk:
     """Look at every page for a header of this use of the file, and at the payload behind it: whole records are jumped
     over, anything else is passed page by page.
 
     Raises:
         OSError: the file can't be read.
     """
-    return _Walker(files, fd, uuid, goes_on).walk()
+    return _Walker(files, fd, uuid, on_progress).walk()
 
 
 def inspect_records(
@@ -191,8 +191,8 @@ def inspect_records(
 class _Walker:
     """One walk. Reads windows of WALK_BYTES; payloads that reach out of theirs are hashed piece by piece."""
 
-    def __init__(self, files: Files, fd: int, uuid: bytes, goes_on: Callable[[], None]) -> None:
-        self._goes_on = goes_on
+    def __init__(self, files: Files, fd: int, uuid: bytes, on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
         self._files = files
         self._fd = fd
         self._uuid = uuid
@@ -282,7 +282,7 @@ class _Walker:
         """Up to `count` pages from `page` on; fewer if the buffer or the file ends."""
         wanted = buffer[: min(count, len(buffer))]
         came = self._files.read(self._fd, page * PAGE_BYTES, [wanted])
-        self._goes_on()
+        self._on_progress()
         return wanted[: came // PAGE_BYTES]
 
 

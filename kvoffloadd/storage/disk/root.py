@@ -93,7 +93,7 @@ class Root:
         return self.health.state
 
     @property
-    def opened(self) -> bool:
+    def accepted(self) -> bool:
         """The directory and its manifest are ours, and it is no copy of another root in use."""
         return self.directory.accepted
 
@@ -113,10 +113,10 @@ class Root:
         can't be used.
         """
         try:
-            await self.write_lane.perform(self.directory.enter, urgent=FIRST)
-            self._trusted = await self.directory.remember()
+            await self.write_lane.perform(self.directory.open, urgent=FIRST)
+            self._trusted = await self.directory.load_manifest()
         except (OSError, KvOffloadError) as error:
-            self.directory.leave()
+            self.directory.close()
             self.health.become(RootState.OFF, describe_error(error))
         return self.directory.manifest
 
@@ -129,7 +129,7 @@ class Root:
         """
         scan = await scan_root(self.directory, self.read_lane, self._numbers, trusted=self._trusted)
         if not self._trusted:
-            await self._begin_anew(scan.reusable)
+            await self._start_empty(scan.reusable)
         self.epochs = scan.epochs
         self._damaged_records += scan.damaged_records
         self._damaged_segments += scan.damaged_segments
@@ -138,35 +138,35 @@ class Root:
             self.writer.seal_recovered(segment, found)
         return kept
 
-    async def _begin_anew(self, reusable: list[tuple[str, int]]) -> None:
+    async def _start_empty(self, reusable: list[tuple[str, int]]) -> None:
         """A manifest vouches for all that is here, so the old contents go before there is a new one."""
         remove = partial(self.directory.remove, [name for name, _ in reusable])
         await self.directory.perform(self.write_lane, remove)
         reusable.clear()
-        await self.directory.begin()
+        await self.directory.create_manifest()
         self._trusted = True
 
     # --- it goes ---
 
     def give_up(self) -> None:
-        """It is off: what waits to be written is not, and who waits for an inspection is told. `take_off` follows once
+        """It is off: what waits to be written is not, and who waits for an inspection is told. `detach` follows once
         nobody names its segments any more; then `open` and `recover` may bring it back.
         """
         self.writer.give_up()
         self.reader.give_up()
 
-    async def take_off(self) -> None:
+    async def detach(self) -> None:
         """Let the directory go; segments and contents are forgotten here, not on disk. Returns when no thread uses
         them any more, which a disk that hangs may put off for ever.
         """
         await self.writer.settle()
-        await self.directory.idle()
+        await self.directory.wait_idle()
         while any(segment.readers for segment in self.pool.segments.values()):
             await self._numbers.changes.wait()
-            await self.directory.idle()
-        self.pool.forget()
-        self.health.forget()
-        self.directory.leave()
+            await self.directory.wait_idle()
+        self.pool.clear()
+        self.health.reset()
+        self.directory.close()
 
     async def close(self, deadline_s: float) -> bool:
         """Seal what is open, and end the lanes. False: some I/O does not end, and its memory can't be released."""
@@ -174,12 +174,12 @@ class Root:
             try:
                 async with asyncio.timeout(deadline_s):
                     await self.writer.settle()
-                    await self.directory.written()
+                    await self.directory.wait_written()
             except TimeoutError:
                 log.warning("disk %s: segments could not be sealed, or clears not be noted, in time", self.path)
         ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self.lanes)))
         if ended:
-            self.directory.leave()
+            self.directory.close()
         return ended
 
     # --- figures ---

@@ -42,21 +42,19 @@ FIRST: Final = -1
 
 
 class RootDirectory:
-    """`direct`: O_DIRECT, None for where the file system allows; `is_direct` is what came of it. `min_free_bytes`:
-    what new segments leave on the file system. `lane`: where the manifest is read and written. Descriptors are -1 while
-    the directory is not ours. `accepted`: the caller has found that it is no copy of a root in use. `moved_s`: when
-    `goes_on` was called last.
+    """`direct`: O_DIRECT, None for where the file system allows. `min_free_bytes`: what new segments leave on the file
+    system. `lane`: where the manifest is read and written.
     """
 
     def __init__(self, path: Path, files: Files, direct: bool | None, min_free_bytes: int, lane: Lane) -> None:
         self.path = path
         self.files = files
         self.lane = lane
-        self.accepted = False
-        self.moved_s = time.monotonic()
-        self.segments_fd = -1
-        self.is_direct = False
-        self.manifest: Manifest | None = None
+        self.accepted = False  # the caller has found that it is no copy of a root in use
+        self.last_progress_s = time.monotonic()
+        self.segments_fd = -1  # as the other descriptors: -1 while the directory is not ours
+        self.is_direct = False  # what came of `direct`
+        self.manifest: Manifest | None = None  # as it is on disk
         self._wants_direct = direct
         self._min_free_bytes = min_free_bytes
         # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
@@ -70,8 +68,8 @@ class RootDirectory:
         self._using: set[asyncio.Task[Any]] = set()
 
     async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
-        """Run what uses the directory's descriptors before all else that waits in the lane. `idle` tells when it has
-        ended, also where nobody waits for it any more.
+        """Run what uses the directory's descriptors before all else that waits in the lane. `wait_idle` tells when it
+        has ended, also where nobody waits for it any more.
         """
         task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
         self._using.add(task)
@@ -83,16 +81,16 @@ class RootDirectory:
         if not task.cancelled():
             task.exception()  # whoever waits has been told
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Until nothing of `perform` is under way."""
         while self._using:
             await asyncio.wait(set(self._using))
 
-    def goes_on(self) -> None:
+    def on_progress(self) -> None:
         """Of many calls that are made together one has ended: the disk answers. From any thread."""
-        self.moved_s = time.monotonic()
+        self.last_progress_s = time.monotonic()
 
-    def enter(self) -> None:
+    def open(self) -> None:
         """Take the directory, made if it is new; blocks.
 
         Raises:
@@ -107,9 +105,9 @@ class RootDirectory:
         wanted = self._wants_direct
         self.is_direct = probe_direct(self.files, self._directory_fd) if wanted is None else wanted
 
-    async def remember(self) -> bool:
+    async def load_manifest(self) -> bool:
         """Read the manifest. False: there is none to trust, so that nothing here may be served: what was cleared is not
-        known. `begin` makes a new one, once nothing is left that it would vouch for.
+        known. `create_manifest` makes a new one, once nothing is left that it would vouch for.
 
         Raises:
             OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
@@ -133,7 +131,7 @@ class RootDirectory:
         self._uuid = self.manifest.root_uuid
         return True
 
-    async def begin(self) -> None:
+    async def create_manifest(self) -> None:
         """Make the manifest of a new root durable; OSError passes through."""
         if self.manifest is None:
             raise DiskError(f"{self.path} is off")
@@ -150,15 +148,15 @@ class RootDirectory:
         """The directory, wherever it is by now: another one may be at `path`."""
         return _path_of(self._directory_fd)
 
-    def has_noted(self, keyspace: KeyspaceId) -> bool:
+    def has_epoch(self, keyspace: KeyspaceId) -> bool:
         """The manifest that is durable has the epoch of this keyspace: its records may be written here. Elsewhere
         whoever finds them would not know of the clear that they came after.
         """
         return self.manifest is not None and self.manifest.epoch_of(keyspace.fingerprint) == keyspace.epoch
 
-    def may_note(self, keyspace: KeyspaceId) -> bool:
+    def may_get_epoch(self, keyspace: KeyspaceId) -> bool:
         """It has, or the manifest that is being written may."""
-        return self.has_noted(keyspace) or bool(self._writes)
+        return self.has_epoch(keyspace) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
         """Make clears durable, even where nobody waits for it any more: there is one name for what is half written. The
@@ -185,7 +183,7 @@ class RootDirectory:
         if not task.cancelled():
             task.exception()  # whoever waits has been told
 
-    async def written(self) -> None:
+    async def wait_written(self) -> None:
         """Until no clears are being made durable."""
         while self._writes:
             await asyncio.wait(set(self._writes))
@@ -214,7 +212,7 @@ class RootDirectory:
         return sorted(filter(self._may_be_segment, self.files.names(self.segments_fd)))
 
     def _may_be_segment(self, name: str) -> bool:
-        self.goes_on()
+        self.on_progress()
         if not is_segment_name(name):
             return False
         try:
@@ -226,7 +224,7 @@ class RootDirectory:
         """Remove segment files, durably; blocks. Raises OSError."""
         for name in names:
             self.files.unlink(self.segments_fd, name)
-            self.goes_on()
+            self.on_progress()
         self.files.sync_directory(self.segments_fd)
 
     def size_bytes(self, name: str) -> int:
@@ -278,12 +276,12 @@ class RootDirectory:
             files.close(fd)
             files.unlink(self._directory_fd, "probe")
 
-    def turn_away(self) -> None:
+    def reject(self) -> None:
         """Let a root go that is not to be used: the next one here may be another."""
-        self.leave()
+        self.close()
         self._uuid = b""
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Let the directory go. The caller guarantees that no thread uses its descriptors any more."""
         for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
             if fd != -1:

@@ -34,7 +34,7 @@ class RootScan:
     damaged_segments: int = 0
     epochs: dict[bytes, int] = field(default_factory=dict)
 
-    def note(self, keyspaces: list[KeyspaceId]) -> None:
+    def add_epochs(self, keyspaces: list[KeyspaceId]) -> None:
         """A segment has records of these."""
         for keyspace in keyspaces:
             if self.epochs.get(keyspace.fingerprint, 0) < keyspace.epoch <= EPOCH_MAX:
@@ -63,7 +63,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
             continue
         if one.header is not None:
             numbers.seen(one.header.number, 0)
-        scan.note(one.keyspaces)
+        scan.add_epochs(one.keyspaces)
         if one.header is None or not len(one.entries) or not trusted:
             if one.kind is Kind.UNREADABLE:
                 log.warning(
@@ -102,7 +102,7 @@ async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered
         directory.segments_fd,
         name,
         direct=directory.is_direct,
-        goes_on=directory.goes_on,
+        on_progress=directory.on_progress,
     )
     try:
         return await lane.perform(work)

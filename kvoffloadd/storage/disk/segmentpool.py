@@ -152,7 +152,7 @@ class SegmentPool:
             self._clean = segment
         if self._health.state == RootState.FULL:
             self._health.become(RootState.OK)
-        self._health.wrote()
+        self._health.write_succeeded()
         self._changes.notify_all()
         return True
 
@@ -173,7 +173,7 @@ class SegmentPool:
         del self.segments[segment.ordinal]
         self._reusable.append((segment.name, segment.size_bytes))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The root is gone; its files stay as they are."""
         self.segments.clear()
         self._reusable.clear()

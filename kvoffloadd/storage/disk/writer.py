@@ -94,7 +94,7 @@ class Writer:
         `rewrite`: they may take `reserved_pages`, too. `done` is called once, later, if any were taken.
         """
         segment = self._pool.open_segment
-        if self._health.state != RootState.OK or segment is None or not self._directory.has_noted(batch.keyspace):
+        if self._health.state != RootState.OK or segment is None or not self._directory.has_epoch(batch.keyspace):
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
@@ -127,7 +127,7 @@ class Writer:
         if result is None:
             segment.entries.append(entries)
             self.written_bytes += int(entries["payload_bytes"].sum())
-            self._health.wrote()
+            self._health.write_succeeded()
         elif not isinstance(result, CancelledWork):
             segment.broken |= is_trouble(result)
             self._pool.write_failed(result)
