@@ -22,7 +22,7 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     The epochs of the saved state, and of disks, are known by now: what was cleared since is left behind.
     """
     tier = cache.tier
-    found = tier.ledger.read()
+    found = tier.slot_records.read()
     owners = np.full(len(found), -1, np.int64)
     all_rows = [np.zeros(0, np.uint32)]
     opened = []
@@ -43,7 +43,7 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
         owners[at[whole]] = records
         all_rows.append(rows)
     kept = owners >= 0
-    tier.ledger.erase(found.pages[~kept])
+    tier.slot_records.erase(found.pages[~kept])
     tier.restore(found.pages[kept], owners[kept].astype(np.uint32))
     rows = np.concatenate(all_rows)
     cache.entries.tell(rows, added=True)

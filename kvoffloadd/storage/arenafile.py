@@ -5,7 +5,7 @@ It is a memfd, which systemd can keep for the next start, or a file that has a p
     header      one page: what the rest is for
     names       twice `NAMES_BYTES`: who the keys belong to; written where they are not, then wiped where they were
     slabs       u32 each: pages of a slot, 0: unassigned
-    records     64 bytes for each page of the arena, see `ledger`
+    records     64 bytes for each page of the arena, see `slotrecords`
     arena       from a multiple of 2 MiB on
 
 Whoever writes it may be killed between any two instructions: each part is valid or not by itself. Event loop only.
@@ -31,7 +31,7 @@ import xxhash
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
-from kvoffloadd.storage.pool_lock import OWNER_BYTES, await_end, is_of_another_boot, this_process
+from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, this_process
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _MAGIC = b"KVOFPOOL"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
-_OWNER_AT = 520  # in the header's page, see `owner`
+_OWNER_AT = 520  # in the header's page, see `arenaowner`
 _ALIGN_BYTES = 2 << 20
 _HUGE_BYTES = 2 << 20
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")

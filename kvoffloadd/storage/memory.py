@@ -55,7 +55,7 @@ class MemoryTier:
         self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
         self.num_slabs = -(-self.num_pages // self.slab_pages)
         self.pool = pool or ArenaFile.make(self.num_pages * PAGE_BYTES, self.slab_pages * PAGE_BYTES)
-        self.ledger = SlotRecords(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
+        self.slot_records = SlotRecords(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
         self._owner: U32Array = reserve_array((self.num_pages,), np.uint32)  # owner + 1 of the slot at its first page
         self._slab_size: I64Array = np.zeros(self.num_slabs, np.int64)  # slot size in pages; 0: unassigned
         self._slab_used: I64Array = np.zeros(self.num_slabs, np.int64)
@@ -147,7 +147,7 @@ class MemoryTier:
                 self._unassigned.remove(slab)
                 self._assign(self._sizes.setdefault(size, _Size(size)), slab)
             else:
-                self.ledger.assign(slab, 0)
+                self.slot_records.assign(slab, 0)
         self._owner[pages] = owners + np.uint32(1)
         np.add.at(self._slab_used, pages // self.slab_pages, 1)
         for pool in self._sizes.values():
@@ -158,7 +158,7 @@ class MemoryTier:
 
     def give(self, pages: U32Array) -> None:
         """Free slots of any sizes; they are the next to be handed out."""
-        self.ledger.erase(pages)
+        self.slot_records.erase(pages)
         slabs = pages // self.slab_pages
         self._owner[pages] = 0
         np.subtract.at(self._slab_used, slabs, 1)
@@ -198,7 +198,7 @@ class MemoryTier:
         if not pool.slabs:
             del self._sizes[pool.pages]
         self._slab_size[slab] = 0
-        self.ledger.assign(slab, 0)
+        self.slot_records.assign(slab, 0)
         self._unassigned.append(slab)
         return True
 
@@ -254,7 +254,7 @@ class MemoryTier:
         first = slab * self.slab_pages
         slots = self._slab_length(slab) // pool.pages
         self._slab_size[slab] = pool.pages
-        self.ledger.assign(slab, pool.pages)
+        self.slot_records.assign(slab, pool.pages)
         pool.slabs.add(slab)
         # Descending, so that the stack hands them out ascending: neighbours on both sides coalesce.
         pool.push(np.arange(first + (slots - 1) * pool.pages, first - 1, -pool.pages, dtype=np.int64).astype(np.uint32))

@@ -119,7 +119,7 @@ class SlotRecords:
         same &= words[:, 6] & np.uint64(0xFFFFFFFF) == (keyspaces | parts << 16).astype(np.uint64)
         same &= words[:, _CHECK] == self._checks(at, words[:, :_CHECK])
         wrong = int(np.count_nonzero(~same))
-        return [f"ledger: the records of {wrong} sealed slots are wrong or missing"] if wrong else []
+        return [f"slot records: {wrong} of sealed slots are wrong or missing"] if wrong else []
 
     def written(self, slabs: range) -> U32Array:
         """First pages, ascending, of the slots in these slabs that have a record."""

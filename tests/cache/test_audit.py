@@ -111,8 +111,11 @@ PLANTED: dict[str, tuple[Plant, str]] = {
     "missing": (_change("missing", "rows", 1), "miscounted"),
     "lease": (_change("leases", "rows", 1), "keys are held 3 times, leases and loads account for 2"),
     "digest": (lambda cache: cache.entries.parts.digest.__setitem__((_record(cache), 0), 5), "wrong or missing"),
-    "ledger": (lambda cache: cache.tier.ledger.erase(cache.entries.parts.page[[_record(cache)]]), "wrong or missing"),
-    "ledger, retired": (
+    "slot records": (
+        lambda cache: cache.tier.slot_records.erase(cache.entries.parts.page[[_record(cache)]]),
+        "wrong or missing",
+    ),
+    "slot records, retired": (
         lambda cache: _turn(cache, _record(cache), PartState.COMMITTED),
         "have records",
     ),

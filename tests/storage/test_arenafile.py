@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage import arenafile as module
-from kvoffloadd.storage import pool_lock as owner_module
+from kvoffloadd.storage import arenaowner as owner_module
 from kvoffloadd.storage.arenafile import ATTEMPTS_MAX, NAMES_BYTES, ArenaFile, file_bytes, inherit, open_pool, unfit
 from tests.server.vanishing import punch
 

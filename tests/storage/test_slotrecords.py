@@ -17,7 +17,7 @@ PAGES, SLAB_PAGES = 101, 16
 Entry = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
-def ledger_of(pool: ArenaFile) -> SlotRecords:
+def records_of(pool: ArenaFile) -> SlotRecords:
     return SlotRecords(pool.records, pool.slabs, SLAB_PAGES, pool.seed)
 
 
@@ -35,14 +35,14 @@ def entries(found: RecoveredSlots) -> dict[int, Entry]:
     }
 
 
-def write(ledger: SlotRecords, pages: U32Array, seed: int) -> dict[int, Entry]:
+def write(slot_records: SlotRecords, pages: U32Array, seed: int) -> dict[int, Entry]:
     """Random records; what was written."""
     rng = np.random.default_rng(seed)
     count = len(pages)
     keys = rng.integers(0, 1 << 64, (count, 4), np.uint64)
     digests = rng.integers(0, 1 << 64, (count, 2), np.uint64)
     keyspaces, parts = rng.integers(0, 1 << 16, (2, count))
-    ledger.write(pages, keys, digests, keyspaces, parts)
+    slot_records.write(pages, keys, digests, keyspaces, parts)
     rows = zip(keys.tolist(), digests.tolist(), keyspaces.tolist(), parts.tolist(), strict=True)
     return {page: (tuple(k), tuple(d), s, p) for page, (k, d, s, p) in zip(pages.tolist(), rows, strict=True)}
 
@@ -53,7 +53,7 @@ class Book(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
-        self.ledger = ledger_of(self.pool)
+        self.slot_records = records_of(self.pool)
         self.sizes: dict[int, int] = {}
         self.held: dict[int, Entry] = {}
 
@@ -65,16 +65,16 @@ class Book(RuleBasedStateMachine):
     def fill(self, slab: int, size: int, seed: int) -> None:
         if slab not in self.sizes:
             self.sizes[slab] = size
-            self.ledger.assign(slab, size)
+            self.slot_records.assign(slab, size)
         slots = np.array(self.slots(slab), np.uint32)
         some = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
-        self.held |= write(self.ledger, some, seed)
+        self.held |= write(self.slot_records, some, seed)
 
     @rule(seed=st.integers(0, 1 << 16))
     def erase(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         gone = [page for page in self.held if rng.random() < 0.5]
-        self.ledger.erase(np.array(gone, np.uint32))
+        self.slot_records.erase(np.array(gone, np.uint32))
         for page in gone:
             del self.held[page]
 
@@ -82,17 +82,17 @@ class Book(RuleBasedStateMachine):
     def unassign(self, slab: int) -> None:
         if slab in self.sizes:
             gone = [page for page in self.held if page // SLAB_PAGES == slab]
-            self.ledger.erase(np.array(gone, np.uint32))
+            self.slot_records.erase(np.array(gone, np.uint32))
             for page in gone:
                 del self.held[page]
             del self.sizes[slab]
-            self.ledger.assign(slab, 0)
+            self.slot_records.assign(slab, 0)
 
     @invariant()
     def a_successor_reads_what_is_there(self) -> None:
         if hasattr(self, "pool"):
             heir = ArenaFile(os.dup(self.pool.fd), self.pool.capacity_bytes, SLAB_PAGES * PAGE_BYTES, is_old=True)
-            found = ledger_of(heir).read()
+            found = records_of(heir).read()
             assert entries(found) == self.held
             assert found.damaged == 0
             assert (found.sizes == [self.sizes[page // SLAB_PAGES] for page in found.pages.tolist()]).all()
@@ -111,39 +111,39 @@ TestBook.settings = settings(max_examples=40, stateful_step_count=20, deadline=N
 def test_a_flipped_bit_takes_its_record_alone(size: int, seed: int, data: st.DataObject) -> None:
     """Wherever in the record it is."""
     pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
-    ledger = ledger_of(pool)
-    ledger.assign(1, size)
+    slot_records = records_of(pool)
+    slot_records.assign(1, size)
     pages = np.arange(16, 33 - size, size, dtype=np.uint32)
-    written = write(ledger, pages, seed)
+    written = write(slot_records, pages, seed)
     which = data.draw(st.integers(0, len(pages) - 1))
     word, bit = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 63))
     pool.records[16 + which, word] ^= np.uint64(1 << bit)
-    found = ledger.read()
+    found = slot_records.read()
     del written[int(pages[which])]
     assert entries(found) == written
     assert found.damaged == 1
-    assert ledger.read().damaged == 0, "it is erased"
+    assert slot_records.read().damaged == 0, "it is erased"
     pool.close()
 
 
 def test_a_record_elsewhere_is_none() -> None:
     """Whole, but not where it was written."""
     pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
-    ledger = ledger_of(pool)
-    ledger.assign(0, 1)
-    write(ledger, np.array([3], np.uint32), 0)
+    slot_records = records_of(pool)
+    slot_records.assign(0, 1)
+    write(slot_records, np.array([3], np.uint32), 0)
     pool.records[4] = pool.records[3]
-    assert list(entries(ledger.read())) == [3]
+    assert list(entries(slot_records.read())) == [3]
     pool.close()
 
 
 def test_later_records_say_so() -> None:
     pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
-    ledger = ledger_of(pool)
-    ledger.assign(0, 1)
+    slot_records = records_of(pool)
+    slot_records.assign(0, 1)
     for page in (5, 2, 9):
-        write(ledger, np.array([page], np.uint32), page)
-    again = ledger_of(pool)
+        write(slot_records, np.array([page], np.uint32), page)
+    again = records_of(pool)
     found = again.read()
     assert found.pages[np.argsort(found.orders)].tolist() == [5, 2, 9]
     write(again, np.array([1], np.uint32), 1)

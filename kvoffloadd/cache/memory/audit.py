@@ -179,7 +179,7 @@ def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
     entries = cache.entries
     sealed = records[entries.parts.state[records] == PartState.SEALED]
     rows = entries.parts.row[sealed]
-    return cache.tier.ledger.check(
+    return cache.tier.slot_records.check(
         entries.parts.page[sealed],
         entries.index.keys[rows],
         entries.parts.digest[sealed],
@@ -209,7 +209,7 @@ def _check_slots(cache: Cache, slabs: range) -> list[str]:
     if ((entries.parts.page[owners] != pages) | (state == PartState.EMPTY)).any():
         findings.append("memory: a slot is owned by a part that does not have it")
     told = pages[(state == PartState.SEALED) & (entries.state[entries.parts.row[owners]] == RowState.LIVE)]
-    written = cache.tier.ledger.written(slabs)
+    written = cache.tier.slot_records.written(slabs)
     if not np.array_equal(written, told):
-        findings.append(f"ledger: {len(written)} slots have records, {len(told)} are sealed and can be found")
+        findings.append(f"slot records: {len(written)} slots have records, {len(told)} are sealed and can be found")
     return findings

@@ -413,7 +413,7 @@ class Cache:
         if self._names_differ and len(parts):
             self.remember()
         rows = entries.parts.row[parts]
-        self.tier.ledger.write(
+        self.tier.slot_records.write(
             entries.parts.page[parts],
             entries.index.keys[rows],
             entries.parts.digest[parts],

@@ -186,7 +186,7 @@ class KeyTable:
         held = rows[self.state[rows] == RowState.RETIRED]
         for width, at in self.by_width(held):  # their slots are not given back yet, but nobody may inherit them
             records = self.parts.run(self.first[held[at]], width).ravel()
-            self.tier.ledger.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
+            self.tier.slot_records.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
 
     def free_retired(self, rows: U32Array) -> None:
         """Free the retired ones of these rows that nothing holds: their slots, records and numbers."""

@@ -57,7 +57,7 @@ def _boot() -> bytes:
 
 
 def _start_ticks(pid: int) -> int:
-    """Field 22 of proc(5)'s stat; the name before it may hold keyspaces. 0: there is no such process."""
+    """Field 22 of proc(5)'s stat; the name before it may hold spaces. 0: there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])
