@@ -60,12 +60,12 @@ class RootDirectory:
         # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
         self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
-        self._uuid = b""
-        self._writing = asyncio.Lock()
-        self._writes: set[asyncio.Task[None]] = set()
-        self._waiting: asyncio.Task[None] | None = None
-        self._next: Manifest | None = None
-        self._using: set[asyncio.Task[Any]] = set()
+        self._uuid = b""  # of the root that was here first, which alone may come back; empty: any may come
+        self._writing = asyncio.Lock()  # held while the manifest is read or written
+        self._writes: set[asyncio.Task[None]] = set()  # of manifests: the one under way, and the one that waits for it
+        self._waiting: asyncio.Task[None] | None = None  # the latter
+        self._next: Manifest | None = None  # what that one will write
+        self._using: set[asyncio.Task[Any]] = set()  # of `perform`
 
     async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
         """Run what uses the directory's descriptors before all else that waits in the lane. `wait_idle` tells when it

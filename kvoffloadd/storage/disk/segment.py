@@ -32,7 +32,9 @@ SEGMENTS_MIN = 8
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A segment file of this run. Owned by the event loop; threads read `header`, and the rows in `keyspaces`."""
+    """A segment file of this run. Owned by the event loop; threads read what does not change while they are counted
+    in `writers` or `readers`: the file's name and descriptor, its header, rows of `keyspaces`.
+    """
 
     ordinal: int  # its name in memory, never used twice while the daemon runs
     name: str  # of the file
