@@ -22,7 +22,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import ENTRY, KeyspaceId, SegmentHeader, footer_pages
 from kvoffloadd.storage.disk.manifest import Manifest, write_manifest
-from kvoffloadd.storage.disk.segments import create_segment, seal_segment
+from kvoffloadd.storage.disk.segment import create_segment, seal_segment
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_folder
 from scripts.harness.figures import KEY_BYTES, at_most, judged, keys_of, p50, print_bounds, print_grid
