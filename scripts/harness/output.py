@@ -50,6 +50,10 @@ class Live:
             self._told_at = time.monotonic()
             sys.stderr.write(f"{self._what}: {100 * min(done / self._total, 1):.0f} % {figures}\n")
 
+    def print(self, line: str) -> None:
+        """A line that stays, above the bar."""
+        self._console.print(f"{self._what}: {line}", markup=False, highlight=False, soft_wrap=True)
+
 
 def print_json(values: Mapping[str, object]) -> None:
     """One object on standard output."""

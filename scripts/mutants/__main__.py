@@ -111,6 +111,8 @@ def run(mutants: list[Mutant], jobs: int) -> list[Fate]:
         copies = Copies(Path(folder), jobs)
         for fate in pool.map(lambda mutant: fate_of(mutant, copies), mutants):
             fates.append(fate)
+            if not fate.noticed:
+                live.print(f"{fate.mutant.name}: {fate.end}")
             survived = sum(not fate.noticed for fate in fates)
             live.show(len(fates), f"{len(fates) - survived} killed, {survived} not")
     return fates
