@@ -23,7 +23,7 @@ SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 FILE_LINES_MAX, CLASS_LINES_MAX = 400, 300
 HEAVY = {"torch", "cupy", "cuda"}
 TWINS = {
-    **dict.fromkeys(("Registration", "Session"), "server"),
+    "Registration": "server",
     **dict.fromkeys(("Cleared", "Drained", "Found", "Ready", "Reserved"), "protocol"),
     "Allocation": "device",
     "Job": "cache",

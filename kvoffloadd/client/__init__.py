@@ -5,12 +5,12 @@ Importing this loads neither torch nor CUDA. `Client` waits, `AsyncClient` await
 
 from kvoffloadd.client.aio import AsyncClient
 from kvoffloadd.client.blocking import Client
-from kvoffloadd.client.job import Job, JobConnectionLostError, JobDeadlineError, JobResult
-from kvoffloadd.client.kvcache import Group, KvCache
-from kvoffloadd.client.registration import Registration
-from kvoffloadd.client.results import Audit, Cleared, Drained, Event, EventGap, Found, KeyEvents, Lease, Reserved
-from kvoffloadd.client.tensor import GpuTensor, SharedTensor
-from kvoffloadd.client.timeline import Ready, Timeline
+from kvoffloadd.client.events import Event, EventGap, KeyEvents
+from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError, JobResult
+from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
+from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
+from kvoffloadd.client.memory.timeline import Ready, Timeline
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
 from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.protocol.messages import NamespaceSpec
 

@@ -6,31 +6,29 @@ Ownership: everything belongs to the event loop of the first call.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
-from kvoffloadd.client.connector import Settings
-from kvoffloadd.client.core import ClientCore
-from kvoffloadd.client.job import Job, JobResult
-from kvoffloadd.client.kvcache import KvCache
-from kvoffloadd.client.registration import Registration
-from kvoffloadd.client.results import Audit, Cleared, Drained, Event, Found, Reserved
-from kvoffloadd.client.timeline import Ready
+from kvoffloadd.client.core import BaseClient
+from kvoffloadd.client.events import Event
+from kvoffloadd.client.jobs import Job, JobResult
+from kvoffloadd.client.memory.kvcache import KvCache, Registration
+from kvoffloadd.client.memory.timeline import Ready
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved
+from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Direction, U8Array
-from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
 
 
 class _LoopPoll:
-    """A `lines.Poller` on the running loop, and the carrying out of waits there."""
+    """A `transport.Poller` on the running loop, and the carrying out of waits there."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,39 +85,16 @@ class _LoopPoll:
                 target.discard_waker(wake)
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """A session with the daemon, for asyncio and uvloop. The calls, their arguments and errors are `Client`'s.
 
-    Calls of many tasks may be under way at once. What the daemon says is taken in as it comes, also while no call
-    waits. A call that is cancelled leaves its job, if it made one, among `open_jobs`.
+    It is made without a running loop. Calls of many tasks may be under way at once. What the daemon says is taken in as
+    it comes, also while no call waits. A call that is cancelled leaves its job, if it made one, among `open_jobs`.
     """
 
-    def __init__(
-        self,
-        socket_path: str | os.PathLike[str],
-        *,
-        namespace: NamespaceSpec | None,
-        role: Literal["worker", "scheduler", "observer"] = "worker",
-        instance: bytes | None = None,
-        deadline_s: float = 10.0,
-        connect_deadline_s: float = 5.0,
-        reconnect: bool = True,
-        retry_busy: bool = True,
-    ) -> None:
-        """As `Client`. Needs no running loop."""
-        settings = Settings(
-            socket_path=os.fspath(socket_path),
-            namespace=namespace,
-            role=role,
-            instance=os.urandom(16) if instance is None else instance,
-            deadline_s=deadline_s,
-            connect_deadline_s=connect_deadline_s,
-            reconnect=reconnect,
-            retry_busy=retry_busy,
-        )
+    def _make_poller(self) -> Poller:
         self._poll = _LoopPoll()
-        self._deadline_s = deadline_s
-        self._exchange = ClientCore(settings, self._poll)
+        return self._poll
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -130,23 +105,13 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    @property
-    def boot_id(self) -> bytes:
-        """As `Client.boot_id`."""
-        return self._exchange.session.boot_id
-
-    @property
-    def limits(self) -> Limits | None:
-        """As `Client.limits`."""
-        return self._exchange.session.limits
-
     async def connect(self) -> None:
         """As `Client.connect`."""
-        await self._run(self._exchange.connect(self._until()))
+        await self._run(self._core.connect(self._until()))
 
     async def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
         """As `Client.close`."""
-        await self._run(self._exchange.close(self._until(deadline_s), force=force))
+        await self._run(self._core.close(self._until(deadline_s), force=force))
 
     async def ping(self) -> None:
         """As `Client.ping`."""
@@ -154,40 +119,40 @@ class AsyncClient:
 
     async def register(self, caches: KvCache) -> Registration:
         """As `Client.register`."""
-        return await self._run(self._exchange.register(caches, self._until()))
+        return await self._run(self._core.register(caches, self._until()))
 
     async def unregister(self, registration: Registration) -> None:
         """As `Client.unregister`."""
-        await self._run(self._exchange.unregister(registration, self._until()))
+        await self._run(self._core.unregister(registration, self._until()))
 
     async def lookup(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.lookup`."""
-        return await self._call(calls.lookup(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.lookup(groups, first, self._core.key_bytes))
 
     async def pin(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.pin`."""
-        return await self._call(calls.pin(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.pin(groups, first, self._core.key_bytes))
 
     async def prefetch(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.prefetch`."""
-        return await self._call(calls.prefetch(groups, first, self._exchange.key_bytes))
+        return await self._call(calls.prefetch(groups, first, self._core.key_bytes))
 
     async def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """As `Client.wait_ready`."""
-        return await self._run(self._exchange.wait_ready(found, self._until(deadline_s)))
+        return await self._run(self._core.wait_ready(found, self._until(deadline_s)))
 
     async def touch(self, groups: Groups, first: First = 0) -> None:
         """As `Client.touch`."""
-        await self._call(calls.touch(groups, first, self._exchange.key_bytes))
+        await self._call(calls.touch(groups, first, self._core.key_bytes))
 
     async def release(self, lease: int) -> None:
         """As `Client.release`."""
-        await self._run(self._exchange.release(lease, self._until()))
+        await self._run(self._core.release(lease, self._until()))
 
     async def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """As `Client.reserve`."""
         named = None if parts is None else list(parts)
-        return await self._call(calls.reserve(groups, first, named, self._exchange.key_bytes))
+        return await self._call(calls.reserve(groups, first, named, self._core.key_bytes))
 
     async def clear(self, *, everything: bool = False) -> Cleared:
         """As `Client.clear`."""
@@ -195,11 +160,11 @@ class AsyncClient:
 
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""
-        return await self._run(self._exchange.snapshot(group, self._until()))
+        return await self._run(self._core.snapshot(group, self._until()))
 
     async def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
         """As `Client.snapshot_page`."""
-        return await self._call(calls.snapshot(group, cursor, self._exchange.key_bytes))
+        return await self._call(calls.snapshot(group, cursor, self._core.key_bytes))
 
     async def store(
         self,
@@ -212,9 +177,9 @@ class AsyncClient:
         ready: Ready | None = None,
     ) -> Job:
         """As `Client.store`."""
-        terms = calls.JobOptions(first, lease, deadline_s, ready)
-        what = calls.transfer(Direction.STORE, registration, groups, self._exchange.key_bytes, terms)
-        return await self._run(self._exchange.submit(what, self._until()))
+        options = calls.JobOptions(first, lease, deadline_s, ready)
+        spec = calls.transfer(Direction.STORE, registration, groups, self._core.key_bytes, options)
+        return await self._run(self._core.submit(spec, self._until()))
 
     async def load(
         self,
@@ -228,30 +193,26 @@ class AsyncClient:
         expedited: bool = False,
     ) -> Job:
         """As `Client.load`."""
-        terms = calls.JobOptions(first, lease, deadline_s, ready, expedited)
-        what = calls.transfer(Direction.LOAD, registration, groups, self._exchange.key_bytes, terms)
-        return await self._run(self._exchange.submit(what, self._until()))
+        options = calls.JobOptions(first, lease, deadline_s, ready, expedited)
+        spec = calls.transfer(Direction.LOAD, registration, groups, self._core.key_bytes, options)
+        return await self._run(self._core.submit(spec, self._until()))
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:
         """As `Client.wait`."""
-        return await self._run(self._exchange.wait(job, self._until(deadline_s)))
+        return await self._run(self._core.wait(job, self._until(deadline_s)))
 
     async def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
         """As `Client.wait_any`."""
-        return await self._run(self._exchange.wait_any(jobs, self._until(deadline_s)))
+        return await self._run(self._core.wait_any(jobs, self._until(deadline_s)))
 
     async def cancel(self, job: Job) -> None:
         """As `Client.cancel`."""
-        await self._run(self._exchange.cancel(job, self._until()))
-
-    def open_jobs(self) -> list[Job]:
-        """As `Client.open_jobs`."""
-        return self._exchange.session.open_jobs()
+        await self._run(self._core.cancel(job, self._until()))
 
     async def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """As `Client.drain`."""
         until = self._until(deadline_s + self._deadline_s)
-        return await self._run(self._exchange.call(calls.drain(everything, deadline_s), until))
+        return await self._run(self._core.call(calls.drain(everything, deadline_s), until))
 
     async def status(self) -> dict[str, Any]:
         """As `Client.status`."""
@@ -261,24 +222,24 @@ class AsyncClient:
         self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
     ) -> Audit:
         """As `Client.verify`."""
-        op = calls.verify(payloads, disk, repair)
-        return await self._run(self._exchange.call(op, self._until(deadline_s)))
+        call = calls.verify(payloads, disk, repair)
+        return await self._run(self._core.call(call, self._until(deadline_s)))
 
     async def subscribe(self) -> None:
         """As `Client.subscribe`."""
-        await self._run(self._exchange.subscribe(self._until()))
+        await self._run(self._core.subscribe(self._until()))
 
     async def events(self, deadline_s: float = 0.0) -> list[Event]:
         """As `Client.events`."""
-        return await self._run(self._exchange.events(self._until(deadline_s)))
+        return await self._run(self._core.events(self._until(deadline_s)))
 
     # --- helpers ---------------------------------------------------------------------------------
 
     def _until(self, deadline_s: float | None = None) -> float:
         return monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
 
-    async def _call(self, op: Call[R]) -> R:
-        return await self._run(self._exchange.call(op, self._until()))
+    async def _call(self, call: Call[R]) -> R:
+        return await self._run(self._core.call(call, self._until()))
 
     async def _run(self, steps: Gen[R]) -> R:
         try:

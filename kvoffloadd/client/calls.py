@@ -8,37 +8,67 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvoffloadd.client.gpu import IpcMemory, VmmMemory
-from kvoffloadd.client.job import Job
+from kvoffloadd.client.jobs import Job
 from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
-from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
+from kvoffloadd.client.memory.kvcache import Registration
+from kvoffloadd.client.memory.timeline import Ready
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved
-from kvoffloadd.client.timeline import Ready
-from kvoffloadd.errors import MessageError, UsageError
+from kvoffloadd.client.waiting import Waitable
+from kvoffloadd.errors import KvOffloadError, MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol import messages
-from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Request
+from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Message, Request
 
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
-    """One operation.
+class Call(Waitable, Generic[R]):
+    """One operation that is asked once. When it is `done`, either `error` is set or `value` is what it returns.
 
     `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
     formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
     `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)`: what takes the value back, for
-    one that comes after its caller has given up. `promotion(value)`: what a later `ready` will settle, if one is due.
+    one that comes after its caller has given up. `job`: the one that it asks for.
     """
 
-    build: Callable[[int], Request]
-    parse: Callable[[Any, bytes], R]
-    repeatable: bool = False
-    fds: tuple[int, ...] = ()
-    owner: object = None
-    undo: Callable[[R], Call[None] | None] | None = None
-    promotion: Callable[[R], Promotion | None] | None = None
+    __slots__ = (
+        *("build", "fds", "job", "owner", "parse", "repeatable", "undo"),
+        *("abandoned", "error", "reply_type", "sent", "unsent", "value"),
+    )
+
+    def __init__(
+        self,
+        build: Callable[[int], Request],
+        parse: Callable[[Any, bytes], R],
+        *,
+        repeatable: bool = False,
+        fds: tuple[int, ...] = (),
+        owner: object = None,
+        undo: Callable[[R], Call[None] | None] | None = None,
+        job: Job | None = None,
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.parse = parse
+        self.repeatable = repeatable
+        self.fds = fds
+        self.owner = owner
+        self.undo = undo
+        self.job = job
+        self.reply_type: type[Message] = Message
+        self.unsent: memoryview | bytes = b""
+        """What of its frame the kernel has not taken yet."""
+        self.sent = False
+        """At least one byte has gone to the kernel; what was not sent, the daemon never saw."""
+        self.abandoned = False
+        """Its deadline passed; the reply, if it comes, still tells whether its job was admitted and what to undo."""
+        self.value: Any = None
+        self.error: KvOffloadError | None = None
+
+    def again(self) -> Call[R]:
+        """The same operation, to be asked once more."""
+        return Call(self.build, self.parse, repeatable=self.repeatable, fds=self.fds, owner=self.owner, undo=self.undo)
 
 
 Groups = Mapping[int, Keys]
@@ -75,32 +105,24 @@ def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) 
     return Call(build, parse)
 
 
-_PING: Call[None] = Call(lambda seq: messages.Ping(seq=seq), _nothing, repeatable=True)
-_STATUS: Call[dict[str, Any]] = Call(
-    lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True
-)
-_SUBSCRIBE: Call[None] = Call(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
-_BYE: Call[None] = Call(lambda seq: messages.Bye(seq=seq), _nothing)
-
-
 def ping() -> Call[None]:
     """Answered at once."""
-    return _PING
+    return Call(lambda seq: messages.Ping(seq=seq), _nothing, repeatable=True)
 
 
 def status() -> Call[dict[str, Any]]:
     """Counters and gauges."""
-    return _STATUS
+    return Call(lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True)
 
 
 def subscribe() -> Call[None]:
     """Events from now on."""
-    return _SUBSCRIBE
+    return Call(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
 
 
 def bye() -> Call[None]:
     """Answered when the session's copies have ended."""
-    return _BYE
+    return Call(lambda seq: messages.Bye(seq=seq), _nothing)
 
 
 def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
@@ -203,13 +225,7 @@ def _find(
         promotion = Promotion(reply.seq, counts, lease) if reply.promoting else None
         return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, promotion)
 
-    return Call(
-        lambda seq: kind(seq=seq, groups=lists),
-        parse,
-        repeatable=not promotes,
-        undo=_release_leased,
-        promotion=lambda found: found.promotion,
-    )
+    return Call(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=not promotes, undo=_release_leased)
 
 
 def touch(groups: Groups, first: First, key_bytes: int) -> Call[None]:
@@ -252,16 +268,16 @@ class JobSpec:
     registration: Registration
     lists: list[GroupBlocks]
     counts: tuple[int, ...]
-    terms: JobOptions
+    options: JobOptions
 
     @property
     def lease(self) -> int:
         """The lease that it names; 0: none."""
-        return self.terms.lease
+        return self.options.lease
 
 
 def transfer(
-    direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, terms: JobOptions
+    direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, options: JobOptions
 ) -> JobSpec:
     """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
     lists, counts = [], []
@@ -269,40 +285,40 @@ def transfer(
         packed = pack_keys(keys, key_bytes)
         count = len(packed) // key_bytes
         blocks = pack_blocks(block_ids, count, registration.caches.group(group).blocks_per_key)
-        start = terms.first if isinstance(terms.first, int) else terms.first.get(group, 0)
+        start = options.first if isinstance(options.first, int) else options.first.get(group, 0)
         lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
         counts.append(count)
-    if not terms.deadline_s > 0:
-        raise UsageError(f"a job's deadline is above 0 seconds, not {terms.deadline_s}")
-    if terms.ready is not None:
-        registration.caches.ready_spec(terms.ready)
-    return JobSpec(direction, registration, lists, tuple(counts), terms)
+    if not options.deadline_s > 0:
+        raise UsageError(f"a job's deadline is above 0 seconds, not {options.deadline_s}")
+    if options.ready is not None:
+        registration.caches.ready_spec(options.ready)
+    return JobSpec(direction, registration, lists, tuple(counts), options)
 
 
-def submit(what: JobSpec, job: Job) -> Call[list[U8Array]]:
+def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
     """The request that makes `job`; the value is the key states at admission."""
 
     def build(seq: int) -> Request:
-        terms = what.terms
+        options = spec.options
         common: dict[str, Any] = {
             "seq": seq,
             "job": job.id,
-            "registration": what.registration.named_id(),
-            "groups": what.lists,
-            "lease": int(terms.lease),
-            "deadline_s": float(terms.deadline_s),
-            "ready": None if terms.ready is None else what.registration.caches.ready_spec(terms.ready),
+            "registration": spec.registration.named_id(),
+            "groups": spec.lists,
+            "lease": int(options.lease),
+            "deadline_s": float(options.deadline_s),
+            "ready": None if options.ready is None else spec.registration.caches.ready_spec(options.ready),
         }
-        if what.direction is Direction.STORE:
+        if spec.direction is Direction.STORE:
             return messages.Store(**common)
-        return messages.Load(**common, expedited=terms.expedited)
+        return messages.Load(**common, expedited=options.expedited)
 
     def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
         if reply.job != job.id:
             raise MessageError(f"asked for job {job.id}, accepted was {reply.job}")
-        return unpack_states(reply.states, what.counts)
+        return unpack_states(reply.states, spec.counts)
 
-    return Call(build, parse)
+    return Call(build, parse, job=job)
 
 
 def cancel(job: Job) -> Call[None]:

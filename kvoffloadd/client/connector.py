@@ -7,20 +7,19 @@ import os
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvoffloadd.client import calls
-from kvoffloadd.client.allocation import Allocation
 from kvoffloadd.client.calls import Call
-from kvoffloadd.client.connection import ConnectionState, Pending
-from kvoffloadd.client.gpu import IpcMemory, VmmMemory
-from kvoffloadd.client.lines import Lines
-from kvoffloadd.client.registration import Registration
-from kvoffloadd.client.session import Session
+from kvoffloadd.client.connection import ConnectionState
+from kvoffloadd.client.events import EventQueue
+from kvoffloadd.client.memory.allocation import Allocation
+from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
+from kvoffloadd.client.memory.kvcache import Registration
+from kvoffloadd.client.transport import TRANSIENT, Transport, unreachable
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
-from kvoffloadd.client.wire import TRANSIENT, unreachable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
-from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, NamespaceSpec
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, Limits, NamespaceSpec, Welcome
 from kvoffloadd.sockets import PATH_BYTES_MAX
 
 R = TypeVar("R")
@@ -63,13 +62,20 @@ class Settings:
 
 
 class Connector:
-    """Keeps one connection usable."""
+    """Keeps one connection usable.
 
-    def __init__(self, settings: Settings, session: Session, lines: Lines) -> None:
+    `registrations`: what every new connection is told. `boot_id` and `limits`: of the daemon that was greeted last.
+    `connecting`: done when the attempt that is being made now is over; None: none is.
+    """
+
+    def __init__(self, settings: Settings, transport: Transport, events: EventQueue) -> None:
+        self.registrations: list[Registration] = []
+        self.boot_id = b""
+        self.limits: Limits | None = None
+        self.connecting: Waitable | None = None
         self._settings = settings
-        self._session = session
-        self._lines = lines
-        self._dialing: Waitable | None = None
+        self._transport = transport
+        self._events = events
         self._connected_once = False
 
     def connected(self, until: float, *, explicit: bool = False) -> Gen[ConnectionState]:
@@ -79,25 +85,20 @@ class Connector:
         ConnectionLostError (also where the connection was lost and the client may not reconnect by itself).
         """
         while True:
-            link = self._session.link
-            if link is not None and link.usable:
-                return link
+            connection = self._transport.current
+            if connection is not None and connection.usable:
+                return connection
             if self._connected_once and not (explicit or self._settings.reconnect):
                 raise ConnectionLostError("the connection was lost; `connect()` makes a new one")
-            if self._dialing is None:
-                return (yield from self.dial(min(until, monotonic() + self._settings.connect_deadline_s), until))
-            yield Wait((self._dialing,), until)
+            if self.connecting is None:
+                return (yield from self.connect(min(until, monotonic() + self._settings.connect_deadline_s), until))
+            yield Wait((self.connecting,), until)
             if monotonic() >= until:
                 raise DeadlineError("another task was still connecting when the deadline passed")
 
-    @property
-    def dialing(self) -> Waitable | None:
-        """Settles when the attempt that is being made now is over."""
-        return self._dialing
-
-    def dial(self, attempts_until: float, until: float) -> Gen[ConnectionState]:
+    def connect(self, attempts_until: float, until: float) -> Gen[ConnectionState]:
         """Make a new connection: at least one attempt, further ones until `attempts_until`. Raises as `connected`."""
-        over = self._dialing = Waitable()
+        over = self.connecting = Waitable()
         pauses = backoffs()
         try:
             yield from self._await_close(until)
@@ -110,86 +111,94 @@ class Connector:
                         raise self._explained(error) from error
                 yield Wait((), again_at)
         finally:
-            self._dialing = None
+            self.connecting = None
             over.settle()
 
-    def ask_on(self, link: ConnectionState, op: Call[R], until: float) -> Gen[R]:
+    def ask_on(self, connection: ConnectionState, call: Call[R], until: float) -> Gen[R]:
         """Ask once, on this connection. Raises RemoteError, ConnectionLostError, DeadlineError."""
-        pending = self._lines.ask(link, op)
-        yield from self.settled(pending, until)
-        if pending.error is not None:
-            raise pending.error
-        value: R = pending.value
+        self._transport.ask(connection, call)
+        yield from answered(call, until)
+        if call.error is not None:
+            raise call.error
+        value: R = call.value
         return value
 
-    def settled(self, pending: Pending, until: float) -> Gen[None]:
-        """Wait for the reply. Raises DeadlineError; a reply that comes later is dropped."""
-        try:
-            if not pending.done:
-                yield Wait((pending,), until)
-            if not pending.done:
-                raise DeadlineError(f"no {pending.reply_type.__name__.lower()!r} from the daemon in time")
-        finally:
-            pending.abandoned = not pending.done
-
-    def enroll(self, link: ConnectionState, registration: Registration, until: float) -> Gen[None]:
+    def enroll(self, connection: ConnectionState, registration: Registration, until: float) -> Gen[None]:
         """Attach a registration's memory and register its tensors and groups on this connection. Raises as `ask_on`."""
         numbers: dict[Hashable, int] = {}
         allocations = registration.caches.allocations()
-        allowed = FDS_PER_FRAME_MAX if link.limits is None else link.limits.fds_per_frame
+        allowed = FDS_PER_FRAME_MAX if connection.limits is None else connection.limits.fds_per_frame
         at_once = max(1, min(FDS_PER_FRAME_MAX, allowed))
         shared = [allocation for allocation in allocations if isinstance(allocation, Allocation)]
         for start in range(0, len(shared), at_once):
             batch = shared[start : start + at_once]
             fds = tuple(allocation.fd for allocation in batch)
-            found = yield from self.ask_on(link, calls.attach(fds, registration), until)
+            found = yield from self.ask_on(connection, calls.attach(fds, registration), until)
             numbers.update(zip((allocation.identity for allocation in batch), found, strict=True))
         for memory in allocations:
             if isinstance(memory, IpcMemory):
-                (numbers[memory.identity],) = yield from self.ask_on(link, calls.attach_ipc(memory), until)
+                (numbers[memory.identity],) = yield from self.ask_on(connection, calls.attach_ipc(memory), until)
             elif isinstance(memory, VmmMemory):
-                numbers[memory.identity] = yield from self._attach_chunks(link, memory, at_once, until)
-        registration.id = yield from self.ask_on(link, calls.register(registration, numbers), until)
+                numbers[memory.identity] = yield from self._attach_chunks(connection, memory, at_once, until)
+        number = yield from self.ask_on(connection, calls.register(registration, numbers), until)
+        registration.bind(number, connection.ended)
 
-    def _attach_chunks(self, link: ConnectionState, memory: VmmMemory, at_once: int, until: float) -> Gen[int]:
+    def _attach_chunks(self, connection: ConnectionState, memory: VmmMemory, at_once: int, until: float) -> Gen[int]:
         number = 0
         for start in range(0, len(memory.chunks), at_once):
             chunks = range(start, min(start + at_once, len(memory.chunks)))
-            (number,) = yield from self.ask_on(link, calls.attach_vmm(memory, chunks, number), until)
+            (number,) = yield from self.ask_on(connection, calls.attach_vmm(memory, chunks, number), until)
         return number
 
     def _await_close(self, until: float) -> Gen[None]:
         # A greeting proves that old copies have ended only if it comes after the daemon closed their connection.
-        for link in list(self._session.old):
-            if self._lines.awaits_close(link):
-                yield Wait((link.closed, link.dead), until)
-                if not (link.closed.done or link.dead.done):
+        for connection in list(self._transport.former):
+            if self._transport.awaits_close(connection):
+                yield Wait((connection.closed, connection.dead), until)
+                if not (connection.closed.done or connection.dead.done):
                     raise DeadlineError("the daemon has not closed the connection that was broken off before")
 
     def _attempt(self, until: float) -> Gen[ConnectionState]:
-        link = self._lines.open()
+        connection = self._transport.open()
         try:
             hello = calls.hello(self._settings.role, self._settings.instance, self._settings.namespace)
-            welcome = yield from self.ask_on(link, hello, until)
-            self._session.greeted(link, welcome)
-            self._lines.watch_daemon(link)
-            self._lines.reap()
-            for registration in list(self._session.registrations):
-                yield from self.enroll(link, registration, until)
-            if self._session.subscribed:
-                yield from self.ask_on(link, calls.subscribe(), until)
-            if link.ended.done:
+            self._greeted(connection, (yield from self.ask_on(connection, hello, until)))
+            self._transport.watch_daemon(connection)
+            self._transport.reap()
+            for registration in list(self.registrations):
+                yield from self.enroll(connection, registration, until)
+            if self._events.subscribed:
+                yield from self.ask_on(connection, calls.subscribe(), until)
+            if connection.ended.done:
                 raise ConnectionLostError("the daemon closed the connection after its greeting")
-            link.usable = self._connected_once = True
-            return link
+            connection.usable = self._connected_once = True
+            return connection
         finally:
-            if not link.usable:
-                self._lines.break_off(link, "the connection did not become usable")
+            if not connection.usable:
+                self._transport.break_off(connection, "the connection did not become usable")
+
+    def _greeted(self, connection: ConnectionState, welcome: Welcome) -> None:
+        connection.boot_id = self.boot_id = welcome.boot_id
+        connection.limits = self.limits = welcome.limits
+        for former in self._transport.former:
+            if former.closed.done and former.boot_id == welcome.boot_id:
+                former.lose_jobs("its connection ended before the daemon told how it ended")
 
     def _explained(self, error: OSError | KvOffloadError) -> Exception:
         if isinstance(error, KvOffloadError):
             return error
         return unreachable(self._settings.socket_path, error)
+
+
+def answered(call: Call[Any], until: float) -> Gen[None]:
+    """Wait for the reply. Raises DeadlineError; a reply that comes later is dropped."""
+    try:
+        if not call.done:
+            yield Wait((call,), until)
+        if not call.done:
+            raise DeadlineError(f"no {call.reply_type.__name__.lower()!r} from the daemon in time")
+    finally:
+        call.abandoned = not call.done
 
 
 def _may_pass(error: OSError | KvOffloadError) -> bool:

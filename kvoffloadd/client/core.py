@@ -1,30 +1,31 @@
 """Every call of both clients, once: generators that yield what they wait for. The I/O shells run them.
 
-Ownership: an Exchange and all below it belong to whoever runs its steps, one thread (or event loop) at a time: the
+Ownership: a ClientCore and all below it belong to whoever runs its steps, one thread (or event loop) at a time: the
 blocking client's lock sees to that. Nothing here waits; a step that must wait yields `Wait`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvoffloadd.client import calls
 from kvoffloadd.client.calls import Call, JobSpec
 from kvoffloadd.client.connection import ConnectionState
-from kvoffloadd.client.connector import Connector, Settings, backoffs
-from kvoffloadd.client.job import Job, JobConnectionLostError, JobDeadlineError, JobResult
-from kvoffloadd.client.kvcache import KvCache
-from kvoffloadd.client.lines import Lines, Poller
-from kvoffloadd.client.registration import Registration
-from kvoffloadd.client.results import Event, Found
-from kvoffloadd.client.session import Session
+from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
+from kvoffloadd.client.events import Event, EventQueue
+from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError, JobResult
+from kvoffloadd.client.memory.kvcache import KvCache, Registration
+from kvoffloadd.client.results import Found, Lease
+from kvoffloadd.client.transport import Poller, Transport
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import ClientError, ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
 from kvoffloadd.model import U8Array
+from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 R = TypeVar("R")
 
@@ -43,51 +44,73 @@ class ClientCore:
 
     def __init__(self, settings: Settings, poller: Poller) -> None:
         self.settings = settings
-        self.session = Session(None if settings.namespace is None else settings.namespace.key_bytes)
-        self._lines = Lines(settings.socket_path, self.session, poller)
-        self._dialer = Connector(settings, self.session, self._lines)
+        self._events = EventQueue(None if settings.namespace is None else settings.namespace.key_bytes)
+        self._transport = Transport(settings.socket_path, self._events, poller)
+        self._connector = Connector(settings, self._transport, self._events)
+        self._jobs_asked = 0
         self._closing = False
 
     @property
     def key_bytes(self) -> int:
         """Width of this client's keys. Raises UsageError where it has no namespace."""
-        if self.session.key_bytes is None:
+        if self.settings.namespace is None:
             raise UsageError("an observer without a namespace has no keys")
-        return self.session.key_bytes
+        return self.settings.namespace.key_bytes
+
+    @property
+    def boot_id(self) -> bytes:
+        """See `BaseClient.boot_id`."""
+        return self._connector.boot_id
+
+    @property
+    def limits(self) -> Limits | None:
+        """See `BaseClient.limits`."""
+        return self._connector.limits
+
+    def open_jobs(self) -> list[Job]:
+        """Every job whose blocks are not proven free, oldest first."""
+        # Copied at one go, and in this order: another thread may be in a call meanwhile.
+        current = self._transport.current
+        connections = list(self._transport.former) if current is None else [*self._transport.former, current]
+        found = {job.id: job for connection in connections for job in list(connection.jobs.values())}
+        return [found[number] for number in sorted(found)]
 
     # --- requests ------------------------------------------------------------------------------------
 
     def connect(self, until: float) -> Gen[None]:
         """Connect, if not connected."""
         self._check_open()
-        yield from self._dialer.connected(until, explicit=True)
+        yield from self._connector.connected(until, explicit=True)
 
-    def call(self, op: Call[R], until: float) -> Gen[R]:
+    def call(self, call: Call[R], until: float) -> Gen[R]:
         """Ask, and wait for the answer. Raises what `Client` says of every call."""
-        tries = _Tries(lost=1 if op.repeatable else 0)
+        tries = _Tries(lost=1 if call.repeatable else 0)
         while True:
-            link = self._usable() or (yield from self._connected(until))
-            pending = self._lines.ask(link, op)
-            yield from self._dialer.settled(pending, until)
-            if pending.error is None:
-                value: R = pending.value
+            connection = self._usable() or (yield from self._connected(until))
+            self._transport.ask(connection, call)
+            yield from answered(call, until)
+            if call.error is None:
+                value: R = call.value
                 return value
-            yield from self._retry(pending.error, pending.sent, tries, until)
+            yield from self._retry(call.error, call.sent, tries, until)
+            call = call.again()
 
-    def submit(self, what: JobSpec, until: float) -> Gen[Job]:
+    def submit(self, spec: JobSpec, until: float) -> Gen[Job]:
         """Ask for a job. JobDeadlineError and JobConnectionLostError name the job whose blocks may be the daemon's."""
         tries = _Tries(lost=0)
         while True:
-            link = self._usable() or (yield from self._connected(until))
-            if self.session.is_void(what.lease):
+            connection = self._usable() or (yield from self._connected(until))
+            if self._is_void(spec.lease):
                 raise ConnectionLostError("the lease ended with the daemon that granted it")
-            job = self.session.new_job(what)
-            pending = self._lines.ask(link, calls.submit(what, job), job)
+            self._jobs_asked += 1  # an id never comes again in this client's life
+            job = Job(self._jobs_asked, spec.direction, spec.registration, spec.counts)
+            call = calls.submit(spec, job)
+            self._transport.ask(connection, call)
             try:
-                yield from self._dialer.settled(pending, until)
-                if pending.error is None:
+                yield from answered(call, until)
+                if call.error is None:
                     return job
-                yield from self._retry(pending.error, pending.sent, tries, until)
+                yield from self._retry(call.error, call.sent, tries, until)
             except DeadlineError as error:
                 raise JobDeadlineError(f"{error}; the blocks of {job} may be the daemon's", job) from error
             except ConnectionLostError as error:
@@ -101,8 +124,8 @@ class ClientCore:
         if promotion is None:
             return found
         if not promotion.done:
-            link = self.session.link
-            if link is None or not link.promotes(promotion):
+            connection = self._transport.current
+            if connection is None or not connection.promotes(promotion):
                 raise UsageError("this answer came from another client")
             yield Wait((promotion,), until)
         return promotion.outcome()
@@ -112,11 +135,11 @@ class ClientCore:
         if int(lease) == 0:
             return
         for last in (False, True):
-            link = self._usable() or (yield from self._connected(until))
-            if self.session.is_void(lease):
+            connection = self._usable() or (yield from self._connected(until))
+            if self._is_void(lease):
                 return
             try:
-                yield from self._dialer.ask_on(link, calls.release(lease), until)
+                yield from self._connector.ask_on(connection, calls.release(lease), until)
                 return
             except RemoteError as error:
                 if error.code in ("unknown_name", "bad_lease"):  # the daemon knows it no more
@@ -130,14 +153,14 @@ class ClientCore:
         """Attach and register; from now on after every reconnect again."""
         registration = Registration(caches)
         for last in (False, True):
-            link = self._usable() or (yield from self._connected(until))
+            connection = self._usable() or (yield from self._connected(until))
             try:
-                yield from self._dialer.enroll(link, registration, until)
+                yield from self._connector.enroll(connection, registration, until)
             except ConnectionLostError:
                 if last:
                     raise
-            if not link.ended.done:
-                self.session.registrations.append(registration)
+            if not connection.ended.done:
+                self._connector.registrations.append(registration)
                 return registration
         raise ConnectionLostError("the connection was lost twice while registering")
 
@@ -145,9 +168,9 @@ class ClientCore:
         """End a registration. After a loss of the connection it is forgotten too; its memory may still be mapped."""
         if registration.closed:
             return
-        link = self._usable() or (yield from self._connected(until))
+        connection = self._usable() or (yield from self._connected(until))
         try:
-            yield from self._dialer.ask_on(link, calls.unregister(registration), until)
+            yield from self._connector.ask_on(connection, calls.unregister(registration), until)
         except RemoteError as error:
             if error.code != "unknown_name":
                 raise
@@ -158,33 +181,33 @@ class ClientCore:
 
     def cancel(self, job: Job, until: float) -> Gen[None]:
         """End a job early. Nothing where it has ended, or where its connection has: then it can't be reached."""
-        link = self.session.link
-        if job.done or link is None or not self.session.holds(job):
+        connection = self._transport.current
+        if job.done or connection is None or connection.jobs.get(job.id) is not job:
             return
         try:
-            yield from self._dialer.ask_on(link, calls.cancel(job), until)
+            yield from self._connector.ask_on(connection, calls.cancel(job), until)
         except RemoteError:
             if not job.done:  # else it ended while we asked
                 raise
 
     def subscribe(self, until: float) -> Gen[None]:
         """Have events sent, after every reconnect again."""
-        if self.key_bytes and not self.session.subscribed:
-            self.session.subscribed = True  # before the reply, since events may come together with it
+        if self.key_bytes and not self._events.subscribed:
+            self._events.subscribed = True  # before the reply, since events may come together with it
             try:
                 yield from self.call(calls.subscribe(), until)
             except RemoteError:
-                self.session.subscribed = False
+                self._events.subscribed = False
                 raise
 
     def events(self, until: float) -> Gen[list[Event]]:
         """What came so far; waits until `until` for the first if there is none."""
-        if self.session.subscribed and self._usable() is None:
+        if self._events.subscribed and self._usable() is None:
             yield from self._connected(until)
-        link = self._usable()
-        ended = () if link is None else (link.ended,)
-        yield Wait((self.session.news, *ended), until)
-        return self.session.take_events()
+        connection = self._usable()
+        ended = () if connection is None else (connection.ended,)
+        yield Wait((self._events.news, *ended), until)
+        return self._events.take()
 
     def snapshot(self, group: int, until: float) -> Gen[U8Array]:
         """All complete keys of a group."""
@@ -221,10 +244,10 @@ class ClientCore:
                 raise JobDeadlineError(f"{jobs[0]} has not ended in time; its blocks are still the daemon's", jobs[0])
 
     def _wait_once(self, jobs: tuple[Job, ...], until: float, pauses: Iterator[float]) -> Gen[None]:
-        link = self.session.link
-        over = self._dialer.dialing
-        if link is not None and link.usable:
-            yield Wait((*jobs, link.ended), until)
+        connection = self._transport.current
+        over = self._connector.connecting
+        if connection is not None and connection.usable:
+            yield Wait((*jobs, connection.ended), until)
         elif over is not None:
             yield Wait((*jobs, over), until)
         elif not self.settings.reconnect:
@@ -232,7 +255,7 @@ class ClientCore:
         else:
             now = monotonic()
             try:
-                yield from self._dialer.dial(now, min(until, now + self.settings.deadline_s))
+                yield from self._connector.connect(now, min(until, now + self.settings.deadline_s))
             except ClientError:
                 yield Wait(jobs, min(until, monotonic() + next(pauses)))
 
@@ -246,48 +269,53 @@ class ClientCore:
         """
         self._closing = True
         try:
-            if self.session.link is None:
+            if self._transport.current is None:
                 yield from self._wait_all(until)
-            link = self.session.link
-            if link is not None and link.usable:
-                yield from self._say_bye(link, until)
+            connection = self._transport.current
+            if connection is not None and connection.usable:
+                yield from self._say_bye(connection, until)
             yield from self._wait_all(until)
         except JobDeadlineError:
             if not force:
                 raise
-        self._lines.close()
+        self._transport.close()
 
-    def _say_bye(self, link: ConnectionState, until: float) -> Gen[None]:
-        if link.bye is None:
-            link.bye = self._lines.ask(link, calls.bye())
+    def _say_bye(self, connection: ConnectionState, until: float) -> Gen[None]:
+        if connection.bye is None:
+            bye = calls.bye()
+            self._transport.ask(connection, bye)
+            connection.bye = bye
         with suppress(DeadlineError):  # what jobs it leaves open, `close` tells
-            yield from self._dialer.settled(link.bye, until)
-            if link.bye.error is None:
-                link.lose_jobs("the session ended before the daemon told how it ended")
+            yield from answered(connection.bye, until)
+            if connection.bye.error is None:
+                connection.lose_jobs("the session ended before the daemon told how it ended")
 
     def _wait_all(self, until: float) -> Gen[None]:
-        while jobs := self.session.open_jobs():
+        while jobs := self.open_jobs():
             yield from self.wait_any(jobs, until)
 
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _usable(self) -> ConnectionState | None:
-        link = self.session.link
-        return link if link is not None and link.usable and not self._closing else None
+        connection = self._transport.current
+        return connection if connection is not None and connection.usable and not self._closing else None
 
     def _connected(self, until: float) -> Gen[ConnectionState]:
         self._check_open()
-        return (yield from self._dialer.connected(until))
+        return (yield from self._connector.connected(until))
 
     def _check_open(self) -> None:
         if self._closing:
             raise UsageError("the client is closed")
 
+    def _is_void(self, lease: int) -> bool:
+        """Whether a lease ended with an earlier run of the daemon. Plain numbers are not known to be."""
+        return isinstance(lease, Lease) and lease.boot_id not in (b"", self.boot_id)
+
     def _forget(self, registration: Registration) -> None:
         registration.closed = True
-        registration.id = None
-        if registration in self.session.registrations:
-            self.session.registrations.remove(registration)
+        if registration in self._connector.registrations:
+            self._connector.registrations.remove(registration)
 
     def _retry(self, error: KvOffloadError, sent: bool, tries: _Tries, until: float) -> Gen[None]:
         """Return if the request may be asked again, after a pause where one is due; raises its error if not."""
@@ -305,3 +333,62 @@ class ClientCore:
                 yield Wait((), again_at)
                 return
         raise error
+
+
+class BaseClient:
+    """What both clients have in common: how they are made, and what needs no I/O."""
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str],
+        *,
+        namespace: NamespaceSpec | None,
+        role: Literal["worker", "scheduler", "observer"] = "worker",
+        instance: bytes | None = None,
+        deadline_s: float = 10.0,
+        connect_deadline_s: float = 5.0,
+        reconnect: bool = True,
+        retry_busy: bool = True,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            socket_path: where the daemon listens.
+            namespace: who may share; None for an observer only.
+            role: what this session may ask.
+            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
+            deadline_s: bound of every call.
+            connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
+            reconnect: make a new connection when the old one was lost; if False, only `connect` does.
+            retry_busy: ask again when the daemon is busy.
+        """
+        settings = Settings(
+            socket_path=os.fspath(socket_path),
+            namespace=namespace,
+            role=role,
+            instance=os.urandom(16) if instance is None else instance,
+            deadline_s=deadline_s,
+            connect_deadline_s=connect_deadline_s,
+            reconnect=reconnect,
+            retry_busy=retry_busy,
+        )
+        self._deadline_s = deadline_s
+        self._core = ClientCore(settings, self._make_poller())
+
+    def _make_poller(self) -> Poller:
+        """What the client waits with. Called once, before anything else."""
+        raise NotImplementedError
+
+    @property
+    def boot_id(self) -> bytes:
+        """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
+        return self._core.boot_id
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
+        return self._core.limits
+
+    def open_jobs(self) -> list[Job]:
+        """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""
+        return self._core.open_jobs()

@@ -75,7 +75,7 @@ class Promotion(Waitable):
             raise ConnectionLostError(f"{self._lost}: whether keys came from disk will not be told")
         raise DeadlineError("the keys have not come from disk in time")
 
-    # --- called by the link alone --------------------------------------------------------------
+    # --- called by the connection alone --------------------------------------------------------
 
     def fulfil(self, message: messages.Ready) -> None:
         """The daemon says what came of it. Raises MessageError where that does not fit what was asked."""
@@ -126,20 +126,3 @@ class Audit:
     slots: int
     payloads: int
     records: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyEvents:
-    """Keys of a group that became complete or went: u8 (keys, key_bytes) each."""
-
-    group: int
-    added: U8Array
-    removed: U8Array
-
-
-@dataclass(frozen=True, slots=True)
-class EventGap:
-    """Events before this point were lost (a slow reader, a lost connection): read a snapshot."""
-
-
-Event = KeyEvents | EventGap

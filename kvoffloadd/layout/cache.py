@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffloadd.client import GpuTensor, Group, KvCache, SharedTensor, Timeline
-from kvoffloadd.client.tensor import CanonicalTensor
+from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.canonical import canonical_geometry
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec

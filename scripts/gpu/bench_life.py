@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from scripts.gpu.bench import (
     GIB,

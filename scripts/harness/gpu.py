@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
 from scripts.harness.oracle import digest, mixed

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from kvoffloadd.client import GpuTensor, SharedTensor, Timeline
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.device.cuda.driver import Driver
 from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, count_gpus
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvoffloadd.client import Ready
-    from kvoffloadd.client.tensor import CanonicalTensor
+    from kvoffloadd.client.memory.tensor import CanonicalTensor
     from kvoffloadd.model import I64Array, U8Array
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE

@@ -49,7 +49,7 @@ def test_permission_denied_is_told_apart(make_client: Any, path: str, monkeypatc
         def connect(self, _address: Any) -> None:
             raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("kvoffloadd.client.wire.socket.socket", Forbidden)
+    monkeypatch.setattr("kvoffloadd.client.transport.socket.socket", Forbidden)
     with pytest.raises(DaemonUnreachableError, match=r"permission denied.*group"):
         make_client(path).connect()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import GpuTensor, Group, GroupKind, KvCache, Ref, SharedTensor, Timeline
-from kvoffloadd.client.gpu import IpcMemory, VmmMemory, gpu_allocation
+from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, gpu_allocation
 from kvoffloadd.errors import UsageError
 from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda

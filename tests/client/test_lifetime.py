@@ -344,9 +344,9 @@ def test_an_interrupt_in_the_middle_of_a_request(fake: FakeDaemon, path: str, ca
     fake.manual_completion = True
     with Client(path, namespace=NAMESPACE, role="worker", deadline_s=2.0) as client:
         registration = client.register(caches)
-        lines = client._exchange._lines
-        wire: Any = next(iter(lines._wires.values()))
-        wire._socket = Interrupted(wire._socket)
+        sockets: Any = client._core._transport._sockets
+        for connection, sock in sockets.items():
+            sockets[connection] = Interrupted(sock)
         with pytest.raises(KeyboardInterrupt):
             client.store(registration, {0: (keys, np.arange(4))})
         (job,) = client.open_jobs()

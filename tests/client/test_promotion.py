@@ -17,6 +17,7 @@ import pytest
 from kvoffloadd.client import AsyncClient, Client, Found, KvCache, Outcome
 from kvoffloadd.client.calls import ping, prefetch
 from kvoffloadd.client.connection import ConnectionState
+from kvoffloadd.client.events import EventQueue
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
@@ -49,8 +50,8 @@ def bring(fake: FakeDaemon, found: Found, delay_s: float = 0.0) -> None:
 
 def due(client: Any) -> int:
     """How many `ready` the client knows to be due."""
-    exchange = getattr(client, "_exchange", None) or client._client._exchange
-    return len(exchange.session.link._promotions)
+    core = getattr(client, "_core", None) or client._client._core
+    return len(core._transport.current._promotions)
 
 
 def states(found: Found) -> list[int]:
@@ -411,27 +412,28 @@ def test_an_audit_of_the_disk(client: Any, fake: FakeDaemon) -> None:
 
 
 def test_a_seq_is_not_used_again_while_an_answer_is_due(keys: U8Array) -> None:
-    link = ConnectionState()
-    link.connection.state = ProtocolState.READY
-    kept, _unanswered, _forgotten = (link.ask(op) for op in (prefetch({0: keys}, 0, 32), ping(), prefetch({}, 0, 32)))
-    link.receive(encode(m.Found(seq=1, states=[b"\2\2\2\2"], boundaries=b"", promoting=4)), [])
-    link.receive(encode(m.Found(seq=3, states=[], boundaries=b"", promoting=1)), [])
-    assert link.next_push() is None
+    connection = ConnectionState(EventQueue(32))
+    connection._protocol.state = ProtocolState.READY
+    kept, _unanswered, _forgotten = asked = prefetch({0: keys}, 0, 32), ping(), prefetch({}, 0, 32)
+    for call in asked:
+        connection.ask(call)
+    connection.receive(encode(m.Found(seq=1, states=[b"\2\2\2\2"], boundaries=b"", promoting=4)), [])
+    connection.receive(encode(m.Found(seq=3, states=[], boundaries=b"", promoting=1)), [])
     _forgotten.value = None
 
-    link._seq = 0xFFFFFFFF - 1
-    assert [asked_as(link) for _ in range(3)] == [0xFFFFFFFF, 4, 5]
-    link.take_ready(m.Ready(seq=1, states=[b"\1\1\1\1"], boundaries=b""))
-    link.take_ready(m.Ready(seq=3, states=[], boundaries=b""))
+    connection._seq = 0xFFFFFFFF - 1
+    assert [asked_as(connection) for _ in range(3)] == [0xFFFFFFFF, 4, 5]
+    connection.receive(encode(m.Ready(seq=1, states=[b"\1\1\1\1"], boundaries=b"")), [])
+    connection.receive(encode(m.Ready(seq=3, states=[], boundaries=b"")), [])
     assert kept.value.promotion.outcome().promoting == 0
-    link._seq = 0xFFFFFFFF - 1
-    assert [asked_as(link) for _ in range(3)] == [1, 3, 6]
+    connection._seq = 0xFFFFFFFF - 1
+    assert [asked_as(connection) for _ in range(3)] == [1, 3, 6]
 
 
-def asked_as(link: ConnectionState) -> int:
+def asked_as(connection: ConnectionState) -> int:
     """The seq of one more request."""
-    link.ask(ping())
-    return link._seq
+    connection.ask(ping())
+    return connection._seq
 
 
 # --- threads and tasks -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
-from kvoffloadd.client.gpu import IpcMemory, gpu_allocation
+from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
 from scripts.harness.daemon import Daemon

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.integrations.vllm.names import KEY_BYTES
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction

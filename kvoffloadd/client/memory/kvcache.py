@@ -1,14 +1,17 @@
-"""A worker's KV cache as the daemon sees it: canonical tensors, and groups that name bytes in their rows."""
+"""A worker's KV cache as the daemon sees it: canonical tensors, groups that name bytes in their rows, and their
+registration, which is repeated after a reconnect.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffloadd.client.allocation import Allocation
-from kvoffloadd.client.gpu import GpuAllocation
-from kvoffloadd.client.tensor import CanonicalTensor
-from kvoffloadd.client.timeline import Ready, Timeline
+from kvoffloadd.client.memory.allocation import Allocation
+from kvoffloadd.client.memory.gpu import GpuAllocation
+from kvoffloadd.client.memory.tensor import CanonicalTensor
+from kvoffloadd.client.memory.timeline import Ready, Timeline
+from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import GroupKind, GroupSchema, Ref
 from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec
@@ -114,3 +117,40 @@ class KvCache:
         every: list[Allocation | GpuAllocation] = [tensor.allocation for tensor in self.tensors]
         every += [timeline.allocation for timeline in self.timelines]
         return list({allocation.identity: allocation for allocation in every}.values())
+
+
+class Registration:
+    """A registered KV cache. The object stays the same over reconnects; its number does not.
+
+    It holds the tensors, and with them their descriptors and memory, as long as it lives.
+    """
+
+    __slots__ = ("_connection_ended", "_number", "caches", "closed")
+
+    def __init__(self, caches: KvCache) -> None:
+        self.caches = caches
+        self.closed = False
+        self._number = 0
+        self._connection_ended: Waitable | None = None
+
+    def __repr__(self) -> str:
+        state = "unregistered" if self.closed else f"id {self.id}"
+        return f"<Registration {state}, {len(self.caches.tensors)} tensors, {len(self.caches.groups)} groups>"
+
+    def bind(self, number: int, connection_ended: Waitable) -> None:
+        """The daemon's `number` for it, which is valid until its connection has ended."""
+        self._number, self._connection_ended = number, connection_ended
+
+    @property
+    def id(self) -> int | None:
+        """The daemon's number for it on the present connection; None if there is none."""
+        if self.closed or self._connection_ended is None or self._connection_ended.done:
+            return None
+        return self._number
+
+    def named_id(self) -> int:
+        """As `id`. Raises UsageError if there is none."""
+        number = self.id
+        if number is None:
+            raise UsageError("this registration was ended by `unregister`" if self.closed else "not registered here")
+        return number

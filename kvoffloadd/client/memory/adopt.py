@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client.allocation import Allocation
+from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import U8Array
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvoffloadd.client.keys import unpack_u32
-from kvoffloadd.client.registration import Registration
+from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, MessageError
 from kvoffloadd.model import BoolArray, Direction, KeyState, Outcome, U8Array, U32Array
@@ -67,7 +67,7 @@ class Job(Waitable):
         """True once nothing of the daemon's can touch the job's blocks any more."""
         return self.done
 
-    # --- called by the session alone, in the order of what the daemon says ---------------------
+    # --- called by the connection alone, in the order of what the daemon says ------------------
 
     def accept(self, states: list[U8Array]) -> None:
         """The daemon admitted it. It may have said before how it ended."""

@@ -11,8 +11,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffloadd.client.allocation import Allocation
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.allocation import Allocation
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES
 

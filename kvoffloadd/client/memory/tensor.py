@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client.adopt import Extent, gpu_extent, numpy_extent, torch_extent
-from kvoffloadd.client.allocation import Allocation
-from kvoffloadd.client.gpu import GpuAllocation, gpu_allocation
+from kvoffloadd.client.memory.adopt import Extent, gpu_extent, numpy_extent, torch_extent
+from kvoffloadd.client.memory.allocation import Allocation
+from kvoffloadd.client.memory.gpu import GpuAllocation, gpu_allocation
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol.messages import TensorSpec

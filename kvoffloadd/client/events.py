@@ -1,0 +1,74 @@
+"""Keys that come and go, as the daemon tells those who subscribe, kept until the caller fetches them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvoffloadd.client.keys import unpack_keys
+from kvoffloadd.client.waiting import Waitable
+from kvoffloadd.errors import MessageError
+from kvoffloadd.model import U8Array
+from kvoffloadd.protocol import messages
+
+EVENTS_MAX = 10_000
+"""Events kept for a caller who does not fetch them; beyond that they are dropped and a gap is told."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyEvents:
+    """Keys of a group that became complete or went: u8 (keys, key_bytes) each."""
+
+    group: int
+    added: U8Array
+    removed: U8Array
+
+
+@dataclass(frozen=True, slots=True)
+class EventGap:
+    """Events before this point were lost (a slow reader, a lost connection): read a snapshot."""
+
+
+Event = KeyEvents | EventGap
+
+
+class EventQueue:
+    """Events over all connections of a client. `news` is done once there are some; `take` puts a new one in its place.
+
+    `key_bytes`: width of the client's keys; None where it has no namespace, and so can't subscribe.
+    """
+
+    def __init__(self, key_bytes: int | None) -> None:
+        self.subscribed = False
+        self.news = Waitable()
+        self._key_bytes = key_bytes
+        self._events: deque[Event] = deque()
+
+    def take(self) -> list[Event]:
+        """What came since the last call."""
+        events = list(self._events)
+        self._events.clear()
+        self.news = Waitable()
+        return events
+
+    def receive(self, push: messages.Events | messages.Gap) -> None:
+        """Keep what the daemon has told. Raises MessageError for keys that nobody subscribed to."""
+        if isinstance(push, messages.Gap):
+            self._add(EventGap())
+            return
+        if not self.subscribed or not self._key_bytes:
+            raise MessageError("events that nobody subscribed to")
+        added, removed = unpack_keys(push.added, self._key_bytes), unpack_keys(push.removed, self._key_bytes)
+        self._add(KeyEvents(push.group, added, removed))
+
+    def connection_lost(self) -> None:
+        """What happens until there is a new connection will not be told."""
+        if self.subscribed:
+            self._add(EventGap())
+
+    def _add(self, event: Event) -> None:
+        if len(self._events) >= EVENTS_MAX:
+            self._events.clear()
+            event = EventGap()
+        self._events.append(event)
+        self.news.settle()

@@ -1,0 +1,271 @@
+"""A client's connections and their I/O: non-blocking sockets with descriptors both ways, and the daemon's pidfd."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from kvoffloadd.client.calls import Call
+from kvoffloadd.client.connection import ConnectionState
+from kvoffloadd.client.events import EventQueue
+from kvoffloadd.errors import DaemonUnreachableError, FramingError, PeerError, StateError, UsageError
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
+from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
+
+_READ_BYTES = 256 << 10
+_CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds
+_ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * 4)
+
+_ADVICE = {
+    errno.ENOENT: "no such socket: start the daemon, or compare the path with its `--socket`",
+    errno.ECONNREFUSED: "nobody listens there: the daemon has stopped or died, start it again",
+    errno.EACCES: "permission denied: join the socket's group, or run as a user whom the daemon allows",
+    errno.EPROTOTYPE: "that socket is not the daemon's: it is no stream socket",
+    errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded, see its log",
+}
+TRANSIENT = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
+"""Trying again may help: the daemon is about to start, or to accept."""
+
+
+def unreachable(path: str, error: OSError) -> DaemonUnreachableError:
+    """What to tell, and what to do."""
+    advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
+    return DaemonUnreachableError(f"{path}: {advice}")
+
+
+class Poller(Protocol):
+    """Tells when a descriptor is ready. Level-triggered: `ready` is called as long as it is."""
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call `ready` when `fd` is readable."""
+
+    def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call `ready` also when `fd`, which is watched, is writable."""
+
+    def unwatch_writable(self, fd: int) -> None:
+        """Take back `watch_writable`; nothing if there was none."""
+
+    def unwatch(self, fd: int) -> None:
+        """Forget `fd`, which is still open; nothing if it is not watched."""
+
+
+class Transport:
+    """Moves bytes between the sockets and the connections' states. Every method returns at once.
+
+    `current` is the present connection; `former` are ended ones on which jobs' blocks still hang.
+    """
+
+    def __init__(self, path: str, events: EventQueue, poller: Poller) -> None:
+        self.current: ConnectionState | None = None
+        self.former: list[ConnectionState] = []
+        self._path = path
+        self._events = events
+        self._poller = poller
+        self._sockets: dict[ConnectionState, socket.socket] = {}
+        self._stalled: set[ConnectionState] = set()
+        self._buffer = bytearray(_READ_BYTES)
+
+    def open(self) -> ConnectionState:
+        """A new connection, not greeted yet; the one before has ended. Raises OSError."""
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            made.connect(self._path)
+        except BaseException:
+            made.close()
+            raise
+        self.current = connection = ConnectionState(self._events)
+        self._sockets[connection] = made
+        self._poller.watch(made.fileno(), partial(self._readable, connection))
+        return connection
+
+    def watch_daemon(self, connection: ConnectionState) -> None:
+        """From now on learn of the daemon's death."""
+        self._poller.watch(connection.pidfd, partial(self._daemon_ended, connection))
+
+    def ask(self, connection: ConnectionState, call: Call[Any]) -> None:
+        """Send its request, or queue what the kernel does not take now. Raises UsageError if it can't be asked."""
+        try:
+            connection.ask(call)
+        except FramingError as error:
+            raise UsageError(f"too much for one request: {error}") from error
+        except StateError as error:
+            raise UsageError(f"the client is being closed: {error}") from error
+        if not connection.ended.done:
+            self._flush(connection)
+
+    def break_off(self, connection: ConnectionState, reason: str) -> None:
+        """Say and hear nothing more. While jobs hang on it, the socket is kept to learn when the daemon closes it."""
+        self._end(connection, reason)
+        if connection.jobs and connection in self._sockets:
+            try:
+                self._sockets[connection].shutdown(socket.SHUT_WR)
+            except OSError as error:
+                if error.errno != errno.ENOTCONN:  # the daemon closed it first
+                    raise
+        self.reap()
+
+    def awaits_close(self, connection: ConnectionState) -> bool:
+        """Whether it was broken off and the daemon has not closed it yet."""
+        return connection.ended.done and connection in self._sockets
+
+    def reap(self) -> None:
+        """Close what belongs to ended connections on which nothing hangs any more."""
+        done = [connection for connection in self.former if not connection.jobs]
+        self.former = [connection for connection in self.former if connection.jobs]
+        for connection in done:
+            self._dispose(connection)
+
+    def close(self) -> None:
+        """Close everything, whatever hangs on it."""
+        if self.current is not None:
+            self._end(self.current, "the client was closed")
+        for connection in self.former:
+            self._dispose(connection)
+        self.former.clear()
+
+    # --- what the poller calls -----------------------------------------------------------------------
+
+    def _readable(self, connection: ConnectionState) -> None:
+        self._read(connection)
+        if self.former:
+            self.reap()
+
+    def _flush(self, connection: ConnectionState) -> None:
+        sock = self._sockets[connection]
+        try:
+            all_sent = _send(sock, connection)
+        except ConnectionError:
+            self._read_rest(connection)  # what it said before it closed still counts
+            self.break_off(connection, "the daemon takes no more requests on this connection")
+            return
+        except OSError as error:
+            self.break_off(connection, f"can't send: {error}")
+            return
+        except BaseException:  # a signal's handler has raised: how much was sent is not known
+            self.break_off(connection, "a call was interrupted")
+            raise
+        if not all_sent:
+            self._stalled.add(connection)
+            self._poller.watch_writable(sock.fileno(), partial(self._flush, connection))
+        elif connection in self._stalled:
+            self._stalled.discard(connection)
+            self._poller.unwatch_writable(sock.fileno())
+
+    def _daemon_ended(self, connection: ConnectionState) -> None:
+        self._poller.unwatch(connection.pidfd)  # stays readable for ever
+        self._read_rest(connection)
+        self._end(connection, "the daemon died")
+        connection.dead.settle()
+        connection.lose_jobs("the daemon died")  # its copies are dead, too
+        self.reap()
+
+    # --- helpers -------------------------------------------------------------------------------------
+
+    def _read(self, connection: ConnectionState) -> bool:
+        """Take what has come; True if there may be more."""
+        try:
+            received = self._receive(self._sockets[connection])
+            if received is None:
+                return False
+            data, fds = received
+            if not data:
+                self._closed_by_daemon(connection)
+                return False
+            if connection.ended.done:  # broken off: nothing that is said on it counts any more
+                close_fds(fds)
+            else:
+                connection.receive(data, fds)
+                if connection.unclaimed:
+                    self._take_back_unclaimed(connection)
+        except PeerError as error:
+            self.break_off(connection, f"the daemon broke the protocol: {error}")
+        except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
+            self._close_socket(connection)
+            self._end(connection, f"can't read: {error}")
+        except BaseException:  # what was read may be lost
+            self.break_off(connection, "a call was interrupted")
+            raise
+        return True
+
+    def _receive(self, sock: socket.socket) -> tuple[memoryview, list[int]] | None:
+        """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
+
+        Raises FramingError where descriptors came that did not fit.
+        """
+        try:
+            count, ancillary, flags, _address = sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES, _CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return memoryview(b""), []
+        fds = unpack_fds(ancillary) if ancillary else []
+        if flags & _CTRUNC:
+            close_fds(fds)
+            raise FramingError("more descriptors came than a frame may carry")
+        return memoryview(self._buffer)[:count], fds
+
+    def _read_rest(self, connection: ConnectionState) -> None:
+        while connection in self._sockets and self._read(connection):
+            pass
+
+    def _take_back_unclaimed(self, connection: ConnectionState) -> None:
+        # Once it has said bye, they end with the session.
+        while connection.unclaimed and not connection.ended.done and connection.bye is None:
+            self.ask(connection, connection.unclaimed.pop())
+
+    def _end(self, connection: ConnectionState, reason: str) -> None:
+        """Nothing more will come on it. Without jobs nobody needs to remember it."""
+        if connection.ended.done:
+            return
+        connection.end(reason)
+        self.former.append(connection)  # first: another thread may ask for `open_jobs`
+        if self.current is connection:
+            self.current = None
+
+    def _closed_by_daemon(self, connection: ConnectionState) -> None:
+        self._close_socket(connection)
+        self._end(connection, "the daemon closed the connection")
+        connection.closed.settle()
+
+    def _close_socket(self, connection: ConnectionState) -> None:
+        sock = self._sockets.pop(connection, None)
+        if sock is not None:
+            self._stalled.discard(connection)
+            self._poller.unwatch(sock.fileno())
+            sock.close()
+        close_fds(connection.take_fds())
+
+    def _dispose(self, connection: ConnectionState) -> None:
+        self._close_socket(connection)
+        if connection.pidfd >= 0:
+            self._poller.unwatch(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = -1
+
+
+def _send(sock: socket.socket, connection: ConnectionState) -> bool:
+    """Send what the kernel takes; True if that was all. Raises ConnectionError: the daemon closed it."""
+    outbox = connection.outbox
+    while outbox:
+        call = outbox[0]
+        was_sent = call.sent
+        call.sent = True  # before the system call: a signal's handler may raise at its end
+        try:
+            if call.fds and not was_sent:  # they go with the first byte
+                count = sock.sendmsg([call.unsent], pack_fds(call.fds))
+            else:
+                count = sock.send(call.unsent)
+        except OSError as error:
+            call.sent = was_sent
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        if count == len(call.unsent):
+            outbox.popleft()
+        else:
+            call.unsent = memoryview(call.unsent)[count:]
+    return True
