@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
+from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
-from kvoffloadd.integrations.vllm.namespace import IDENTITY, STATES, identity_of
-from kvoffloadd.integrations.vllm.sleep import refuse_sleep
+from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -20,7 +20,7 @@ from time import monotonic
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.vllm.availability import Availability
-from kvoffloadd.integrations.vllm.pieces import Piece, most_keys, pieces
+from kvoffloadd.integrations.vllm.keys import Piece, most_keys, pieces
 
 logger = logging.getLogger("vllm.kvoffloadd")
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 from time import monotonic, sleep
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -26,13 +29,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffloadd.integrations.vllm import metrics
+from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.keys import by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
-from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
-from kvoffloadd.integrations.vllm.names import by_group, hash_bytes_of, offload_key_of
-from kvoffloadd.integrations.vllm.options import Options
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
+from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
 
 _ASK_AGAIN_S = 0.005
 _YIELD_S = 0.00005
@@ -45,6 +47,13 @@ _RESULTS = {
     LookupState.PENDING: LookupResult.HIT_PENDING,
     LookupState.ASKED: LookupResult.RETRY,
 }
+
+_CONNECTED = "vllm:kvoffloadd_connected"
+_LOOKED_UP = "vllm:kvoffloadd_looked_up_keys"
+_HIT = "vllm:kvoffloadd_hit_keys"
+_TIMED_OUT = "vllm:kvoffloadd_lookup_timeouts"
+_FAILED_LOADS = "vllm:kvoffloadd_failed_loads"
+_RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
 
 
 class KVOffloaddManager(OffloadingManager):
@@ -88,7 +97,7 @@ class KVOffloaddManager(OffloadingManager):
         if promises.fresh:
             self._fresh[req_context.req_id] = promises
         if promises.given_up and not had_given_up:
-            self._stats.increase_counter(metrics.TIMED_OUT)
+            self._stats.increase_counter(_TIMED_OUT)
         return _RESULTS[answer]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -113,7 +122,7 @@ class KVOffloaddManager(OffloadingManager):
             promises.asking = question
             promises.questions.append(question)
             self._outstanding.add(question)
-            self._stats.increase_counter(metrics.LOOKED_UP, sum(map(len, question.groups.values())))
+            self._stats.increase_counter(_LOOKED_UP, sum(map(len, question.groups.values())))
             self._asker.ask(question)
         if self._outstanding:
             # The asker needs the interpreter for some microseconds at a time, and would wait 5 ms for each of them.
@@ -148,8 +157,8 @@ class KVOffloaddManager(OffloadingManager):
 
     def load_failed(self, request: str, tokens: int) -> None:
         """A request's load failed: nothing hits for it any more, or it might fail for ever."""
-        self._stats.increase_counter(metrics.FAILED_LOADS)
-        self._stats.increase_counter(metrics.RECOMPUTED, tokens)
+        self._stats.increase_counter(_FAILED_LOADS)
+        self._stats.increase_counter(_RECOMPUTED, tokens)
         promises = self._requests.setdefault(request, RequestState(request))
         self._drop(promises)
         promises.loaded.clear()
@@ -228,7 +237,7 @@ class KVOffloaddManager(OffloadingManager):
         """Counts since the last call."""
         if self._connected is not self._asker.connected:
             self._connected = self._asker.connected
-            self._stats.set_gauge(metrics.CONNECTED, int(self._connected))
+            self._stats.set_gauge(_CONNECTED, int(self._connected))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
@@ -254,7 +263,7 @@ class KVOffloaddManager(OffloadingManager):
             if promises is None or question not in promises.questions:
                 continue
             hits = promises.learn(question, self._generation)
-            self._stats.increase_counter(metrics.HIT, hits)
+            self._stats.increase_counter(_HIT, hits)
             if not question.promoting and promises.asking is question:
                 promises.asking = None
                 promises.again_at = monotonic() + _ASK_AGAIN_S
@@ -267,3 +276,15 @@ class KVOffloaddManager(OffloadingManager):
         for question in questions:
             self._outstanding.discard(question)
             self._asker.forget(question)
+
+
+def metric_definitions() -> dict[str, Any]:
+    """What the manager counts: name -> what it is. vLLM asserts that every name it is given was defined."""
+    return {
+        _CONNECTED: OffloadingGaugeMetadata("1 if the scheduler's line to the daemon is up."),
+        _LOOKED_UP: OffloadingCounterMetadata("Keys that the daemon was asked for."),
+        _HIT: OffloadingCounterMetadata("Keys that were there, and pinned."),
+        _TIMED_OUT: OffloadingCounterMetadata("Requests that gave up waiting for keys."),
+        _FAILED_LOADS: OffloadingCounterMetadata("Requests whose load failed, and was recomputed."),
+        _RECOMPUTED: OffloadingCounterMetadata("Tokens that were to be loaded, and were recomputed."),
+    }

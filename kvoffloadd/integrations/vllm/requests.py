@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvoffloadd.client import KeyState
+from kvoffloadd.integrations.vllm.keys import group_of, key_of
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
-from kvoffloadd.integrations.vllm.names import group_of, key_of
 
 
 class LookupState(enum.Enum):

@@ -11,15 +11,13 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvoffloadd.client import Client
-from kvoffloadd.integrations.vllm import metrics, versions
+from kvoffloadd.integrations.vllm import versions
+from kvoffloadd.integrations.vllm.config import IDENTITY, Options, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
-from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
-from kvoffloadd.integrations.vllm.namespace import IDENTITY, instance_of, namespace_of, unstable_hashes
-from kvoffloadd.integrations.vllm.options import Options
-from kvoffloadd.integrations.vllm.registration import announced
-from kvoffloadd.integrations.vllm.sleep import refuse_sleep
-from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
+from kvoffloadd.integrations.vllm.versions import refuse_sleep
+from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker, announced
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -49,7 +47,7 @@ class KVOffloaddSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """What the manager counts."""
-        return metrics.definitions()
+        return metric_definitions()
 
     def get_manager(self) -> OffloadingManager:
         """For the scheduler's process."""

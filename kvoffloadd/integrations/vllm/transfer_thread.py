@@ -28,8 +28,7 @@ from kvoffloadd.client import (
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
 from kvoffloadd.integrations.vllm.availability import Availability
 from kvoffloadd.integrations.vllm.blocks import Chunks
-from kvoffloadd.integrations.vllm.names import KEY_BYTES
-from kvoffloadd.integrations.vllm.pieces import Piece, most_keys, pieces
+from kvoffloadd.integrations.vllm.keys import KEY_BYTES, Piece, most_keys, pieces
 from kvoffloadd.model import Direction
 
 logger = logging.getLogger("vllm.kvoffloadd")

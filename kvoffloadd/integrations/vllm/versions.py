@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
+
+from kvoffloadd.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +41,21 @@ def check() -> VllmRelease:
         named = ", ".join(f"{one}.x" for one in SUPPORTED)
         raise ImportError(f"kvoffloadd supports vLLM {named}; installed is {version}")
     return known
+
+
+def refuse_sleep(engine: Any, why: str) -> None:
+    """`engine`: a VllmConfig. Raises UsageError, with `why`, if such an engine can sleep.
+
+    Asleep, vLLM takes the KV cache's memory away, and gives it other memory at the same addresses on waking up. A
+    daemon that was not told would keep the old memory, and load into it: the engine would read whatever the new memory
+    holds. So an engine that could sleep untold is not started.
+    """
+    model = engine.model_config
+    # vLLM sets the second with the first; by itself it is enough for an engine to be put to sleep.
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("enable_sleep_mode", "enable_cumem_allocator")
+        if getattr(model, name)
+    ]
+    if given:
+        raise UsageError(f"kvoffloadd can't follow sleep mode ({given[0]}) here: {why}")

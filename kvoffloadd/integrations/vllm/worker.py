@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffloadd.client import Client, Ready, Timeline
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ready, Ref, Timeline
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
-from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
-from kvoffloadd.integrations.vllm.namespace import STATES
-from kvoffloadd.integrations.vllm.options import Options
-from kvoffloadd.integrations.vllm.registration import registered
+from kvoffloadd.integrations.vllm.config import STATES, Options
+from kvoffloadd.integrations.vllm.keys import by_group
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
+from kvoffloadd.layout import CanonicalCache
 from kvoffloadd.model import Direction
 
 _CLOSE_S = 5.0
 _LET_GO_S = 20.0
+
+
+class KeysLoadStoreSpec(LoadStoreSpec):
+    """The keys of a transfer, which travel, pickled by vLLM, from the scheduler to the workers.
+
+    `groups`: for each of the engine's groups, in vLLM's order, its index and the daemon's keys.
+    """
+
+    def __init__(self, offload_keys: Iterable[bytes], group_ids: Sequence[int], generation: int) -> None:
+        named = by_group(offload_keys, generation)
+        self.groups: list[tuple[int, list[bytes]]] = [(group, named.get(group, [])) for group in group_ids]
 
 
 class KVOffloaddWorker(OffloadingWorker):
@@ -101,3 +112,41 @@ class _Points:
         with self._cuda.device(self._device):
             self._stream.wait_stream(self._cuda.current_stream())
             return self._timeline.signal()
+
+
+def registered(config: Any, kv_caches: Any, replicated: bool, timelines: Sequence[Timeline] = ()) -> KvCache:
+    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank.
+
+    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
+    `replicated`: all ranks hold the same bytes, which are one part. Raises UsageError where memory can't be shared.
+    """
+    groups = [_group(config, at, replicated, _refs(refs)) for at, refs in enumerate(kv_caches.group_data_refs)]
+    tensors = tuple(one.tensor for one in kv_caches.tensors)
+    return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
+
+
+def announced(config: Any, replicated: bool) -> KvCache:
+    """What a scheduler registers, which has no memory: a lookup may come before the ranks have registered theirs."""
+    return KvCache((), [_group(config, at, replicated, []) for at in range(len(config.groups))])
+
+
+def _group(config: Any, at: int, replicated: bool, refs: Sequence[Ref]) -> Group:
+    parts, part = (1, 0) if replicated else (config.parallel.world_size, config.parallel.rank)
+    group = config.groups[at]
+    keeps_state = group.group_id in config.extra_config.get(STATES, ())
+    return Group(
+        group=group.group_id,
+        # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
+        kind=GroupKind.FULL,
+        tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
+        refs=refs,
+        blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
+        parts=parts,
+        part=part,
+    )
+
+
+def _refs(refs: Sequence[Any]) -> list[Ref]:
+    # Layers of a group may be named with the same bytes (a packed row): those are moved once.
+    named = {(ref.tensor_idx, ref.page_size_bytes): None for ref in refs}
+    return [Ref(tensor, 0, size) for tensor, size in named]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.integrations.vllm import published_keys as book
-from kvoffloadd.integrations.vllm.published_keys import PublishedKeys
+from kvoffloadd.integrations.vllm import event_thread as book
+from kvoffloadd.integrations.vllm.event_thread import PublishedKeys
 
 KEYS = [bytes([at]) * 32 for at in range(8)]
 SOME = st.lists(st.sampled_from(KEYS), max_size=8, unique=True)

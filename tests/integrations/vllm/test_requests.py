@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvoffloadd.client import KeyState
+from kvoffloadd.integrations.vllm.keys import by_group
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
-from kvoffloadd.integrations.vllm.names import by_group
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
 
 KEYS = [bytes([at]) * 32 + bytes(4) for at in range(3)]

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.sleep import refuse_sleep
+from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

@@ -1,4 +1,4 @@
-"""From vLLM's offload keys to the daemon's: one list of packed keys for each group.
+"""Keys: from vLLM's to the daemon's, one packed list for each group, and how many of them fit one request.
 
 An offload key is a block hash and the index of a KV cache group, big-endian in its last four bytes. The protocol has
 groups of its own, so the index goes; what is left gets the namespace's width.
@@ -7,13 +7,24 @@ groups of its own, so the index goes; what is left gets the namespace's width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from kvoffloadd.model import KEY_BYTES_MAX
+from kvoffloadd.client import KvCache
+from kvoffloadd.model import KEY_BYTES_MAX, key_price
+from kvoffloadd.protocol.messages import Limits
 
 KEY_BYTES = KEY_BYTES_MAX
 _GROUP_BYTES = 4
+
+Piece = dict[int, slice]
+"""Group -> which of its keys."""
+
+_BLOCK_BYTES = 4
+_FRAME_BYTES = 1024
+_GROUP_FRAME_BYTES = 64
+"""What a frame has beside keys and blocks, at most."""
 
 
 def group_of(offload_key: bytes) -> int:
@@ -74,3 +85,30 @@ def _mask(generation: int) -> int:
 def _digest(generation: int, name: bytes) -> bytes:
     salt = generation.to_bytes(8, "little")
     return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()
+
+
+def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_key: int = 0) -> int:
+    """How many keys of `caches` fit one request that names so many groups, and so many blocks with each key."""
+    if limits is None:
+        return sys.maxsize
+    parts = max((group.parts for group in caches.groups), default=1)
+    bytes_per_key = KEY_BYTES + blocks_per_key * _BLOCK_BYTES
+    room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_FRAME_BYTES
+    return max(1, min(limits.keys_per_request // key_price(parts, 1), room // bytes_per_key))
+
+
+def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
+    """All keys of all groups, in order, `most` at once. `counts`: how many each group has."""
+    dealt: list[Piece] = []
+    room = 0
+    for group, count in counts.items():
+        at = 0
+        while at < count:
+            if not room:
+                dealt.append({})
+                room = most
+            taken = min(room, count - at)
+            dealt[-1][group] = slice(at, at + taken)
+            at += taken
+            room -= taken
+    return dealt

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd.client import NamespaceSpec
-from kvoffloadd.integrations.vllm.namespace import IDENTITY, identity_of, instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.config import IDENTITY, identity_of, instance_of, namespace_of, unstable_hashes
 
 
 @dataclass(frozen=True)
