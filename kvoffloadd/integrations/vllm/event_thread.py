@@ -1,7 +1,7 @@
 """The scheduler's second line to the daemon, where routers want to know: a thread that learns which keys come and go.
 
-It has a client of its own, so that a long list never delays a lookup. Ownership: the thread alone has client and
-ledger; the scheduler's thread queues commands and takes news.
+It has a client of its own, so that a long list never delays a lookup. Ownership: the thread alone has client
+and published keys; the scheduler's thread queues commands and takes news.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class EventThread:
     def __init__(self, client: Client, groups: Sequence[int]) -> None:
         """`client`: an observer of the engine's namespace."""
         self._client = client
-        self._ledger = PublishedKeys(groups)
+        self._published = PublishedKeys(groups)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._news: deque[News] = deque()
         self._gap = True
         self._daemon = Availability()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvoffloadd-watcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvoffloadd-events", daemon=True)
         self._thread.start()
 
     # --- for the scheduler's thread ----------------------------------------------------------------
@@ -182,17 +182,17 @@ class EventThread:
 
     def _expect(self, groups: Mapping[int, Iterable[bytes]]) -> None:
         for group, keys in groups.items():
-            self._ledger.expect(group, keys)
+            self._published.expect(group, keys)
 
     def _renew(self, generation: int) -> None:
-        for group, keys in self._ledger.renew(generation):
+        for group, keys in self._published.renew(generation):
             self._tell(group, keys, removed=True)
         self._news.append(News(generation, 0, [], removed=True))  # nothing older comes any more
 
     def _catch_up(self) -> None:
         self._client.subscribe()  # before the list: what comes or goes meanwhile is told after it
         self._gap = False
-        for group in self._ledger.groups:
+        for group in self._published.groups:
             self._list(group)
         self._daemon.succeeded()
 
@@ -205,21 +205,21 @@ class EventThread:
             last = not cursor
             self._obey()
             keys = [key.tobytes() for key in page]
-            self._tell(group, self._ledger.came(group, keys), removed=False)
-            there |= self._ledger.told(group, keys)
-        self._tell(group, self._ledger.amiss(group, there), removed=True)
+            self._tell(group, self._published.came(group, keys), removed=False)
+            there |= self._published.told(group, keys)
+        self._tell(group, self._published.amiss(group, there), removed=True)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, EventGap):
             self._gap = True
             return
-        self._tell(event.group, self._ledger.went(event.group, map(bytes, event.removed)), removed=True)
-        self._tell(event.group, self._ledger.came(event.group, map(bytes, event.added)), removed=False)
+        self._tell(event.group, self._published.went(event.group, map(bytes, event.removed)), removed=True)
+        self._tell(event.group, self._published.came(event.group, map(bytes, event.added)), removed=False)
 
     def _lost(self, error: KvOffloadError) -> None:
-        """No daemon, of which the asker warns; or the groups are not registered yet, which the scheduler will do."""
+        """No daemon, of which the lookup thread warns; or the scheduler has not registered the groups yet."""
         self._gap = True
-        for group, keys in self._ledger.forget():
+        for group, keys in self._published.forget():
             self._tell(group, keys, removed=True)
         self._daemon.failed(error)
         self._closing.wait(self._daemon.retry_in_s)
@@ -228,4 +228,4 @@ class EventThread:
         for at in range(0, len(keys), _NEWS_KEYS):
             while len(self._news) >= _NEWS_MAX and not self._closing.is_set():
                 self._closing.wait(_ROOM_S)
-            self._news.append(News(self._ledger.generation, group, keys[at : at + _NEWS_KEYS], removed))
+            self._news.append(News(self._published.generation, group, keys[at : at + _NEWS_KEYS], removed))

@@ -35,7 +35,7 @@ class PinRequest:
     """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
 
     `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
-    last answer, how many it may. `pins` and `leases` are the thread's: what was asked in which pin, what to release.
+    last answer, how many it may. `found` and `leases` are the thread's: what came of each piece, what to release.
     """
 
     request: str
@@ -44,7 +44,7 @@ class PinRequest:
     promoting: bool = False
     holds: int = 0
     abandoned: bool = False
-    pins: list[tuple[Piece, Found]] = field(default_factory=list)
+    found: list[tuple[Piece, Found]] = field(default_factory=list)
     leases: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,19 +74,19 @@ class LookupThread:
         self.half_tier_keys = sys.maxsize
         """How many keys, as large as those that are there, fill half of the daemon's memory."""
         self._commands.put(self._begin)
-        self._thread = threading.Thread(target=self._run, name="kvoffloadd-asker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvoffloadd-lookups", daemon=True)
         self._thread.start()
 
     # --- for the scheduler's thread ----------------------------------------------------------------
 
-    def ask(self, question: PinRequest) -> None:
+    def ask(self, pin: PinRequest) -> None:
         """Pin its keys."""
-        self._commands.put(lambda: self._ask(question))
+        self._commands.put(lambda: self._ask(pin))
 
-    def forget(self, question: PinRequest) -> None:
+    def forget(self, pin: PinRequest) -> None:
         """Release its leases, whenever they come."""
-        question.abandoned = True
-        self._commands.put(lambda: self._release(question))
+        pin.abandoned = True
+        self._commands.put(lambda: self._release(pin))
 
     def clear(self, wait_s: float) -> None:
         """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
@@ -111,7 +111,7 @@ class LookupThread:
         return bool(self._answers)
 
     def answers(self) -> Iterator[PinRequest]:
-        """Questions that were answered, once or anew."""
+        """Those that were answered, once or anew."""
         while self._answers:
             yield self._answers.popleft()
 
@@ -133,8 +133,8 @@ class LookupThread:
             except Exception as error:  # the thread's boundary: the engine goes on, without a cache
                 logger.exception("kvoffloadd: a bug, please report it")
                 waiting, self._promoting = self._promoting, []
-                for question in waiting:
-                    self._answer_nothing(question)
+                for pin in waiting:
+                    self._answer_nothing(pin)
                 self._lost(error)
         with suppress(KvOffloadError):
             self._client.close(_HEARTBEAT_S, force=True)
@@ -174,73 +174,73 @@ class LookupThread:
         used = memory["used_bytes"]
         self.half_tier_keys = memory["capacity_bytes"] * keys // (2 * used) if used else sys.maxsize
 
-    def _ask(self, question: PinRequest) -> None:
-        if question.abandoned:
+    def _ask(self, pin: PinRequest) -> None:
+        if pin.abandoned:
             return
         asked = False
         try:
-            asked = self.connected and not self._clearing and self._attempt(partial(self._pin, question))
+            asked = self.connected and not self._clearing and self._attempt(partial(self._pin, pin))
         finally:
             if not asked:
-                self._answer_nothing(question)
+                self._answer_nothing(pin)
         if not asked:
             return
-        question.promoting = not all(found.ready for _, found in question.pins)
-        self._answer(question)
-        if question.promoting:
-            self._promoting.append(question)
+        pin.promoting = not all(found.ready for _, found in pin.found)
+        self._answer(pin)
+        if pin.promoting:
+            self._promoting.append(pin)
 
-    def _pin(self, question: PinRequest) -> None:
-        most = most_keys(self._client.limits, self._groups, len(question.groups))
-        for piece in pieces({group: len(keys) for group, keys in question.groups.items()}, most):
-            packed = {group: b"".join(question.groups[group][some]) for group, some in piece.items()}
+    def _pin(self, pin: PinRequest) -> None:
+        most = most_keys(self._client.limits, self._groups, len(pin.groups))
+        for piece in pieces({group: len(keys) for group, keys in pin.groups.items()}, most):
+            packed = {group: b"".join(pin.groups[group][some]) for group, some in piece.items()}
             found = self._client.pin(packed, {group: some.start for group, some in piece.items()})
-            question.pins.append((piece, found))
+            pin.found.append((piece, found))
             if found.lease:
-                question.leases.append(found.lease)
+                pin.leases.append(found.lease)
 
-    def _answer_nothing(self, question: PinRequest) -> None:
-        question.pins.clear()
-        question.promoting = False
-        self._answer(question)
-        self._unreleased += question.leases
-        question.leases = []
+    def _answer_nothing(self, pin: PinRequest) -> None:
+        pin.found.clear()
+        pin.promoting = False
+        self._answer(pin)
+        self._unreleased += pin.leases
+        pin.leases = []
 
-    def _answer(self, question: PinRequest) -> None:
-        """What its pins found; without any, nothing."""
-        if question.pins:
-            states = {group: bytearray() for group in question.groups}
-            for piece, found in question.pins:
+    def _answer(self, pin: PinRequest) -> None:
+        """What its pieces found; without any, nothing."""
+        if pin.found:
+            states = {group: bytearray() for group in pin.groups}
+            for piece, found in pin.found:
                 for group, some in zip(piece, found.states, strict=True):
                     states[group] += some.tobytes()
-            question.states = {group: bytes(some) for group, some in states.items()}
+            pin.states = {group: bytes(some) for group, some in states.items()}
         else:
-            question.states = {group: bytes(len(keys)) for group, keys in question.groups.items()}
-        if not question.promoting:
-            question.holds = sum(some.count(KeyState.HIT) for some in question.states.values())
-        self._answers.append(question)
+            pin.states = {group: bytes(len(keys)) for group, keys in pin.groups.items()}
+        if not pin.promoting:
+            pin.holds = sum(some.count(KeyState.HIT) for some in pin.states.values())
+        self._answers.append(pin)
 
     def _look_for_promotions(self) -> None:
-        self._promoting = [question for question in self._promoting if not question.abandoned]
-        due = [found for question in self._promoting for _, found in question.pins if not found.ready]
+        self._promoting = [pin for pin in self._promoting if not pin.abandoned]
+        due = [found for pin in self._promoting for _, found in pin.found if not found.ready]
         if due:
             with suppress(KvOffloadError):
                 self._client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
-        for question in list(self._promoting):
-            if not all(found.ready for _, found in question.pins):
+        for pin in list(self._promoting):
+            if not all(found.ready for _, found in pin.found):
                 continue
             try:
-                question.pins = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in question.pins]
+                pin.found = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in pin.found]
             except KvOffloadError as error:
                 self._failed(error)
-                question.pins.clear()
-            self._promoting.remove(question)
-            question.promoting = False
-            self._answer(question)
+                pin.found.clear()
+            self._promoting.remove(pin)
+            pin.promoting = False
+            self._answer(pin)
 
-    def _release(self, question: PinRequest) -> None:
-        self._unreleased += question.leases
-        question.leases = []
+    def _release(self, pin: PinRequest) -> None:
+        self._unreleased += pin.leases
+        pin.leases = []
         self._release_all()
 
     def _release_all(self) -> None:

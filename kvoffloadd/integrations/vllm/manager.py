@@ -31,12 +31,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
-from kvoffloadd.integrations.vllm.keys import by_group, hash_bytes_of, offload_key_of
+from kvoffloadd.integrations.vllm.keys import hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
-from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
+from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
 
-_ASK_AGAIN_S = 0.005
 _YIELD_S = 0.00005
 _EVENT_KEYS = 512  # a step: vLLM makes an object of each
 _EVENTS_DUE_S = 0.2
@@ -60,11 +59,15 @@ class KVOffloaddManager(OffloadingManager):
     """One engine's. All methods are the scheduler thread's."""
 
     def __init__(
-        self, asker: LookupThread, group_ids: Sequence[int], options: Options, watcher: EventThread | None = None
+        self,
+        lookup_thread: LookupThread,
+        group_ids: Sequence[int],
+        options: Options,
+        event_thread: EventThread | None = None,
     ) -> None:
-        """`group_ids`: the engine's groups, in vLLM's order. `watcher`: where vLLM's KV cache events are enabled."""
-        self._asker = asker
-        self._watcher = watcher
+        """`group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache events are enabled."""
+        self._lookup_thread = lookup_thread
+        self._event_thread = event_thread
         self._events_due_until = 0.0
         self._hash_bytes = 0
         # What is stored anew after a reset, until all that was stored before has been told as removed.
@@ -87,16 +90,16 @@ class KVOffloaddManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY first; HIT: pinned."""
         self._learn()
-        promises = self._requests.get(req_context.req_id)
-        if promises is None:
-            if not self._asker.connected:
+        state = self._requests.get(req_context.req_id)
+        if state is None:
+            if not self._lookup_thread.connected:
                 return LookupResult.MISS
-            promises = self._requests[req_context.req_id] = RequestState(req_context.req_id)
-        had_given_up = promises.given_up
-        answer = promises.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
-        if promises.fresh:
-            self._fresh[req_context.req_id] = promises
-        if promises.given_up and not had_given_up:
+            state = self._requests[req_context.req_id] = RequestState(req_context.req_id)
+        had_given_up = state.given_up
+        answer = state.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
+        if state.fresh:
+            self._fresh[req_context.req_id] = state
+        if state.given_up and not had_given_up:
             self._stats.increase_counter(_TIMED_OUT)
         return _RESULTS[answer]
 
@@ -107,25 +110,22 @@ class KVOffloaddManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask for what the step wanted to know."""
         for request in context.new_req_ids:
-            promises = self._requests.get(request)
-            if promises is not None and not promises.loading:
-                self._forget(promises.settle())
+            state = self._requests.get(request)
+            if state is not None and not state.loading:
+                self._forget(state.settle())
         for request in context.preempted_req_ids:
-            promises = self._requests.get(request)
-            if promises is not None and not promises.loading:
-                self._drop(promises)
+            state = self._requests.get(request)
+            if state is not None and not state.loading:
+                self._drop(state)
         fresh, self._fresh = self._fresh, {}
-        for promises in admitted(fresh.values(), self._requests.values(), self._asker.half_tier_keys, monotonic()):
-            question = PinRequest(promises.request, by_group(promises.fresh, self._generation))
-            self._hash_bytes = hash_bytes_of(promises.fresh[0])
-            promises.fresh.clear()
-            promises.asking = question
-            promises.questions.append(question)
-            self._outstanding.add(question)
-            self._stats.increase_counter(_LOOKED_UP, sum(map(len, question.groups.values())))
-            self._asker.ask(question)
+        for state in admitted(fresh.values(), self._requests.values(), self._lookup_thread.half_tier_keys, monotonic()):
+            self._hash_bytes = hash_bytes_of(state.fresh[0])
+            pin = state.ask(self._generation)
+            self._outstanding.add(pin)
+            self._stats.increase_counter(_LOOKED_UP, sum(map(len, pin.groups.values())))
+            self._lookup_thread.ask(pin)
         if self._outstanding:
-            # The asker needs the interpreter for some microseconds at a time, and would wait 5 ms for each of them.
+            # That thread needs the interpreter for some microseconds at a time, and would wait 5 ms for each of them.
             sleep(_YIELD_S)
 
     def has_pending_work(self) -> bool:
@@ -133,51 +133,51 @@ class KVOffloaddManager(OffloadingManager):
         self._learn()
         if self._outstanding:
             return True
-        if self._watcher is None or not self._hash_bytes:
+        if self._event_thread is None or not self._hash_bytes:
             return False
-        return self._watcher.has_news or monotonic() < self._events_due_until
+        return self._event_thread.has_news or monotonic() < self._events_due_until
 
     # --- loads ---------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeysLoadStoreSpec:
         """The request's pins last until `complete_load`."""
-        promises = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
-        promises.loading = True
+        state = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
+        state.phase = RequestPhase.LOADING
         return KeysLoadStoreSpec(keys, self._group_ids, self._generation)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """It ended, well or not."""
-        promises = self._requests.get(req_context.req_id)
-        if promises is None:
+        state = self._requests.get(req_context.req_id)
+        if state is None:
             return
-        self._drop(promises)
-        promises.loaded.update(keys)
-        if promises.finished:
+        self._drop(state)
+        state.loaded.update(keys)
+        if state.phase is RequestPhase.ENDING:
             del self._requests[req_context.req_id]
 
     def load_failed(self, request: str, tokens: int) -> None:
         """A request's load failed: nothing hits for it any more, or it might fail for ever."""
         self._stats.increase_counter(_FAILED_LOADS)
         self._stats.increase_counter(_RECOMPUTED, tokens)
-        promises = self._requests.setdefault(request, RequestState(request))
-        self._drop(promises)
-        promises.loaded.clear()
-        promises.given_up = True
+        state = self._requests.setdefault(request, RequestState(request))
+        self._drop(state)
+        state.loaded.clear()
+        state.given_up = True
 
     # --- stores --------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
         """All that is not known to be there. Ranks reserve by themselves; what finds no room is dropped there."""
-        promises = self._requests.get(req_context.req_id)
-        if promises is not None and not promises.loading:
-            self._forget(promises.settle())  # it computes; one that was preempted before is in no `new_req_ids`
-        wanted = list(keys) if self._asker.connected else []
-        if promises is not None:
-            wanted = [key for key in wanted if not promises.is_there(key)]
+        state = self._requests.get(req_context.req_id)
+        if state is not None and not state.loading:
+            self._forget(state.settle())  # it computes; one that was preempted before is in no `new_req_ids`
+        wanted = list(keys) if self._lookup_thread.connected else []
+        if state is not None:
+            wanted = [key for key in wanted if not state.is_there(key)]
         spec = KeysLoadStoreSpec(wanted, self._group_ids, self._generation)
-        if self._watcher is not None and wanted:
+        if self._event_thread is not None and wanted:
             self._hash_bytes = hash_bytes_of(wanted[0])
-            self._watcher.expect(dict(spec.groups))
+            self._event_thread.expect(dict(spec.groups))
             if self._stored_anew is not None:
                 self._stored_anew.update(wanted)
         return PrepareStoreOutput(wanted, spec, [])
@@ -193,9 +193,9 @@ class KVOffloaddManager(OffloadingManager):
 
         Keys on disk alone count as in memory: they are loaded from there, and the daemon's events tell no tiers.
         """
-        if self._watcher is None or not self._hash_bytes:
+        if self._event_thread is None or not self._hash_bytes:
             return
-        for news in self._watcher.news(_EVENT_KEYS):
+        for news in self._event_thread.news(_EVENT_KEYS):
             former = news.generation != self._generation
             if not former:
                 self._stored_anew = None
@@ -213,30 +213,33 @@ class KVOffloaddManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Its pins go, unless a load still needs them."""
-        promises = self._requests.get(req_context.req_id)
-        if promises is None:
+        state = self._requests.get(req_context.req_id)
+        if state is None:
             return
-        promises.finished = True
-        if not promises.loading:
-            self._drop(promises)
+        if state.loading:
+            state.phase = RequestPhase.ENDING
+        else:
+            self._drop(state)
             del self._requests[req_context.req_id]
 
     def reset_cache(self) -> None:
         """A new epoch of the namespace, and new names: what is still being stored is never found."""
-        for promises in self._requests.values():
-            self._drop(promises)
-            promises.loaded.clear()
-        self._requests = {name: one for name, one in self._requests.items() if not one.finished}
+        for state in self._requests.values():
+            self._drop(state)
+            state.loaded.clear()
+        self._requests = {
+            name: state for name, state in self._requests.items() if state.phase is not RequestPhase.ENDING
+        }
         self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
-        self._asker.clear(self._options.timeout_s)
-        if self._watcher is not None:
-            self._watcher.renew(self._generation)
+        self._lookup_thread.clear(self._options.timeout_s)
+        if self._event_thread is not None:
+            self._event_thread.renew(self._generation)
             self._stored_anew = set()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Counts since the last call."""
-        if self._connected is not self._asker.connected:
-            self._connected = self._asker.connected
+        if self._connected is not self._lookup_thread.connected:
+            self._connected = self._lookup_thread.connected
             self._stats.set_gauge(_CONNECTED, int(self._connected))
         if self._stats.is_empty():
             return None
@@ -245,37 +248,33 @@ class KVOffloaddManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """End the session, and with it every pin."""
-        if self._watcher is not None:
-            self._watcher.close(_CLOSE_S)
-        self._asker.close(_CLOSE_S)
+        if self._event_thread is not None:
+            self._event_thread.close(_CLOSE_S)
+        self._lookup_thread.close(_CLOSE_S)
 
     # --- helpers -------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        if not self._asker.has_answers:
+        if not self._lookup_thread.has_answers:
             return
-        for question in self._asker.answers():
-            if question.abandoned:
+        for pin in self._lookup_thread.answers():
+            if pin.abandoned:
                 continue
-            if not question.promoting:
-                self._outstanding.discard(question)
-            promises = self._requests.get(question.request)
-            if promises is None or question not in promises.questions:
+            if not pin.promoting:
+                self._outstanding.discard(pin)
+            state = self._requests.get(pin.request)
+            if state is None or pin not in state.pins:
                 continue
-            hits = promises.learn(question, self._generation)
-            self._stats.increase_counter(_HIT, hits)
-            if not question.promoting and promises.asking is question:
-                promises.asking = None
-                promises.again_at = monotonic() + _ASK_AGAIN_S
+            self._stats.increase_counter(_HIT, state.learn(pin, self._generation, monotonic()))
 
-    def _drop(self, promises: RequestState) -> None:
-        self._fresh.pop(promises.request, None)
-        self._forget(promises.forget())
+    def _drop(self, state: RequestState) -> None:
+        self._fresh.pop(state.request, None)
+        self._forget(state.forget())
 
-    def _forget(self, questions: Iterable[PinRequest]) -> None:
-        for question in questions:
-            self._outstanding.discard(question)
-            self._asker.forget(question)
+    def _forget(self, pins: Iterable[PinRequest]) -> None:
+        for pin in pins:
+            self._outstanding.discard(pin)
+            self._lookup_thread.forget(pin)
 
 
 def metric_definitions() -> dict[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.integrations.vllm.keys import group_of, key_of
+from kvoffloadd.integrations.vllm.keys import by_group, group_of, key_of
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
+
+_ASK_AGAIN_S = 0.005
 
 
 class LookupState(enum.Enum):
@@ -20,27 +22,44 @@ class LookupState(enum.Enum):
     ASKED = enum.auto()
 
 
+class RequestPhase(enum.Enum):
+    """What a request is doing with the daemon."""
+
+    IDLE = enum.auto()
+    """It waits for no answer: it has all, or has asked for nothing."""
+    ASKING = enum.auto()
+    """It waits for the answer to keys that are asked for, or will be at the end of the step."""
+    POSTPONED = enum.auto()
+    """What it wants to know was not asked at the end of the last step: other requests' pins fill the room."""
+    LOADING = enum.auto()
+    """Its keys are being loaded, and stay pinned."""
+    ENDING = enum.auto()
+    """It was finished during its load, and goes with the end of that."""
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Of one request, until it is loaded, preempted or finished. Times are time.monotonic seconds.
-
-    `answers` by offload key; `fresh`: those to ask for at the end of the step; `questions`: asked, and not released.
-    `asked_at`: since when it has been waiting. `given_up`: what does not hit by now misses for the rest of its life.
-    `postponed_at`: when it was last not asked for want of room; 0: it may be. `loaded`: what the daemon has given it.
-    """
+    """Of one request, until it is loaded, preempted or finished. Times are time.monotonic seconds."""
 
     request: str
+    phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)
+    """By offload key."""
     fresh: list[bytes] = field(default_factory=list)
-    questions: list[PinRequest] = field(default_factory=list)
+    """Offload keys to ask for at the end of the step."""
+    pins: list[PinRequest] = field(default_factory=list)
+    """Asked, and not released."""
     asking: PinRequest | None = None
-    asked_at: float = 0.0
-    again_at: float = 0.0
-    postponed_at: float = 0.0
-    loading: bool = False
-    finished: bool = False
-    given_up: bool = False
+    """The one of `pins` whose last answer is due."""
     loaded: set[bytes] = field(default_factory=set)
+    """What the daemon has given it."""
+    given_up: bool = False
+    """What does not hit by now misses for the rest of its life, also after a load or a preemption."""
+    waiting_since: float = 0.0
+    postponed_at: float = 0.0
+    """When it was last POSTPONED."""
+    again_at: float = 0.0
+    """When what is PENDING may be asked for again."""
 
     def lookup(self, key: bytes, now: float, timeout_s: float, wait_s: float) -> LookupState:
         """What is known of it; if nothing is, it will be asked for. Past its time, what is not known misses."""
@@ -50,25 +69,50 @@ class RequestState:
         if self.given_up:
             return LookupState.MISS
         if answer is None:
-            if self.asking is None and not self.fresh:
-                self.asked_at = now
+            if self.phase is RequestPhase.IDLE:
+                self.waiting_since = now
             self.answers[key] = LookupState.ASKED
-            self.fresh.append(key)
+            self._want(key)
             return LookupState.ASKED
-        if self.postponed_at and now - self.postponed_at > wait_s:
-            self.asked_at = now  # nobody has looked since: its turn has not come before
-        if now - self.asked_at > (timeout_s if answer is LookupState.ASKED and not self.postponed_at else wait_s):
+        if self._has_waited_too_long(answer, now, timeout_s, wait_s):
             self.given_up = True
             return LookupState.MISS
         if answer is LookupState.PENDING and self.asking is None and now >= self.again_at:
-            self.fresh.append(key)
+            self._want(key)
         return answer
 
-    def learn(self, question: PinRequest, generation: int) -> int:
+    def _want(self, key: bytes) -> None:
+        self.fresh.append(key)
+        if self.phase is RequestPhase.IDLE:
+            self.phase = RequestPhase.ASKING
+
+    def _has_waited_too_long(self, answer: LookupState, now: float, timeout_s: float, wait_s: float) -> bool:
+        if self.phase is RequestPhase.POSTPONED:
+            if now - self.postponed_at > wait_s:
+                self.waiting_since = now  # nobody has looked since: its turn has not come before
+            return now - self.waiting_since > wait_s
+        return now - self.waiting_since > (timeout_s if answer is LookupState.ASKED else wait_s)
+
+    def postpone(self, now: float) -> None:
+        """There was no room for it."""
+        if not self.loading:  # else it has begun to load what it knows of
+            self.phase, self.postponed_at = RequestPhase.POSTPONED, now
+
+    def admit(self, now: float) -> None:
+        """It may ask now. What it has waited for room does not count."""
+        if self.phase is RequestPhase.POSTPONED:
+            self.phase, self.waiting_since = RequestPhase.ASKING, now
+
+    def ask(self, generation: int = 0) -> PinRequest:
+        """What is `fresh`, as it goes to the daemon."""
+        self.asking = PinRequest(self.request, by_group(self.fresh, generation))
+        self.pins.append(self.asking)
+        self.fresh.clear()
+        return self.asking
+
+    def learn(self, pin: PinRequest, generation: int, now: float) -> int:
         """Take an answer; how many keys hit. What is pending and not on its way from disk is asked for once more."""
-        states = {
-            group: dict(zip(keys, question.states[group], strict=True)) for group, keys in question.groups.items()
-        }
+        states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
         hits = 0
         for key, known in self.answers.items():
             if known is LookupState.HIT:
@@ -83,33 +127,44 @@ class RequestState:
                 self.answers[key] = LookupState.PENDING
             else:
                 self.answers[key] = LookupState.MISS
+        if self.asking is pin and not pin.promoting:
+            self.asking = None
+            self.again_at = now + _ASK_AGAIN_S
+            if self.phase is RequestPhase.ASKING and not self.fresh:
+                self.phase = RequestPhase.IDLE
         return hits
 
     def forget(self) -> list[PinRequest]:
-        """Start anew; the questions whose pins are to be released."""
-        questions, self.questions = self.questions, []
+        """Start anew; the pins that are to be released."""
+        pins = self.settle()
         self.answers.clear()
+        self.waiting_since = self.again_at = 0.0
+        if self.phase is not RequestPhase.ENDING:
+            self.phase = RequestPhase.IDLE
+        return pins
+
+    def settle(self) -> list[PinRequest]:
+        """It computes what it has not loaded by now: pins hold nothing for it any more. What is known stays so."""
+        pins, self.pins = self.pins, []
         self.fresh.clear()
         self.asking = None
-        self.asked_at = self.again_at = self.postponed_at = 0.0
-        self.loading = False
-        return questions
+        if self.phase is RequestPhase.ASKING or self.phase is RequestPhase.POSTPONED:
+            self.phase = RequestPhase.IDLE
+        return pins
 
     def is_there(self, key: bytes) -> bool:
         """Whether the daemon had it when it was last asked, so that it need not be stored."""
         return key in self.loaded or self.answers.get(key) is LookupState.HIT
 
-    def settle(self) -> list[PinRequest]:
-        """It computes what it has not loaded by now: pins hold nothing for it any more. What is known stays so."""
-        questions, self.questions = self.questions, []
-        self.fresh.clear()
-        self.asking = None
-        return questions
+    @property
+    def loading(self) -> bool:
+        """Whether a load needs its pins."""
+        return self.phase is RequestPhase.LOADING or self.phase is RequestPhase.ENDING
 
     @property
     def waiting_keys(self) -> int:
         """How many keys are pinned for it before it is loaded."""
-        return 0 if self.loading else sum(question.holds for question in self.questions)
+        return 0 if self.loading else sum(pin.holds for pin in self.pins)
 
 
 def admitted(
@@ -119,18 +174,17 @@ def admitted(
 
     Who has pins already may ask for more, else two might wait for each other.
     """
-    asking = [promises for promises in fresh if promises.fresh and promises.asking is None]
+    asking = [state for state in fresh if state.fresh and state.asking is None]
     if not asking:
         return []
-    held = sum(promises.waiting_keys for promises in everyone)
+    held = sum(state.waiting_keys for state in everyone)
     found = []
-    for promises in asking:
-        wanted = len(promises.fresh)
-        if held and held + wanted > most and not promises.questions:
-            promises.postponed_at = now
+    for state in asking:
+        wanted = len(state.fresh)
+        if held and held + wanted > most and not state.pins:
+            state.postpone(now)
             continue
-        if promises.postponed_at:
-            promises.postponed_at, promises.asked_at = 0.0, now
+        state.admit(now)
         held += wanted
-        found.append(promises)
+        found.append(state)
     return found

@@ -56,10 +56,10 @@ class KVOffloaddSpec(OffloadingSpec):
                 "kvoffloadd: block hashes differ from run to run; nothing will hit after a restart, nor in other "
                 "engines. Set PYTHONHASHSEED to a number, or --prefix-caching-hash-algo sha256"
             )
-        asker = LookupThread(self._client("scheduler"), announced(self.config, self.replicated_layout))
+        lookup_thread = LookupThread(self._client("scheduler"), announced(self.config, self.replicated_layout))
         groups = [group.group_id for group in self.config.groups]
-        watcher = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
-        return KVOffloaddManager(asker, groups, self._options, watcher)
+        event_thread = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
+        return KVOffloaddManager(lookup_thread, groups, self._options, event_thread)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back."""

@@ -6,6 +6,7 @@ some of them where it is about to use their blocks again.
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import threading
@@ -93,6 +94,15 @@ class _Course:
         return Ended(self.transfer.number, success, self.bytes, self.seconds)
 
 
+class SleepPhase(enum.Enum):
+    """Of sleep mode, in which the engine takes the KV cache's memory away."""
+
+    AWAKE = enum.auto()
+    FALLING_ASLEEP = enum.auto()
+    """Begun transfers end, then the daemon lets go of the memory."""
+    ASLEEP = enum.auto()
+
+
 class TransferThread:
     """Stores and loads of one rank. All methods but `wait`, `sleep` and `close` return at once."""
 
@@ -102,10 +112,9 @@ class TransferThread:
         self._job_deadline_s = job_deadline_s
         self._registration: Registration | None = None
         self._former: Registration | None = None
-        # Odd: asleep. A transfer belongs to the phase that it was submitted in, and is begun in no other: by then its
-        # blocks hold something else.
-        self._phase = 0
-        self._rests = False
+        self._phase = SleepPhase.AWAKE
+        # How often it has woken up. A transfer is not begun after the next time: by then its blocks hold something else.
+        self._wakes = 0
         self._queue: queue.SimpleQueue[tuple[int, Transfer] | None] = queue.SimpleQueue()
         self._first: deque[tuple[int, Transfer]] = deque()
         self._jobs: dict[Job, _Course] = {}
@@ -115,7 +124,7 @@ class TransferThread:
         self._closing = False
         self._daemon = Availability()
         self._broken = False
-        self._thread = threading.Thread(target=self._run, name="kvoffloadd-carrier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvoffloadd-transfers", daemon=True)
         self._thread.start()
 
     # --- for the engine's thread -------------------------------------------------------------------
@@ -125,7 +134,7 @@ class TransferThread:
         with self._changed:
             self._check()
             self._open.add(transfer.number)
-        submitted = self._phase, transfer
+        submitted = self._wakes, transfer
         if transfer.expedited:
             self._first.append(submitted)
         self._queue.put(None if transfer.expedited else submitted)
@@ -153,23 +162,19 @@ class TransferThread:
         not answer may keep the memory that it had, but nothing is loaded into that any more.
         """
         with self._changed:
-            if not self._asleep:
-                self._phase += 1
-            self._rests = False
+            self._phase = SleepPhase.FALLING_ASLEEP
             self._queue.put(None)
-            if not self._changed.wait_for(lambda: self._rests or self._broken, deadline_s):
+            if not self._changed.wait_for(lambda: self._phase is SleepPhase.ASLEEP or self._broken, deadline_s):
                 self.wake()  # vLLM does not wake what never slept
                 raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
             self._check()
 
     def wake(self) -> None:
         """The same tensors are there again, in whatever memory: transfers may come."""
-        if self._asleep:
-            self._phase += 1
-
-    @property
-    def _asleep(self) -> bool:
-        return bool(self._phase & 1)
+        with self._changed:
+            if self._phase is not SleepPhase.AWAKE:
+                self._phase = SleepPhase.AWAKE
+                self._wakes += 1
 
     def close(self, deadline_s: float) -> None:
         """End the session. What the daemon has not given back by then stays its own until this process ends."""
@@ -206,11 +211,11 @@ class TransferThread:
                 if submitted is not None:
                     self._begin(*submitted)
             except queue.Empty:
-                if not self._jobs and not self._asleep and not self._daemon.retry_in_s:
+                if not self._jobs and self._phase is SleepPhase.AWAKE and not self._daemon.retry_in_s:
                     self._idle()
             if self._jobs:
                 self._look_for_ends()
-            elif self._asleep and not self._rests:
+            elif self._phase is SleepPhase.FALLING_ASLEEP:
                 self._let_go()
 
     def _idle(self) -> None:
@@ -249,17 +254,18 @@ class TransferThread:
             except KvOffloadError as error:
                 logger.warning("kvoffloadd: the daemon may keep the memory of the sleeping KV cache: %s", error)
         with self._changed:
-            self._rests = True
+            if self._phase is SleepPhase.FALLING_ASLEEP:  # else it was woken meanwhile
+                self._phase = SleepPhase.ASLEEP
             self._changed.notify_all()
 
-    def _begin(self, phase: int, transfer: Transfer) -> None:
+    def _begin(self, wakes: int, transfer: Transfer) -> None:
         if not transfer.chunks:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
         # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
         hangs = isinstance(self._daemon.error, DeadlineError)
         lost = self._daemon.retry_in_s > 0 and (hangs or transfer.direction is Direction.STORE)
-        if lost or self._asleep or phase != self._phase:
+        if lost or self._phase is not SleepPhase.AWAKE or wakes != self._wakes:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
         course = _Course(transfer, 1)

@@ -40,13 +40,13 @@ class KVOffloaddWorker(OffloadingWorker):
         self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, replicated, self._points.timelines)
-        self._carrier = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
+        self._transfer_thread = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
         """GPU -> daemon."""
         chunks = store_chunks(dst_spec.groups, src_spec, self._blocks_per_key, self._states)
-        self._carrier.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
+        self._transfer_thread.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
     def submit_load(
@@ -54,7 +54,7 @@ class KVOffloaddWorker(OffloadingWorker):
     ) -> bool:
         """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step."""
         chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key, self._states)
-        self._carrier.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
+        self._transfer_thread.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -66,24 +66,24 @@ class KVOffloaddWorker(OffloadingWorker):
                 transfer_size=ended.bytes or None,
                 transfer_time=ended.seconds if ended.bytes else None,
             )
-            for ended in self._carrier.ended()
+            for ended in self._transfer_thread.ended()
         ]
 
     def wait(self, job_ids: set[int]) -> None:
         """Until these have ended, whatever the daemon does: before that nobody may use their blocks."""
-        self._carrier.wait(job_ids)
+        self._transfer_thread.wait(job_ids)
 
     def sleep(self) -> None:
         """The daemon lets go of the KV cache; until `wake`, stores are dropped and loads fail. Raises DeadlineError."""
-        self._carrier.sleep(self._sleep_s)
+        self._transfer_thread.sleep(self._sleep_s)
 
     def wake(self) -> None:
         """The KV cache is back, in other memory, which the daemon is given."""
-        self._carrier.wake()
+        self._transfer_thread.wake()
 
     def shutdown(self) -> None:
         """End the session."""
-        self._carrier.close(_CLOSE_S)
+        self._transfer_thread.close(_CLOSE_S)
 
 
 class _Points:

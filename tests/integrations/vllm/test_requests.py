@@ -1,96 +1,93 @@
-"""What a request is told about a key, from the first question to the end."""
+"""What a request is told about a key, from the first pin to the end."""
 
 from __future__ import annotations
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.integrations.vllm.keys import by_group
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
-from kvoffloadd.integrations.vllm.requests import LookupState, RequestState, admitted
+from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 
 KEYS = [bytes([at]) * 32 + bytes(4) for at in range(3)]
 
 
-def asked(promises: RequestState, now: float = 0.0) -> PinRequest:
+def asked(state: RequestState, now: float = 0.0) -> PinRequest:
     """Looks every key up, as a step does, and asks."""
-    assert [promises.lookup(key, now, 1.0, 10.0) for key in KEYS] == [LookupState.ASKED] * 3
-    question = PinRequest("r", by_group(promises.fresh))
-    promises.fresh.clear()
-    promises.asking = question
-    promises.questions.append(question)
-    return question
+    assert [state.lookup(key, now, 1.0, 10.0) for key in KEYS] == [LookupState.ASKED] * 3
+    return state.ask()
 
 
-def answers(promises: RequestState, now: float) -> list[LookupState]:
-    return [promises.lookup(key, now, 1.0, 10.0) for key in KEYS]
+def answers(state: RequestState, now: float) -> list[LookupState]:
+    return [state.lookup(key, now, 1.0, 10.0) for key in KEYS]
 
 
 def test_answers_are_kept() -> None:
-    promises = RequestState("r")
-    question = asked(promises)
-    question.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
-    assert promises.learn(question, 0) == 1
-    assert answers(promises, 5.0) == [LookupState.HIT, LookupState.MISS, LookupState.PENDING]
+    state = RequestState("r")
+    pin = asked(state)
+    pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
+    assert state.learn(pin, 0, 0.0) == 1
+    assert answers(state, 5.0) == [LookupState.HIT, LookupState.MISS, LookupState.PENDING]
 
 
 def test_a_pending_key_is_asked_for_again_once_its_answer_is_there() -> None:
-    promises = RequestState("r")
-    question = asked(promises)
-    question.states = {0: bytes([KeyState.HIT, KeyState.HIT, KeyState.PENDING])}
-    promises.learn(question, 0)
-    answers(promises, 0.5)
-    assert promises.fresh == []
-    promises.asking = None
-    answers(promises, 0.5)
-    assert promises.fresh == [KEYS[2]]
+    state = RequestState("r")
+    pin = asked(state)
+    pin.states = {0: bytes([KeyState.HIT, KeyState.HIT, KeyState.PENDING])}
+    pin.promoting = True
+    state.learn(pin, 0, 0.4)
+    answers(state, 0.5)
+    assert state.fresh == []
+    pin.promoting = False
+    state.learn(pin, 0, 0.5)
+    answers(state, 0.5)
+    assert state.fresh == [], "not at once"
+    answers(state, 0.6)
+    assert state.fresh == [KEYS[2]]
 
 
 def test_nobody_waits_for_ever() -> None:
-    promises = RequestState("r")
-    asked(promises)
-    assert answers(promises, 0.9) == [LookupState.ASKED] * 3
-    assert answers(promises, 1.1) == [LookupState.MISS] * 3
-    assert promises.given_up
+    state = RequestState("r")
+    asked(state)
+    assert answers(state, 0.9) == [LookupState.ASKED] * 3
+    assert answers(state, 1.1) == [LookupState.MISS] * 3
+    assert state.given_up
 
 
 def test_keys_from_disk_may_take_longer() -> None:
-    promises = RequestState("r")
-    question = asked(promises)
-    question.states = {0: bytes([KeyState.PENDING] * 3)}
-    promises.learn(question, 0)
-    assert answers(promises, 9.0) == [LookupState.PENDING] * 3
-    assert answers(promises, 11.0) == [LookupState.MISS] * 3
+    state = RequestState("r")
+    pin = asked(state)
+    pin.states = {0: bytes([KeyState.PENDING] * 3)}
+    state.learn(pin, 0, 0.0)
+    assert answers(state, 9.0) == [LookupState.PENDING] * 3
+    assert answers(state, 11.0) == [LookupState.MISS] * 3
 
 
 def test_what_is_forgotten_is_to_be_released() -> None:
-    promises = RequestState("r")
-    question = asked(promises)
-    assert promises.forget() == [question]
-    assert promises.questions == []
-    assert promises.answers == {}
+    state = RequestState("r")
+    pin = asked(state)
+    assert state.forget() == [pin]
+    assert state.pins == []
+    assert state.answers == {}
 
 
 def test_who_computes_pins_nothing_and_knows_what_it_knew() -> None:
-    promises = RequestState("r")
-    question = asked(promises)
-    question.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.MISS])}
-    promises.learn(question, 0)
-    assert promises.settle() == [question]
-    assert (promises.waiting_keys, promises.answers[KEYS[0]]) == (0, LookupState.HIT)
+    state = RequestState("r")
+    pin = asked(state)
+    pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.MISS])}
+    state.learn(pin, 0, 0.0)
+    assert state.settle() == [pin]
+    assert (state.waiting_keys, state.answers[KEYS[0]]) == (0, LookupState.HIT)
 
 
 def wanting(count: int = 3) -> list[RequestState]:
     """Each wants three keys."""
     found = [RequestState(f"r{at}") for at in range(count)]
-    for promises in found:
-        answers(promises, 0.0)
+    for state in found:
+        answers(state, 0.0)
     return found
 
 
 def ask_all(admit: list[RequestState]) -> None:
-    for promises in admit:
-        promises.asking = PinRequest(promises.request, by_group(promises.fresh))
-        promises.questions.append(promises.asking)
-        promises.fresh.clear()
+    for state in admit:
+        state.ask()
 
 
 def test_pins_of_those_who_wait_are_bounded() -> None:
@@ -100,7 +97,7 @@ def test_pins_of_those_who_wait_are_bounded() -> None:
     ask_all(first)
     assert admitted(everyone, everyone, 6, 0.1) == []
     assert answers(everyone[2], 5.0) == [LookupState.ASKED] * 3, "it waits for room longer than for an answer"
-    everyone[0].loading = True  # what loads has its room in the engine, too
+    everyone[0].phase = RequestPhase.LOADING  # what loads has its room in the engine, too
     assert admitted(everyone, everyone, 6, 5.0) == everyone[2:]
     assert answers(everyone[2], 5.9) == [LookupState.ASKED] * 3
     assert answers(everyone[2], 6.1) == [LookupState.MISS] * 3
