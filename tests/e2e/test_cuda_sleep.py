@@ -28,13 +28,13 @@ COUNT = 8
 
 
 class Cache:
-    """A KV cache of vLLM's sleep mode, and a rank's carrier."""
+    """A KV cache of vLLM's sleep mode, and a rank's transfer_thread."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.memory = GpuBuffer(gpu_rank.gpu(), 2 * MIB, chunk_bytes=2 * MIB)
         tensor = GpuTensor.adopt(self.memory.rows(0, 2 * COUNT, PAGE, PAGE))
         client = Client(daemon.socket, namespace=NamespaceSpec(model="sleep", key_bytes=KEY_BYTES))
-        self.carrier = TransferThread(client, KvCache([tensor], SIMPLE), job_deadline_s=10.0)
+        self.transfer_thread = TransferThread(client, KvCache([tensor], SIMPLE), job_deadline_s=10.0)
         self._number = 0
 
     def move(self, direction: Direction, first: int) -> Ended:
@@ -42,9 +42,9 @@ class Cache:
         self._number += 1
         keys = b"".join(bytes([at]) * KEY_BYTES for at in range(COUNT))
         blocks = np.arange(first, first + COUNT, dtype=np.uint32).reshape(COUNT, 1)
-        self.carrier.submit(Transfer(self._number, direction, {0: (keys, blocks)}))
-        self.carrier.wait([self._number])
-        (ended,) = self.carrier.ended()
+        self.transfer_thread.submit(Transfer(self._number, direction, {0: (keys, blocks)}))
+        self.transfer_thread.wait([self._number])
+        (ended,) = self.transfer_thread.ended()
         return ended
 
     def remap(self) -> None:
@@ -71,7 +71,7 @@ class Cache:
 def cache(daemon: Daemon, device: str) -> Iterator[Cache]:
     one = Cache(daemon)
     yield one
-    one.carrier.close(10.0)
+    one.transfer_thread.close(10.0)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -88,7 +88,7 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: b
         assert gpu_mappings(daemon) == 0
     cache.remap()
     if told:
-        cache.carrier.wake()
+        cache.transfer_thread.wake()
     assert cache.move(Direction.LOAD, COUNT).success
     found = cache.memory.download(COUNT * PAGE, COUNT * PAGE)
     assert np.array_equal(found, content if told else np.zeros_like(content))
@@ -101,10 +101,10 @@ def test_a_daemon_that_hangs_keeps_no_engine_from_sleeping_for_ever(daemon: Daem
     assert cache.move(Direction.STORE, 0).bytes == COUNT * PAGE
     daemon.signal(signal.SIGSTOP)
     try:
-        cache.carrier.sleep(30.0)
+        cache.transfer_thread.sleep(30.0)
     finally:
         daemon.signal(signal.SIGCONT)
     cache.remap()
-    cache.carrier.wake()
+    cache.transfer_thread.wake()
     assert cache.move(Direction.LOAD, COUNT).success
     assert set(cache.memory.download(COUNT * PAGE, COUNT * PAGE).tolist()) == {1}

@@ -113,7 +113,7 @@ class TransferThread:
         self._registration: Registration | None = None
         self._former: Registration | None = None
         self._phase = SleepPhase.AWAKE
-        # How often it has woken up. A transfer is not begun after the next time: by then its blocks hold something else.
+        # How often it has woken up. After the next time a transfer is not begun: its blocks hold something else.
         self._wakes = 0
         self._queue: queue.SimpleQueue[tuple[int, Transfer] | None] = queue.SimpleQueue()
         self._first: deque[tuple[int, Transfer]] = deque()

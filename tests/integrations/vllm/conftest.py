@@ -37,23 +37,23 @@ class Lines:
         """Not of this engine, and registered by itself."""
         return self.daemon.welcome(Rank(self.daemon.socket, registered(refs=True), num_blocks=256, **options))
 
-    def asker(self) -> LookupThread:
-        asker = LookupThread(self._client("scheduler"), KvCache((), registered(refs=False)))
-        self._stack.callback(asker.close, CLOSE_S)
-        return asker
+    def lookup_thread(self) -> LookupThread:
+        lookup_thread = LookupThread(self._client("scheduler"), KvCache((), registered(refs=False)))
+        self._stack.callback(lookup_thread.close, CLOSE_S)
+        return lookup_thread
 
-    def carrier(self, job_deadline_s: float = 60.0) -> tuple[TransferThread, Rank]:
+    def transfer_thread(self, job_deadline_s: float = 60.0) -> tuple[TransferThread, Rank]:
         """With the rank whose memory it carries."""
         rank = Rank(self.daemon.socket, registered(refs=True), num_blocks=256, register=False)
         rank.client.close()
-        carrier = TransferThread(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)
-        self._stack.callback(carrier.close, CLOSE_S)
-        return carrier, rank
+        transfer_thread = TransferThread(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)
+        self._stack.callback(transfer_thread.close, CLOSE_S)
+        return transfer_thread, rank
 
-    def watcher(self) -> EventThread:
-        watcher = EventThread(self._client("observer"), GROUPS)
-        self._stack.callback(watcher.close, CLOSE_S)
-        return watcher
+    def event_thread(self) -> EventThread:
+        event_thread = EventThread(self._client("observer"), GROUPS)
+        self._stack.callback(event_thread.close, CLOSE_S)
+        return event_thread
 
     def _client(self, role: Any) -> Client:
         return Client(

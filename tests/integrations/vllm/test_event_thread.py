@@ -28,8 +28,8 @@ def keys(seed: int) -> Keys:
 class Router:
     """Who listens."""
 
-    def __init__(self, watcher: EventThread) -> None:
-        self.watcher = watcher
+    def __init__(self, event_thread: EventThread) -> None:
+        self.event_thread = event_thread
         self.believed: set[tuple[int, bytes]] = set()
         self.told = 0
         self.latest = 0
@@ -42,7 +42,7 @@ class Router:
         return self.latest == number
 
     def listen(self, most: int = 1 << 30) -> set[tuple[int, bytes]]:
-        for news in self.watcher.news(most):
+        for news in self.event_thread.news(most):
             named = {(news.group, key) for key in news.keys}
             assert news.generation >= self.latest
             self.latest = news.generation
@@ -60,7 +60,7 @@ def test_what_comes_and_goes(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     rank = line.rank()
     rank.store_keys(keys[:4])
-    router = Router(line.watcher())
+    router = Router(line.event_thread())
     until(lambda: router.believes(0, keys[:4]), "what was there is told")
     rank.store_keys(keys)
     until(lambda: router.believes(0, keys), "what came is told")
@@ -74,7 +74,7 @@ def test_a_daemon_that_dies(start_daemon: Start, lines: Make, keys: Keys, tmp_pa
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
     line = lines(daemon)
     line.rank().store_keys(keys, 1)
-    router = Router(line.watcher())
+    router = Router(line.event_thread())
     until(lambda: router.believes(1, keys), "it is told")
     idle(daemon)
     daemon.leave_guests()
@@ -90,12 +90,12 @@ def test_after_a_reset_only_the_engines_own(daemon: Daemon, lines: Make, keys: K
     line = lines(daemon)
     rank = line.rank()
     rank.store_keys(keys[:4])
-    router = Router(line.watcher())
+    router = Router(line.event_thread())
     until(lambda: router.believes(0, keys[:4]), "it is told")
-    router.watcher.renew(7)
+    router.event_thread.renew(7)
     until(lambda: router.generation(7), "no news of the old names come any more")
     until(lambda: router.believes(0, keys[:0]), "all of it is told as removed")
-    router.watcher.expect({0: [key.tobytes() for key in keys[8:]]})
+    router.event_thread.expect({0: [key.tobytes() for key in keys[8:]]})
     rank.store_keys(keys)
     until(lambda: router.believes(0, keys[8:]), "the engine's own are told")
     throughout(lambda: router.believes(0, keys[8:]), "no others are told", 0.2)
@@ -107,12 +107,12 @@ def test_nobody_listens_for_a_while(daemon: Daemon, lines: Make, seed: int, monk
     monkeypatch.setattr(watching, "_NEWS_KEYS", 8)
     line = lines(daemon)
     rank = line.rank()
-    router = Router(line.watcher())
+    router = Router(line.event_thread())
     keys = new_keys(np.random.default_rng(seed), 256)
     rank.store_keys(keys)
-    until(lambda: len(router.watcher._news) >= 4, "news wait")
+    until(lambda: len(router.event_thread._news) >= 4, "news wait")
     rank.client.clear()
     rank.store_keys(keys[:100])
-    throughout(lambda: len(router.watcher._news) <= 4, "news are bounded", 0.3)
+    throughout(lambda: len(router.event_thread._news) <= 4, "news are bounded", 0.3)
     assert len(router.listen(most=8)) == 8
     until(lambda: router.believes(0, keys[:100]), "all is told")

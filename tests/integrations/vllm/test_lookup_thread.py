@@ -36,17 +36,17 @@ def question(keys: Keys, other: Keys | None = None) -> PinRequest:
     return PinRequest("r", groups if other is None else {**groups, 1: [key.tobytes() for key in other]})
 
 
-def connected(asker: LookupThread) -> LookupThread:
-    until(lambda: asker.connected, "the asker is connected")
-    return asker
+def connected(lookup_thread: LookupThread) -> LookupThread:
+    until(lambda: lookup_thread.connected, "the lookup_thread is connected")
+    return lookup_thread
 
 
-def answered(asker: LookupThread, asked: PinRequest, times: int = 1) -> list[dict[int, list[int]]]:
+def answered(lookup_thread: LookupThread, asked: PinRequest, times: int = 1) -> list[dict[int, list[int]]]:
     """Each answer as it came."""
     found: list[dict[int, list[int]]] = []
 
     def enough() -> bool:
-        for one in asker.answers():
+        for one in lookup_thread.answers():
             assert one is asked
             found.append({group: list(states) for group, states in one.states.items()})
         return len(found) >= times and not asked.promoting
@@ -67,27 +67,27 @@ def store(rank: Rank, keys: Keys, group: int = 0, at_once: int = 64) -> None:
 def test_what_hits_is_pinned_until_it_is_forgotten(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     store(line.rank(), keys[:8])
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys)
     assert asked.holds == 12
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [HIT] * 8 + [MISS] * 4}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [HIT] * 8 + [MISS] * 4}]
     assert (asked.holds, leased(daemon)) == (8, 8)
-    asker.forget(asked)
+    lookup_thread.forget(asked)
     until(lambda: leased(daemon) == 0, "it is released")
 
 
 def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     for _ in range(20):
         asked = question(keys)
-        asker.ask(asked)
-        asker.forget(asked)
+        lookup_thread.ask(asked)
+        lookup_thread.forget(asked)
     last = question(keys[:1])
-    asker.ask(last)
-    until(lambda: list(asker.answers())[-1:] == [last], "the last one is answered")
+    lookup_thread.ask(last)
+    until(lambda: list(lookup_thread.answers())[-1:] == [last], "the last one is answered")
     assert leased(daemon) == 1
 
 
@@ -97,13 +97,13 @@ def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, key
     rank = line.rank()
     store(rank, keys[:11], at_once=5)
     store(rank, keys[3:], group=1, at_once=5)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys, keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [HIT] * 11 + [MISS], 1: [MISS] * 3 + [HIT] * 9}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [HIT] * 11 + [MISS], 1: [MISS] * 3 + [HIT] * 9}]
     assert len(asked.leases) == 5
     assert (asked.holds, leased(daemon)) == (20, 20)
-    asker.forget(asked)
+    lookup_thread.forget(asked)
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
@@ -111,15 +111,15 @@ def test_a_refused_piece_leaves_nothing_pinned(start_daemon: Start, lines: Make,
     daemon = start_daemon("limits.keys_per_request=5", f"limits.leases={LEASE_KEYS + 8}")
     line = lines(daemon)
     store(line.rank(), keys, at_once=5)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [MISS] * 12}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
     until(lambda: leased(daemon) == 0, "nothing is pinned")
-    assert asker.connected
+    assert lookup_thread.connected
     again = question(keys[:5])
-    asker.ask(again)
-    assert answered(asker, again) == [{0: [HIT] * 5}]
+    lookup_thread.ask(again)
+    assert answered(lookup_thread, again) == [{0: [HIT] * 5}]
 
 
 def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: int) -> None:
@@ -131,14 +131,14 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
     keys = new_keys(np.random.default_rng(seed), 640)
     store_on_disk(daemon, rank, keys)
     away = only_on_disk(rank, keys, 64)[:150]
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(away)
-    asker.ask(asked)
-    first, last = answered(asker, asked, times=2)
+    lookup_thread.ask(asked)
+    first, last = answered(lookup_thread, asked, times=2)
     assert set(first[0]) == {PENDING}
     assert last == {0: [HIT] * 150}
     assert (len(asked.leases), asked.holds, leased(daemon)) == (3, 150, 150)
-    asker.forget(asked)
+    lookup_thread.forget(asked)
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
@@ -148,12 +148,12 @@ def test_forgotten_on_its_way_from_disk(start_daemon: Start, lines: Make, tmp_pa
     rank = line.rank()
     keys = new_keys(np.random.default_rng(seed), 640)
     store_on_disk(daemon, rank, keys)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     for at in range(5):
         asked = question(only_on_disk(rank, keys)[at * 20 : at * 20 + 20])
-        asker.ask(asked)
-        until(lambda: list(asker.answers()), "it is answered")
-        asker.forget(asked)
+        lookup_thread.ask(asked)
+        until(lambda: list(lookup_thread.answers()), "it is answered")
+        lookup_thread.forget(asked)
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
@@ -161,103 +161,103 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_asked(start_daemon: 
     daemon = start_daemon()
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys)
-    asker.ask(asked)
-    answered(asker, asked)
+    lookup_thread.ask(asked)
+    answered(lookup_thread, asked)
     daemon.leave_guests()
     daemon.kill()
-    until(lambda: not asker.connected, "the death is known")
+    until(lambda: not lookup_thread.connected, "the death is known")
     while_away = question(keys)
-    asker.ask(while_away)
-    assert answered(asker, while_away) == [{0: [MISS] * 12}]
-    asker.forget(while_away)
+    lookup_thread.ask(while_away)
+    assert answered(lookup_thread, while_away) == [{0: [MISS] * 12}]
+    lookup_thread.forget(while_away)
     daemon.start()
-    until(lambda: asker.connected, "it is connected again")
-    asker.forget(asked)  # a lease of the daemon that is dead, whose number its successor may have given anew
+    until(lambda: lookup_thread.connected, "it is connected again")
+    lookup_thread.forget(asked)  # a lease of the daemon that is dead, whose number its successor may have given anew
     store(line.rank(), keys[:6])
     anew = question(keys)
-    asker.ask(anew)
-    assert answered(asker, anew) == [{0: [HIT] * 6 + [MISS] * 6}]
+    lookup_thread.ask(anew)
+    assert answered(lookup_thread, anew) == [{0: [HIT] * 6 + [MISS] * 6}]
     assert leased(daemon) == 6
 
 
 def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
     daemon.kill()
-    asker = lines(daemon).asker()
+    lookup_thread = lines(daemon).lookup_thread()
     asked = question(keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [MISS] * 12}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
     daemon.start()
-    connected(asker)
+    connected(lookup_thread)
 
 
 def test_cleared(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
-    asker.clear(5.0)
-    assert asker.connected  # what is computed from now on is stored
+    lookup_thread = connected(line.lookup_thread())
+    lookup_thread.clear(5.0)
+    assert lookup_thread.connected  # what is computed from now on is stored
     asked = question(keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [MISS] * 12}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
 
 
 def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -> None:
     """The scheduler waits no longer than it said, and nothing hits before the daemon has cleared."""
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys)
     daemon.signal(signal.SIGSTOP)
     try:
         begun = time.monotonic()
-        asker.clear(0.2)
+        lookup_thread.clear(0.2)
         assert 0.2 <= time.monotonic() - begun < HANG_S  # the daemon is stopped until after that
-        assert not asker.connected
-        asker.ask(asked)
+        assert not lookup_thread.connected
+        lookup_thread.ask(asked)
     finally:
         daemon.signal(signal.SIGCONT)
-    assert answered(asker, asked) == [{0: [MISS] * 12}]
-    connected(asker)
+    assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
+    connected(lookup_thread)
 
 
 def test_cleared_before_there_is_a_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
     """As soon as there is one, the namespace is empty, and what the engine has is known there."""
     daemon = start_daemon()
     daemon.kill()
-    asker = lines(daemon).asker()
-    asker.clear(5.0)
+    lookup_thread = lines(daemon).lookup_thread()
+    lookup_thread.clear(5.0)
     daemon.start()
-    connected(asker)
+    connected(lookup_thread)
     store(lines(daemon).rank(), keys)
     asked = question(keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [HIT] * 12}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [HIT] * 12}]
 
 
 def test_a_bug_is_a_miss(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on without a cache, and with it when the bug was a passing one."""
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
-    pin, bugs = asker._client.pin, [ZeroDivisionError("a bug")]
+    lookup_thread = connected(line.lookup_thread())
+    pin, bugs = lookup_thread._client.pin, [ZeroDivisionError("a bug")]
 
     def pin_or_fail(*arguments: Any) -> Any:
         if bugs:
             raise bugs.pop()
         return pin(*arguments)
 
-    monkeypatch.setattr(asker._client, "pin", pin_or_fail)
+    monkeypatch.setattr(lookup_thread._client, "pin", pin_or_fail)
     asked = question(keys)
-    asker.ask(asked)
-    assert answered(asker, asked) == [{0: [MISS] * 12}]
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
 
     def hits() -> bool:
         again = question(keys)
-        asker.ask(again)
-        return answered(asker, again) == [{0: [HIT] * 12}]
+        lookup_thread.ask(again)
+        return answered(lookup_thread, again) == [{0: [HIT] * 12}]
 
     until(hits, "it is asked again")
 
@@ -265,11 +265,11 @@ def test_a_bug_is_a_miss(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: p
 def test_close_ends_the_session_and_its_leases(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     store(line.rank(), keys)
-    asker = connected(line.asker())
+    lookup_thread = connected(line.lookup_thread())
     asked = question(keys)
-    asker.ask(asked)
-    answered(asker, asked)
-    asker.close(5.0)
+    lookup_thread.ask(asked)
+    answered(lookup_thread, asked)
+    lookup_thread.close(5.0)
     until(lambda: leased(daemon) == 0, "the leases ended")
     assert [session["role"] for session in daemon.sessions()] == ["worker"]
 
@@ -278,7 +278,7 @@ def test_how_many_keys_fill_half_of_the_memory(start_daemon: Start, lines: Make,
     """As soon as there are some."""
     daemon = start_daemon(memory="1MiB")
     line = lines(daemon)
-    asker = connected(line.asker())
-    assert asker.half_tier_keys > 1 << 60
+    lookup_thread = connected(line.lookup_thread())
+    assert lookup_thread.half_tier_keys > 1 << 60
     store(line.rank(), keys)
-    until(lambda: asker.half_tier_keys == 128, "256 pages have half as many slots")
+    until(lambda: lookup_thread.half_tier_keys == 128, "256 pages have half as many slots")

@@ -33,10 +33,10 @@ def chunks(keys: Keys, *groups: int) -> Chunks:
     return {group: (keys.tobytes(), ids[at]) for at, group in enumerate(groups)}
 
 
-def ended(carrier: TransferThread, *numbers: int) -> list[Ended]:
+def ended(transfer_thread: TransferThread, *numbers: int) -> list[Ended]:
     """Exactly these, by number."""
-    carrier.wait(numbers)
-    found = sorted(carrier.ended(), key=lambda one: one.number)
+    transfer_thread.wait(numbers)
+    found = sorted(transfer_thread.ended(), key=lambda one: one.number)
     assert [one.number for one in found] == sorted(numbers)
     return found
 
@@ -59,15 +59,15 @@ def jobs(daemon: Daemon, direction: str) -> int:
 
 def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon("limits.keys_per_request=5")
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0, 1)
     fill(rank, wanted)
-    carrier.submit(Transfer(1, STORE, wanted))
-    (stored,) = ended(carrier, 1)
+    transfer_thread.submit(Transfer(1, STORE, wanted))
+    (stored,) = ended(transfer_thread, 1)
     assert (stored.success, stored.bytes) == (True, 24 * PAGE)
     rank.wipe()
-    carrier.submit(Transfer(2, LOAD, wanted))
-    (loaded,) = ended(carrier, 2)
+    transfer_thread.submit(Transfer(2, LOAD, wanted))
+    (loaded,) = ended(transfer_thread, 2)
     assert (loaded.success, loaded.bytes) == (True, 24 * PAGE)
     assert wrong(rank, wanted) == 0
     assert (jobs(daemon, "store"), jobs(daemon, "load")) == (5, 5)
@@ -76,29 +76,29 @@ def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, key
 @pytest.mark.parametrize("missing", [0, 6, 11])
 def test_a_load_fails_where_one_piece_does(start_daemon: Start, lines: Make, keys: Keys, missing: int) -> None:
     daemon = start_daemon("limits.keys_per_request=5")
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     there = chunks(np.delete(keys, missing, 0), 0)
     fill(rank, there)
-    carrier.submit(Transfer(1, STORE, there))
-    ended(carrier, 1)
-    carrier.submit(Transfer(2, LOAD, chunks(keys, 0)))
-    assert not ended(carrier, 2)[0].success
+    transfer_thread.submit(Transfer(1, STORE, there))
+    ended(transfer_thread, 1)
+    transfer_thread.submit(Transfer(2, LOAD, chunks(keys, 0)))
+    assert not ended(transfer_thread, 2)[0].success
 
 
 def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     fill(rank, chunks(keys, 0))
-    carrier.submit(Transfer(1, STORE, chunks(keys, 0)))
-    ended(carrier, 1)
+    transfer_thread.submit(Transfer(1, STORE, chunks(keys, 0)))
+    ended(transfer_thread, 1)
     daemon.kill()
     for number in range(2, 6):
-        carrier.submit(Transfer(number, STORE if number % 2 else LOAD, chunks(keys, 0)))
-    assert [one.success for one in ended(carrier, 2, 3, 4, 5)] == [False, True, False, True]
+        transfer_thread.submit(Transfer(number, STORE if number % 2 else LOAD, chunks(keys, 0)))
+    assert [one.success for one in ended(transfer_thread, 2, 3, 4, 5)] == [False, True, False, True]
     daemon.start()
     until(lambda: daemon.sessions(), "it is back")
-    carrier.submit(Transfer(6, STORE, chunks(keys, 0)))
-    assert ended(carrier, 6)[0].success
+    transfer_thread.submit(Transfer(6, STORE, chunks(keys, 0)))
+    assert ended(transfer_thread, 6)[0].success
     until(lambda: daemon.status()["cache"]["keys"] == 12, "it stores again")
 
 
@@ -106,16 +106,16 @@ def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start,
 def test_a_daemon_that_dies_at_work(start_daemon: Start, lines: Make, keys: Keys, direction: Direction) -> None:
     """In several jobs, of which some run, and some may not have been asked for."""
     daemon = start_daemon("limits.keys_per_request=2", "copy.threads=1", faults="delay_s=0.05")
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
     fill(rank, wanted)
     if direction is LOAD:
-        carrier.submit(Transfer(1, STORE, wanted))
-        ended(carrier, 1)
-    carrier.submit(Transfer(2, direction, wanted))
+        transfer_thread.submit(Transfer(1, STORE, wanted))
+        ended(transfer_thread, 1)
+    transfer_thread.submit(Transfer(2, direction, wanted))
     until(lambda: daemon.status()["running"]["jobs"] > 0, "it is at work")
     daemon.kill()
-    assert ended(carrier, 2)[0].success is (direction is STORE)
+    assert ended(transfer_thread, 2)[0].success is (direction is STORE)
     daemon.start()
     until(lambda: mapped(daemon) > 0, "it is registered with again")
 
@@ -127,7 +127,7 @@ def mapped(daemon: Daemon) -> int:
 def test_a_daemon_that_dies_and_comes_back_while_nothing_is_carried(start_daemon: Start, lines: Make) -> None:
     """It is registered with before the first transfer wants it."""
     daemon = start_daemon()
-    lines(daemon).carrier()
+    lines(daemon).transfer_thread()
     until(lambda: mapped(daemon) > 0, "it is registered with")
     for _ in range(2):
         daemon.kill()
@@ -138,9 +138,9 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_carried(start_daemon
 def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
     line = lines(daemon)
-    carrier, _rank = line.carrier()
+    transfer_thread, _rank = line.transfer_thread()
     until(lambda: mapped(daemon) > 0, "it is registered with")
-    carrier.close(5.0)
+    transfer_thread.close(5.0)
     daemon.kill()
     daemon.start()
     throughout(lambda: not daemon.sessions(), "who has closed does not come back", 0.3)
@@ -149,34 +149,34 @@ def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys)
 def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, keys: Keys) -> None:
     """vLLM stays awake then, and wakes nobody."""
     daemon = start_daemon(faults="delay_s=0.6")
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
     fill(rank, wanted)
-    carrier.submit(Transfer(1, STORE, wanted))
+    transfer_thread.submit(Transfer(1, STORE, wanted))
     until(lambda: daemon.status()["running"]["jobs"] == 1, "it has begun")
     with pytest.raises(DeadlineError, match="can't sleep"):
-        carrier.sleep(0.1)
-    assert ended(carrier, 1)[0].success
+        transfer_thread.sleep(0.1)
+    assert ended(transfer_thread, 1)[0].success
     rank.wipe()
-    carrier.submit(Transfer(2, LOAD, wanted))
-    assert ended(carrier, 2)[0].success
+    transfer_thread.submit(Transfer(2, LOAD, wanted))
+    assert ended(transfer_thread, 2)[0].success
     assert wrong(rank, wanted) == 0
 
 
 def test_what_was_submitted_asleep_is_not_begun_awake(daemon: Daemon, lines: Make, keys: Keys) -> None:
     """However soon the engine wakes up: its blocks hold something else by then."""
-    carrier, rank = lines(daemon).carrier()
+    transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
     fill(rank, wanted)
     before = jobs(daemon, "store")
     for number in range(20):
-        carrier.sleep(5.0)
-        carrier.submit(Transfer(number, STORE, wanted))
-        carrier.wake()
-    ended(carrier, *range(20))
+        transfer_thread.sleep(5.0)
+        transfer_thread.submit(Transfer(number, STORE, wanted))
+        transfer_thread.wake()
+    ended(transfer_thread, *range(20))
     assert jobs(daemon, "store") == before
-    carrier.submit(Transfer(20, STORE, wanted))
-    ended(carrier, 20)
+    transfer_thread.submit(Transfer(20, STORE, wanted))
+    ended(transfer_thread, 20)
     assert jobs(daemon, "store") == before + 1
 
 
@@ -186,17 +186,22 @@ def test_a_bug_is_no_hang(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: 
     def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    carrier, _rank = lines(daemon).carrier()
-    monkeypatch.setattr(carrier, "_begin", bug)
-    carrier.submit(Transfer(1, STORE, chunks(keys, 0)))
-    submit = partial(carrier.submit, Transfer(2, STORE, {}))
-    for attempt in (partial(carrier.wait, [1]), carrier.ended, submit, partial(carrier.sleep, 5.0)):
+    transfer_thread, _rank = lines(daemon).transfer_thread()
+    monkeypatch.setattr(transfer_thread, "_begin", bug)
+    transfer_thread.submit(Transfer(1, STORE, chunks(keys, 0)))
+    submit = partial(transfer_thread.submit, Transfer(2, STORE, {}))
+    for attempt in (
+        partial(transfer_thread.wait, [1]),
+        transfer_thread.ended,
+        submit,
+        partial(transfer_thread.sleep, 5.0),
+    ):
         with pytest.raises(RuntimeError, match="has failed"):
             attempt()
 
 
 def test_nothing_to_carry(daemon: Daemon, lines: Make) -> None:
-    carrier, _rank = lines(daemon).carrier()
-    carrier.submit(Transfer(1, LOAD, {}))
-    assert ended(carrier, 1) == [Ended(1, True, 0, 0.0)]
-    carrier.wait([])
+    transfer_thread, _rank = lines(daemon).transfer_thread()
+    transfer_thread.submit(Transfer(1, LOAD, {}))
+    assert ended(transfer_thread, 1) == [Ended(1, True, 0, 0.0)]
+    transfer_thread.wait([])
