@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvoffloadd import __version__, cli, config, errors, report
+from kvoffloadd import __version__, cli, config, errors
+from kvoffloadd.cli import report
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd import checks, config
+from kvoffloadd.cli.report import config_text
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.report import config_text
 from kvoffloadd.units import BYTES_MAX, format_bytes, format_seconds, parse_bytes
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"

@@ -1,7 +1,7 @@
 """What a model's KV cache will be, before anything runs: groups, pages, descriptors, and how much the tiers hold.
 
 `read_model` understands a Hugging Face config.json, `make_plan` works out the rest with `kvoffloadd.layout`'s own
-geometry, `print_plan` and `plan_json` show it. Importing this loads no torch, and nothing of the daemon.
+geometry; `kvoffloadd plan` shows it. Importing this loads no torch, and nothing of the daemon.
 """
 
 from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of
@@ -10,7 +10,6 @@ from kvoffloadd.planner.layouts import KV_APART, Layout
 from kvoffloadd.planner.modelconfig import ModelConfig, read_model
 from kvoffloadd.planner.planning import CapacityPlan, PlanInputs, make_plan
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
-from kvoffloadd.planner.report import plan_json, print_plan
 from kvoffloadd.planner.trace import Trace, read_trace
 
 __all__ = [
@@ -27,8 +26,6 @@ __all__ = [
     "demand_of",
     "form_groups",
     "make_plan",
-    "plan_json",
-    "print_plan",
     "read_model",
     "read_trace",
 ]

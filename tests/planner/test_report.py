@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvoffloadd.planner import Trace, plan_json, print_plan
+from kvoffloadd.cli.plan import plan_json, print_plan
+from kvoffloadd.planner import Trace
 from tests.planner.models import DATA, GEMMA_3, GIB, GPT_OSS, LLAMA, QWEN, plan
 
 TRACE = Trace(requests=10, median_tokens=1000, p90_tokens=4000, block_tokens=512, unique_blocks=90_000, references=1)

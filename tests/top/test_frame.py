@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.top.frame import WINDOW_S, History, figures
+from kvoffloadd.cli.top.frame import WINDOW_S, History, figures
 
 from .samples import lane, root, session, status
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.segment import Segment
 
-from kvoffloadd.top.frame import History, figures
-from kvoffloadd.top.shapes import Bar, Spark
-from kvoffloadd.top.view import render
+from kvoffloadd.cli.top.frame import History, figures
+from kvoffloadd.cli.top.shapes import Bar, Spark
+from kvoffloadd.cli.top.view import render
 
 from .samples import root, session, status
 

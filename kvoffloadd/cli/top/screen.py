@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 
+from kvoffloadd.cli.report import PIPE_COLUMNS, open_console
+from kvoffloadd.cli.top.frame import History, figures
+from kvoffloadd.cli.top.view import render
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.report import PIPE_COLUMNS, open_console
-from kvoffloadd.top.frame import History, figures
-from kvoffloadd.top.view import render
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

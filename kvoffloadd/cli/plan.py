@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.cli.report import open_console
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
 from kvoffloadd.planner.layouts import Layout
 from kvoffloadd.planner.planning import CapacityPlan
-from kvoffloadd.report import open_console
 from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 

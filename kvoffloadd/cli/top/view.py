@@ -11,8 +11,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from kvoffloadd.cli.top.shapes import Bar, Spark
 from kvoffloadd.log import printable
-from kvoffloadd.top.shapes import Bar, Spark
 from kvoffloadd.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -1,0 +1,46 @@
+"""The command line: `kvoffloadd serve`, an operator's questions and orders to a running daemon, and `plan` before all.
+
+Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
+3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvoffloadd import errors
+from kvoffloadd.cli.arguments import make_parser
+from kvoffloadd.cli.commands import (
+    EXIT_BAD_NEWS,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    complain,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code (module docstring). Never raises for what an operator can get wrong."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except errors.ConfigError as error:
+        return complain(str(error), EXIT_USAGE)
+    except errors.DaemonUnreachableError as error:
+        return complain(str(error), EXIT_UNREACHABLE)
+    except errors.ConnectionLostError as error:
+        return complain(f"the daemon went away before it answered: {error}", EXIT_UNREACHABLE)
+    except errors.DeadlineError as error:
+        return complain(f"the daemon did not answer in time: {error}", EXIT_REFUSED)
+    except errors.KvOffloadError as error:
+        return complain(f"refused: {error}", EXIT_REFUSED)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; a second error at interpreter exit helps nobody.
+        sys.stderr.close()
+        return EXIT_BAD_NEWS
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code

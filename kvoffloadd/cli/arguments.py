@@ -1,0 +1,177 @@
+"""The commands' arguments: their names, their types and their help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kvoffloadd import __version__, config
+from kvoffloadd.cli import commands
+from kvoffloadd.units import parse_bytes
+
+DEFAULT_SOCKET = config.ServerConfig().socket
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of every command; `command` of what it parses is the function that runs it."""
+    parser = argparse.ArgumentParser(
+        prog="kvoffloadd",
+        description="A KV-cache offload daemon, and the commands for its operator.",
+        epilog="Exit codes: 0 done, 1 findings or a missed drain, 2 usage or config, 3 unreachable, 4 refused.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
+        child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
+        child.set_defaults(command=run)
+        return child
+
+    serve = add("serve", commands.serve, "Run the daemon in the foreground.")
+    _add_config_options(serve)
+    serve.add_argument("--faults", metavar="TEXT", default="", help="inject faults; for tests of the daemon only")
+
+    status = add("status", commands.status, "Counters and gauges of a running daemon.")
+    status.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    top = add("top", commands.top, "What a running daemon does, as it changes; q or Ctrl-C ends it.")
+    top.add_argument("--once", action="store_true", help="two looks, an interval apart, and one picture")
+    top.add_argument("--json", action="store_true", help="one JSON object a line for each interval")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default: 1")
+    top.add_argument("--svg", type=Path, metavar="FILE", help="write what was shown last there, as a picture")
+
+    verify = add("verify", commands.verify, "Let the daemon audit itself; exit 1 if it finds anything wrong.")
+    verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
+    verify.add_argument("--disk", action="store_true", help="read and check every record on disk, too")
+    verify.add_argument("--repair", action="store_true", help="drop the records on disk that are bad")
+    verify.add_argument(
+        "--root", type=_absolute, action="append", default=[], metavar="PATH",
+        help="check the files of this disk root instead, without a daemon; repeatable",
+    )  # fmt: skip
+    verify.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    clear = add("clear", commands.clear, "Drop every key of every namespace (root or the daemon's user only).")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+
+    drain = add("drain", commands.drain, "Wait until the running jobs have ended and all that they stored is sealed.")
+    drain.add_argument("--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="default: 60")
+
+    for client_command in (status, top, verify, clear, drain):
+        client_command.add_argument(
+            "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
+        )
+
+    _add_plan_options(
+        add("plan", commands.plan, "What a model's KV cache will be, and how much of it the daemon would hold.")
+    )
+
+    config_commands = subparsers.add_parser("config", help="Check or show config files.").add_subparsers(
+        title="commands", metavar="COMMAND", required=True
+    )
+    check = add("check", commands.config_check, "Check a config file; say every problem in it.", config_commands)
+    check.add_argument("file", type=Path, metavar="FILE")
+    show = add("show", commands.config_show, "Print the config that `serve` would use, as TOML.", config_commands)
+    _add_config_options(show)
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it every key has its default")
+    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="instead of server.socket")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help='instead of memory.capacity_bytes, like "8GiB"')
+    parser.add_argument("--policy", metavar="NAME", help="instead of memory.policy")
+    parser.add_argument(
+        "--disk", type=_disk_root, action="append", default=[], metavar="PATH=SIZE",
+        help='instead of disk.roots, like "/nvme0/kvoffloadd=1TiB"; repeatable',
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="instead of the file's value; repeatable",
+    )  # fmt: skip
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model-config", type=Path, required=True, metavar="FILE", help="the model's config.json, as on Hugging Face"
+    )
+    parser.add_argument("--block-size", type=_count, default=16, metavar="TOKENS", help="the engine's; default: 16")
+    parser.add_argument("--tp", type=_count, default=1, metavar="RANKS", help="tensor-parallel ranks; default: 1")
+    parser.add_argument(
+        "--attn-pack-size", dest="pack_size", type=_count, default=0, metavar="LAYERS",
+        help="attention layers on a page, where a Mamba state sets it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-dtype", default="auto", metavar="DTYPE", help="auto (default, the model's), fp8, bfloat16 ..."
+    )
+    parser.add_argument(
+        "--no-hybrid", dest="hybrid", action="store_false", help="the engine's hybrid cache manager is off: one group"
+    )
+    parser.add_argument(
+        "--share-tp", action="store_true", help="ranks of other tensor-parallel sizes are to read it, too"
+    )
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="of the memory tier; default: the daemon's, 4GiB")
+    parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="a typical prompt; default: 8000"
+    )
+    prompts.add_argument(
+        "--trace", type=Path, metavar="FILE", help="prompts as they were: input_length and hash_ids in JSON lines"
+    )
+    parser.add_argument(
+        "--trace-block-tokens", type=_count, default=512, metavar="TOKENS", help="of a hash id; default: 512"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 32):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
+    return int(text)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    dotted, equals, value = text.partition("=")
+    if not equals or "." not in dotted:
+        raise argparse.ArgumentTypeError(f'"{text}" is not section.key=value')
+    return dotted.strip(), value.strip()
+
+
+def _absolute(text: str) -> Path:
+    # A relative path means the caller's directory, also after a daemon has changed its own.
+    return Path(text).absolute()
+
+
+def _size(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+    return text
+
+
+def _disk_root(text: str) -> tuple[str, str]:
+    # The last equals sign: a path may have some, a size has none.
+    path, equals, size = text.rpartition("=")
+    if not (equals and path):
+        raise argparse.ArgumentTypeError(f'"{text}" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"')
+    return str(_absolute(path)), _size(size.strip())
+
+
+def _interval(text: str) -> float:
+    seconds = _deadline(text)
+    if seconds < 0.1:
+        raise argparse.ArgumentTypeError(f'"{text}" is less than 0.1 seconds')
+    return seconds
+
+
+def _deadline(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds') from None
+    if not 0 < seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f'"{text}" is not between 0 and 86,400 seconds')
+    return seconds

@@ -1,0 +1,241 @@
+"""What each command does, from its parsed arguments to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from kvoffloadd import client, config, errors
+from kvoffloadd.model import DROPPED
+from kvoffloadd.units import format_bytes, parse_bytes
+
+EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
+EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
+
+VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
+"""For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours.
+Whoever waits at a terminal may interrupt it."""
+
+PLAN_TERMS = ("block_size", "tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
+"""Options of `plan` that go to the planner as they are."""
+
+
+# --- the daemon itself ------------------------------------------------------------------------------
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    chosen = _load(arguments)
+    # Imported here, as in the other commands: each loads what it needs, and a wrong config is told before all that.
+    from kvoffloadd import log
+    from kvoffloadd.daemon import run
+
+    log.setup(chosen.log)
+    return run(chosen, arguments.faults, lambda: _load(arguments))
+
+
+def config_check(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cache.policy import POLICIES
+
+    chosen = config.load(arguments.file)
+    policy = chosen.memory.policy
+    if policy and policy not in POLICIES:
+        raise errors.ConfigError(
+            f'{arguments.file}: memory.policy = "{policy}": unknown; known are {", ".join(sorted(POLICIES))}'
+        )
+    try:
+        config.check_memory_fits(chosen.memory.capacity_bytes)
+    except errors.ConfigError as error:
+        # No error: the file may be meant for another machine.
+        sys.stderr.write(f"note: it would not start here: {error}\n")
+    sys.stdout.write(f"{arguments.file}: ok\n")
+    return EXIT_OK
+
+
+def config_show(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.report import config_text
+
+    sys.stdout.write(config_text(_load(arguments)))
+    return EXIT_OK
+
+
+def _load(arguments: argparse.Namespace) -> config.Config:
+    overrides: dict[str, str] = dict(arguments.set)
+    # Quoted, so that text stays text even where it would be a TOML value.
+    if arguments.socket is not None:
+        overrides["server.socket"] = json.dumps(str(arguments.socket), ensure_ascii=False)
+    if arguments.memory is not None:
+        overrides["memory.capacity_bytes"] = json.dumps(arguments.memory)
+    if arguments.policy is not None:
+        overrides["memory.policy"] = json.dumps(arguments.policy)
+    if arguments.disk:
+        roots = (f"{{ path = {json.dumps(path, ensure_ascii=False)}, capacity = {json.dumps(size)} }}"
+                 for path, size in arguments.disk)  # fmt: skip
+        overrides["disk.roots"] = f"[{', '.join(roots)}]"
+    return config.load(arguments.config, overrides)
+
+
+# --- before there is a daemon --------------------------------------------------------------------------
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.plan import plan_json, print_plan
+    from kvoffloadd.planner import PlanInputs, make_plan, read_model, read_trace
+
+    terms: dict[str, Any] = {name: getattr(arguments, name) for name in PLAN_TERMS}
+    sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk}
+    terms |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    model = read_model(arguments.model_config)
+    trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
+    plan = make_plan(model, PlanInputs(**terms), trace)
+    if arguments.json:
+        _print_json(plan_json(plan))
+    else:
+        print_plan(plan)
+    return EXIT_OK
+
+
+# --- questions and orders to a running daemon -------------------------------------------------------
+
+
+def status(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.report import print_status
+
+    with _client(arguments) as daemon:
+        status = daemon.status()
+    if arguments.json:
+        _print_json(status)
+    else:
+        print_status(status)
+    return EXIT_OK
+
+
+def top(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.top.screen import Screen
+
+    screen = Screen(arguments.socket, arguments.interval, arguments.json, arguments.svg)
+    screen.once() if arguments.once else screen.run()
+    return EXIT_OK
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    if arguments.repair and not (arguments.disk or arguments.root):
+        return complain(
+            "--repair needs --disk or --root: only records on disk can be dropped for being bad", EXIT_USAGE
+        )
+    if arguments.root and arguments.payloads:
+        return complain("--payloads asks a daemon about its memory, --root asks none", EXIT_USAGE)
+    return _verify_roots(arguments) if arguments.root else _verify_daemon(arguments)
+
+
+def _verify_daemon(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.report import ProgressLine
+    from kvoffloadd.log import printable
+
+    deadline_s = VERIFY_DEADLINE_S if arguments.payloads else None
+    if arguments.disk:
+        deadline_s = VERIFY_DISK_DEADLINE_S
+    with _client(arguments) as daemon, ProgressLine("the daemon audits itself"):
+        verified = daemon.verify(
+            payloads=arguments.payloads, disk=arguments.disk, repair=arguments.repair, deadline_s=deadline_s
+        )
+    findings = list(verified.findings)
+    repaired = sum(finding.endswith(DROPPED) for finding in findings) if arguments.repair else 0
+    if arguments.json:
+        counts = {"slots": verified.slots, "payloads": verified.payloads, "records": verified.records}
+        _print_json({"findings": findings, "repaired": repaired, **counts})
+    else:
+        sys.stdout.writelines(f"finding: {printable(finding)}\n" for finding in findings)
+        hashed = f", {verified.payloads:,} payloads hashed again" if arguments.payloads else ""
+        read = f", {verified.records:,} records on disk read" if arguments.disk else ""
+        dropped = f", {repaired} repaired," if arguments.repair else ""
+        sys.stdout.write(f"{_findings(len(findings))}{dropped} in {verified.slots:,} slots{hashed}{read}\n")
+    return EXIT_BAD_NEWS if len(findings) > repaired else EXIT_OK
+
+
+def _findings(count: int) -> str:
+    return "1 finding" if count == 1 else f"{count:,} findings"
+
+
+def _verify_roots(arguments: argparse.Namespace) -> int:
+    """Without a daemon. A root that can't be checked is no reason to leave out the others."""
+    from kvoffloadd.cli.report import ProgressLine
+    from kvoffloadd.log import printable
+    from kvoffloadd.storage.disk.repair import check_root
+
+    code = EXIT_OK
+    checked: list[dict[str, object]] = []
+    for root in arguments.root:
+        try:
+            with ProgressLine(f"{root}") as line:
+                report = check_root(root, repair=arguments.repair, progress=line.update)
+        except (errors.KvOffloadError, OSError) as error:
+            code = complain(f"{root} can't be checked: {error}", EXIT_REFUSED)
+            checked.append({"root": root, "error": str(error)})
+            continue
+        if len(report.findings) > report.repaired:
+            code = code or EXIT_BAD_NEWS
+        checked.append({
+            "root": root, "segments": report.segments, "records": report.records, "bytes": report.bytes,
+            "findings": report.findings, "repaired": report.repaired,
+        })  # fmt: skip
+        if not arguments.json:
+            sys.stdout.writelines(f"finding: {root}: {printable(finding)}\n" for finding in report.findings)
+            repaired = f", {report.repaired:,} repaired," if arguments.repair else ""
+            sys.stdout.write(
+                f"{root}: {_findings(len(report.findings))}{repaired} in {report.records:,} records, "
+                f"{report.segments:,} segments, {format_bytes(report.bytes)}\n"
+            )
+    if arguments.json:
+        _print_json({"roots": checked})
+    return code
+
+
+def clear(arguments: argparse.Namespace) -> int:
+    if not arguments.yes and not _confirmed(
+        f"Drop every key of every namespace from the daemon at {arguments.socket}?"
+    ):
+        return complain("nothing was dropped: say --yes, or answer yes at a terminal", EXIT_USAGE)
+    with _client(arguments) as daemon:
+        cleared = daemon.clear(everything=True)  # a worker clears its own namespace, through the library
+    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
+    return EXIT_OK
+
+
+def drain(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as daemon:
+        drained = daemon.drain(deadline_s=arguments.deadline_s, everything=True)
+    if drained.jobs or drained.unsealed:
+        sys.stdout.write(f"deadline passed: {drained.jobs:,} jobs still run, {drained.unsealed:,} slots unsealed\n")
+        return EXIT_BAD_NEWS
+    sys.stdout.write("drained: every job has ended and all that was stored is sealed\n")
+    return EXIT_OK
+
+
+def _client(arguments: argparse.Namespace) -> client.Client:
+    # A single attempt: an operator wants to know now that no daemon is there.
+    return client.Client(arguments.socket, namespace=None, role="observer", connect_deadline_s=0)
+
+
+def _confirmed(question: str) -> bool:
+    """Whether somebody at a terminal said yes."""
+    if not sys.stdin.isatty():
+        return False
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, default=_jsonable) + "\n")
+
+
+def _jsonable(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def complain(message: str, code: int) -> int:
+    """Say what is wrong; returns the exit code."""
+    sys.stderr.write(f"kvoffloadd: {message}\n")
+    return code
