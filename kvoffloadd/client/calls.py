@@ -33,8 +33,19 @@ class Call(Waitable, Generic[R]):
     """
 
     __slots__ = (
-        *("build", "fds", "job", "owner", "parse", "repeatable", "undo"),
-        *("abandoned", "error", "reply_type", "sent", "unsent", "value"),
+        "abandoned",
+        "build",
+        "error",
+        "fds",
+        "job",
+        "owner",
+        "parse",
+        "repeatable",
+        "reply_type",
+        "sent",
+        "undo",
+        "unsent",
+        "value",
     )
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The scheduler's second line to the daemon, where routers want to know: a thread that learns which keys come and go.
+"""The scheduler's second client of the daemon, where routers want to know: a thread that learns which keys come and go.
 
 It has a client of its own, so that a long list never delays a lookup. Ownership: the thread alone has client
 and published keys; the scheduler's thread queues commands and takes news.

@@ -1,4 +1,4 @@
-"""The scheduler's line to the daemon: a thread that asks what was queued, so that the scheduler never waits.
+"""The scheduler's client of the daemon: a thread that asks what was queued, so that the scheduler never waits.
 
 Ownership: the thread alone has the client. The scheduler's thread queues commands and takes answers; a `PinRequest` is
 the scheduler's until it is queued, the thread's until it is answered, and the scheduler's again.

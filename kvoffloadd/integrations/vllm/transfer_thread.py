@@ -1,4 +1,4 @@
-"""A rank's line to the daemon: a thread that submits stores and loads and learns how they end.
+"""A rank's client of the daemon: a thread that submits stores and loads and learns how they end.
 
 Ownership: the thread alone has the client. The engine's thread queues transfers, takes what has ended, and waits for
 some of them where it is about to use their blocks again.
