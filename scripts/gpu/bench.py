@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon

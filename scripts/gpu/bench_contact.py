@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.client.gpu import IpcMemory, VmmMemory, driver, gpu_allocation
+from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, driver, gpu_allocation
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory

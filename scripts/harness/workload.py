@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvoffloadd.client import Client, Job, JobResult, Ready, Timeline
-    from kvoffloadd.client.tensor import CanonicalTensor
+    from kvoffloadd.client.memory.tensor import CanonicalTensor
     from kvoffloadd.model import I64Array, U8Array
 
 WAIT_S = 60.0

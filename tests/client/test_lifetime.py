@@ -369,7 +369,7 @@ def test_a_late_answer_does_not_disturb_the_end(fake: FakeDaemon, path: str, mak
         return False
 
     fake.on["pin"] = pin
-    client = make_client(path, deadline_s=0.2)
+    client = make_client(path, deadline_s=2.0)
     with pytest.raises(DeadlineError):
         client.pin({0: keys})
     fake.on["bye"] = bye
@@ -383,7 +383,7 @@ def test_a_broken_off_connection_is_waited_for(
     """No new greeting counts before the daemon has closed the old connection."""
     with FakeDaemon(path, pid=stand_in.pid) as fake:
         fake.manual_completion = True
-        client = make_client(path, deadline_s=0.2)
+        client = make_client(path, deadline_s=2.0)
         job = client.store(client.register(caches), {0: (keys, np.arange(4))})
         child_end = fake.peers[0].socket.dup()  # whoever holds it, the client sees no end
         try:

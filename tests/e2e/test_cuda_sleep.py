@@ -81,7 +81,7 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: b
     cache.memory.upload(0, content)
     assert cache.move(Direction.STORE, 0).success
     if told:
-        cache.carrier.sleep(10.0)
+        cache.transfer_thread.sleep(10.0)
         assert gpu_mappings(daemon) == 0
         assert not cache.move(Direction.LOAD, COUNT).success
         assert cache.move(Direction.STORE, 0) == Ended(3, True, 0, 0.0)

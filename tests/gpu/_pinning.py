@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from kvoffloadd.client.gpu import driver
+from kvoffloadd.client.memory.gpu import driver
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned, content
 
