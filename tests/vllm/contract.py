@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kvoffloadd.integrations.vllm.medium import KeysLoadStoreSpec
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
@@ -24,7 +23,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
 from kvoffloadd.integrations.vllm.connector import FailingWorker
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
-from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import UID
 from scripts.harness.wait import until
