@@ -20,7 +20,7 @@ from kvoffloadd.layout.canonical import Canonical, canonical_geometry, kernel_id
 from kvoffloadd.layout.crosslayer import cross_layers
 from kvoffloadd.layout.fingerprint import fingerprint
 from kvoffloadd.layout.geometry import Rows, View
-from kvoffloadd.layout.heads import HeadShare, share_of
+from kvoffloadd.layout.heads import Share, share_of
 from kvoffloadd.layout.packing import packed_block_size, packed_pages
 from kvoffloadd.layout.plan import HOST, Allocated, Plan, TensorPlan
 from kvoffloadd.layout.reach import Reach, clip, descriptors, group_ids
@@ -42,7 +42,6 @@ __all__ = [
     "Backend",
     "Canonical",
     "CanonicalCache",
-    "HeadShare",
     "LayerGroup",
     "LayerKind",
     "LayerSpec",
@@ -51,6 +50,7 @@ __all__ = [
     "Plan",
     "Reach",
     "Rows",
+    "Share",
     "State",
     "TensorPlan",
     "View",

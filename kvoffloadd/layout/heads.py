@@ -9,7 +9,7 @@ from kvoffloadd.layout.spec import LayerKind
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShare:
+class Share:
     """What a rank has of a group: `held` of `parts` parts, from `part` on. `writes`: it is the one of its replicas that
     stores.
     """
@@ -20,7 +20,7 @@ class HeadShare:
     writes: bool
 
 
-def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: int = 0) -> HeadShare:
+def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: int = 0) -> Share:
     """Of a tensor-parallel rank. With more ranks than heads several have the same head, as they all have MLA's latent.
 
     `parts`: as many as the largest engine has ranks, if engines of several sizes share a namespace: each part is an
@@ -33,7 +33,7 @@ def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: in
     if kind is LayerKind.MAMBA:
         raise UsageError("Mamba states can't be shared across tensor-parallel sizes: they are no heads")
     if kind is LayerKind.MLA:
-        return HeadShare(1, 0, 1, rank == 0)
+        return Share(1, 0, 1, rank == 0)
     shards = min(ranks, total_heads)
     if ranks % shards or total_heads % shards:
         raise UsageError(f"{total_heads} heads can't be split over {ranks} ranks")
@@ -44,4 +44,4 @@ def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: in
             f"part whole heads; {total_heads} parts always can"
         )
     replicas, held = ranks // shards, parts // shards
-    return HeadShare(parts, rank // replicas * held, held, rank % replicas == 0)
+    return Share(parts, rank // replicas * held, held, rank % replicas == 0)

@@ -21,10 +21,10 @@ from kvoffloadd.layout import (
     TRITON_NHD,
     Attention,
     Backend,
-    HeadShare,
     LayerGroup,
     LayerKind,
     LayerSpec,
+    Share,
     View,
     canonical_geometry,
     canonicalise,
@@ -68,28 +68,28 @@ def test_gpt_oss_tokens_first() -> None:
 @pytest.mark.parametrize(
     ("kind", "heads", "ranks", "expected"),
     [
-        (LayerKind.FULL, 8, 2, [HeadShare(2, 0, 1, True), HeadShare(2, 1, 1, True)]),
+        (LayerKind.FULL, 8, 2, [Share(2, 0, 1, True), Share(2, 1, 1, True)]),
         (
             LayerKind.SLIDING, 2, 4,
-            [HeadShare(2, 0, 1, True), HeadShare(2, 0, 1, False), HeadShare(2, 1, 1, True), HeadShare(2, 1, 1, False)],
+            [Share(2, 0, 1, True), Share(2, 0, 1, False), Share(2, 1, 1, True), Share(2, 1, 1, False)],
         ),
-        (LayerKind.MLA, 1, 3, [HeadShare(1, 0, 1, True), HeadShare(1, 0, 1, False), HeadShare(1, 0, 1, False)]),
+        (LayerKind.MLA, 1, 3, [Share(1, 0, 1, True), Share(1, 0, 1, False), Share(1, 0, 1, False)]),
     ],
 )  # fmt: skip
-def test_what_a_rank_has(kind: LayerKind, heads: int, ranks: int, expected: list[HeadShare]) -> None:
+def test_what_a_rank_has(kind: LayerKind, heads: int, ranks: int, expected: list[Share]) -> None:
     assert [share_of(kind, heads, rank, ranks) for rank in range(ranks)] == expected
 
 
 def test_what_ranks_of_several_engines_have() -> None:
     """Of 8 heads in 4 parts."""
-    assert share_of(LayerKind.FULL, 8, 0, 1, 4) == HeadShare(4, 0, 4, True)
+    assert share_of(LayerKind.FULL, 8, 0, 1, 4) == Share(4, 0, 4, True)
     assert [share_of(LayerKind.FULL, 8, rank, 2, 4) for rank in (0, 1)] == [
-        HeadShare(4, 0, 2, True),
-        HeadShare(4, 2, 2, True),
+        Share(4, 0, 2, True),
+        Share(4, 2, 2, True),
     ]
-    assert share_of(LayerKind.FULL, 8, 3, 4, 4) == HeadShare(4, 3, 1, True)
-    assert share_of(LayerKind.FULL, 2, 3, 4, 2) == HeadShare(2, 1, 1, False)
-    assert share_of(LayerKind.MLA, 1, 1, 2, 4) == HeadShare(1, 0, 1, False)
+    assert share_of(LayerKind.FULL, 8, 3, 4, 4) == Share(4, 3, 1, True)
+    assert share_of(LayerKind.FULL, 2, 3, 4, 2) == Share(2, 1, 1, False)
+    assert share_of(LayerKind.MLA, 1, 1, 2, 4) == Share(1, 0, 1, False)
     for heads, ranks, parts in ((8, 8, 4), (8, 2, 3), (8, 1, 16), (8, 4, 2), (2, 4, 1)):
         with pytest.raises(UsageError, match=f"{heads} heads over {ranks} ranks can't be {parts} parts"):
             share_of(LayerKind.FULL, heads, 0, ranks, parts)
