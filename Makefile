@@ -10,6 +10,10 @@ TEST_WORKERS ?= 2
 TORCH ?= torch
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# What the daemon and its clients need, and nothing else: neither torch nor the tools of tests and linters.
+DEMO_VENV := build/demo-venv
+DEMO_READY := $(DEMO_VENV)/.ready
+PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
 # bench_vllm.py wants vLLM's venv: see docs/benchmarks/vllm.md.
 BENCHMARKS := $(filter-out scripts/bench_vllm.py,$(wildcard scripts/bench_*.py))
@@ -43,7 +47,7 @@ venv: $(READY) ## make .venv with all that tests and scripts need
 
 # Made anew, not mended, when what goes into it has changed: a venv that has lived through two lock files is neither.
 $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON_IS_NEW_ENOUGH)
 	@echo "venv: making $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "venv: installing kvoffloadd and its tools (a minute or two)"
@@ -51,8 +55,15 @@ $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@touch $@
 	@echo "venv: ready"
 
-demo: $(READY) ## two workers, a chat workload larger than the memory tier, one killed: every byte verified
-	@$(BIN)/python scripts/demo.py
+demo: $(DEMO_READY) ## two workers, a chat larger than the memory tier, a worker and the daemon killed: every byte verified
+	@$(DEMO_VENV)/bin/python scripts/demo.py
+
+$(DEMO_READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
+	@$(PYTHON_IS_NEW_ENOUGH)
+	@echo "demo: making $(DEMO_VENV) (some ten seconds)"
+	@$(PYTHON) -m venv --clear $(DEMO_VENV)
+	@$(DEMO_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --constraint requirements-dev.lock --editable .
+	@touch $@
 
 test: $(READY) $(BINDINGS_READY) ## the tests
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
