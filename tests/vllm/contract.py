@@ -25,7 +25,6 @@ from kvoffloadd.integrations.vllm.connector import FailingWorker
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import UID
 from scripts.harness.wait import until
 from tests.vllm.engine import by_connector, by_spec
 from tests.vllm.modelless import BLOCK, Modelless
@@ -228,7 +227,7 @@ def test_what_computes_pins_nothing(engine: StartEngine, asked: list[list[int]])
 
 
 def _leased(daemon: Daemon) -> int:
-    return int(daemon.status()["accounts"][str(UID)].get("leases", 0))
+    return int(daemon.status()["leases"]["keys"])
 
 
 tells_of_sleep = pytest.mark.skipif(not RELEASE.tells_of_sleep, reason="this vLLM tells no connector of sleep")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.harness.leaks import UID
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ROUTES, prompts, tokens
 from tests.vllm.test_pressure import check_nothing_held
@@ -31,7 +30,7 @@ def test_what_waits_pins_half_of_the_memory_at_most(
     engine.begin(asked)
     pinned = [0]
     while engine.busy():
-        pinned.append(int(daemon.status()["accounts"][str(UID)].get("leases", 0)))
+        pinned.append(int(daemon.status()["leases"]["keys"]))
     assert tokens(engine.finish()) == expected
     # What loads is not counted: two requests, for which the engine has room, and the one that is about to.
     print(f"{max(pinned)} keys pinned at most, of {COUNT * CHUNKS}; half of the memory: {half}")
