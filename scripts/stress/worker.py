@@ -237,6 +237,8 @@ class Worker:
         """Reserve one rank's part of a group's keys, store some of them under the lease, release the rest."""
         rank = self.any_rank()
         held = self.engine.groups_of(rank)
+        if not held:  # this geometry gives the rank no part of any group
+            return
         group, part = held[int(self.rng.integers(0, len(held)))]
         keys = self.prompts.keys(group)
         reserved = rank.client.reserve({group.number: keys}, parts=[part])
