@@ -1,4 +1,4 @@
-"""Waiting on the event loop until something holds."""
+"""A condition variable for the event loop: wait until a predicate holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The composition root: the one place that names concrete devices and tiers. Four verbs: start, serve, drain, close."""
+"""The composition root: builds devices, tiers and the server, and runs them: start, serve, drain, close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values on their way from threads to the event loop, which takes many of them over several turns.
+"""A queue of callbacks from threads to the event loop, which runs a bounded number of them per turn.
 
 Ownership
     _lock       guards `_queue` and `_waking`; it is never held while a callback runs.

@@ -1,4 +1,4 @@
-"""Shared memory without opinions: memfds, mappings, prefaulting, lazily committed arrays.
+"""Shared memory: memfds, mappings, prefaulting, lazily committed arrays.
 
 The daemon's side and the client's use it alike. Mappings are made and ended through libc, because Python's `mmap` holds
 the GIL while the kernel works: unmapping or prefaulting some GiB that way would stop the event loop for as long.

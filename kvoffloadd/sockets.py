@@ -1,4 +1,4 @@
-"""Unix sockets: where they are bound, descriptors that travel with bytes, what peers may send and whether they have."""
+"""Unix sockets: binding, passing descriptors, and forbidding or counting descriptors that peers send."""
 
 from __future__ import annotations
 

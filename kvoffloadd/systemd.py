@@ -1,7 +1,7 @@
-"""What systemd and the daemon tell each other, as sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) have it.
+"""The interface to systemd: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
 
-Every verb is a no-op where nobody listens. None of them waits: a message that does not fit into systemd's queue is
-dropped, and `False` says so. The event loop alone calls them.
+Every method is a no-op without a service manager. None of them waits: a message that does not fit into systemd's queue
+is dropped, and `False` says so. The event loop alone calls them.
 
 Descriptors that are handed to a start come from a socket unit, or from the store in which an earlier run put them. What
 lies in the store stays there, and is handed to the next start too, until it is forgotten or the unit is stopped.

@@ -1,4 +1,4 @@
-"""A clear, from the instant at which it takes effect to the moment at which it is durable. Event loop only."""
+"""Clearing namespaces: the epoch changes at once, is made durable, and slots are freed. Event loop only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs under way: a job owns all that it needs until its last access, then frees it and tells its result, once.
+"""Stores and loads under way. A job owns all that it needs until its last access, then frees it and reports its result.
 
 Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
 the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
@@ -6,7 +6,7 @@ the hash lane reads slots. Both tell the loop when they are done, and only then 
 The life of a job is one coroutine, which waits in `Job.step` alone. It is no task: it runs to its first wait within
 `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens between that
 callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the request is
-answered, and nobody can cancel a job over a copy in flight.
+answered, and a job is never cancelled while its copy is in flight.
 """
 
 from __future__ import annotations

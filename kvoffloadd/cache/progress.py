@@ -1,4 +1,4 @@
-"""Things that begin one after the other and end in any order, and who waits until all up to one of them have ended.
+"""Waiting until all jobs (or stores) up to a number have ended, which begin in order and end in any order.
 
 Event loop only.
 """

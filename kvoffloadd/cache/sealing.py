@@ -1,6 +1,6 @@
 """Sealing: the checksums of what was stored, taken in the hash lane, each engine's in its own turns.
 
-Event loop only. What waits is bounded by the memory tier: whoever lost its slot meanwhile needs no checksum any more.
+Event loop only. What waits is bounded by the memory tier: a part that lost its slot meanwhile needs no checksum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a daemon leaves in its arena, and what its successor takes over from it: warm restarts. Event loop only.
+"""Warm restarts: a daemon takes over the sealed keys that its predecessor left in the arena. Event loop only.
 
 Only what was sealed is taken over, key by key, if all parts are there; what was being written, retired or cleared is
 not. Payloads count as unverified until they have been hashed again: at their first load, or all before serving.

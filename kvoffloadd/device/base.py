@@ -1,4 +1,4 @@
-"""What a device is: a place where registered memory lives, and which copies between it and payloads."""
+"""The interface of devices: a device maps registered memory, and copies between it and payloads."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 is left. What every device's copies have in common.
 
 Ownership: the event loop, except for these, which the threads of its lane share:
-    _chunks     taken by threads, dropped by whoever stops the copy.
+    _chunks     taken by threads, dropped by the thread or the loop that stops the copy.
     _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure), which the GIL makes
                 atomic. A copy that both ends and is stopped at the same time is judged by what was moved.
 """

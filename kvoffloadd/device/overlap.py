@@ -1,4 +1,4 @@
-"""Whether two copies of a load would write the same bytes. Copies are unordered, so that they would race.
+"""Detecting loads of which two copies would write the same bytes. Copies are unordered, so that they would race.
 
 Descriptors tell, but there may be millions. Block ids tell as well, for nearly all layouts: where rows of one block id
 share no bytes with those of another, only an id that is named twice can write a byte twice. Which groups are of that

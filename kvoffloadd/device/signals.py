@@ -1,4 +1,4 @@
-"""Waiting until a worker says that its blocks are final.
+"""Ready signals: waiting until a worker's stream says that its blocks are final.
 
 A signal is a u64 in shared memory that only grows: a worker's stream raises it behind the work that a job depends on
 (cuStreamWriteValue64 to registered host memory, see docs/PROTOCOL.md). Reading it costs no call and no GPU work, and a
@@ -7,9 +7,9 @@ worker that dies leaves nothing behind that could not be given up: nothing is ev
 Ownership
     _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`, `_fresh`, `_looking`, `_leaving`. The loop adds
                 and removes waits, the thread removes those that have ended.
-    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps whoever
-                touches it waiting, and that may be for seconds. What is cancelled during a look ends behind it.
-    Wait        `done` is the loop's to call, and nobody's once the wait is over; the rest never changes.
+    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps the
+                thread that touches it waiting, maybe for seconds. What is cancelled during a poll ends behind it.
+    Wait        the loop calls `done`, and not once the wait is over; the rest never changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each uid uses, and its caps."""
+"""Accounts: what each uid uses of the daemon's resources, and its caps."""
 
 from __future__ import annotations
 

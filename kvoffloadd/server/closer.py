@@ -1,11 +1,13 @@
-"""Closing what peers have sent, in threads of its own: the close that drops the last reference to a file does whatever
-its file system or its protocol wants, and that may take as long as a peer likes (a TCP socket that lingers; a file of
-a FUSE server that never answers FLUSH). No other part of the daemon closes a descriptor that came from a peer, or a
-socket whose queue may hold one. Before Linux 6.16 peers can put descriptors there before they are let in: each such
-connection costs one of the daemon's own for as long as that user's thread is stuck, and nothing bounds their number.
+"""Closing descriptors that peers have sent, in a thread per user.
+
+The close that drops the last reference to a file does whatever its file system or its protocol wants, and that may
+take as long as a peer likes (a TCP socket that lingers; a file of a FUSE server that never answers FLUSH). No other
+part of the daemon closes a descriptor that came from a peer, or a socket whose queue may hold one. Before Linux 6.16
+peers can put descriptors there before they are let in: each such connection costs one of the daemon's own for as long
+as that user's thread is stuck, and nothing bounds their number.
 
 Ownership: the event loop alone, but for the threads, which close numbers and touch nothing else. Each user has one of
-his own, so that what he sends keeps nobody waiting but himself. They are daemon threads: the process ends without them.
+their own, so that what they send delays no other user. They are daemon threads: the process ends without them.
 """
 
 from __future__ import annotations

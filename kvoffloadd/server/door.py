@@ -1,5 +1,5 @@
-"""How often a user may come in: who connects and goes as fast as he can is turned away before he costs anything, so
-that the backlog of the socket, which all users share, has room for the others.
+"""A rate limit on connections per user: a token bucket, so that one user's connections leave room in the backlog of the
+socket, which all users share.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Memory for large frames of one uid that have begun to come: whoever finds it taken is read from when there is room
-again. Otherwise each of its sessions could make the daemon hold the beginning of the largest frame.
+"""A bound on the memory for large frames of one uid that have begun to come: a connection that finds it taken is read
+again when there is room. Otherwise each of its sessions could make the daemon hold the beginning of the largest frame.
 """
 
 from __future__ import annotations

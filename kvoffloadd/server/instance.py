@@ -1,4 +1,4 @@
-"""One engine: the sessions that named the same token, and the leases that they share."""
+"""Instances: an instance is one engine, the sessions that named the same token, and the leases that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How late the event loop is: a beat that should come every few milliseconds, and when it comes."""
+"""Measuring how late the event loop is, with a timer that should fire every few milliseconds."""
 
 from __future__ import annotations
 

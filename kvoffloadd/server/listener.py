@@ -1,5 +1,5 @@
-"""The socket in the file system: taken from a dead daemon, never from a live one, or given by the service manager; only
-allowed users get in.
+"""The listening socket: bound (a dead daemon's is replaced, a live one's never) or passed by the service manager, and
+the check of which users may connect.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Who is at the other end of a Unix socket: credentials from the kernel, and a pidfd that tells of the process's
-end.
+"""The process at the other end of a Unix socket: its credentials from the kernel, and a pidfd that becomes readable at
+its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers about keys, and what comes of `pin` and `prefetch`: a lease, and a `ready` once the disk has been read."""
+"""`lookup`, `pin` and `prefetch`: the reply about keys, a lease, and a `ready` once the disk has been read."""
 
 from __future__ import annotations
 

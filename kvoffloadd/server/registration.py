@@ -1,4 +1,4 @@
-"""What a worker registered: tensors in attached memory, and its part of each group. Checked once, here."""
+"""Checking a registration: a worker's tensors in attached memory, and its part of each group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of one session: what it attached, what it registered, and when that is unmapped."""
+"""Attached memory and registrations of one session, and when memory is unmapped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
 A handler returns the reply, or a coroutine that waits for it; whatever it raises becomes the error reply. What a
-request costs the loop is spent in its handler, in its session's turn: nobody's turn pays for what a coroutine does.
+request costs the loop is spent in its handler, in its session's turn: what a coroutine does later counts for no turn.
 """
 
 from __future__ import annotations

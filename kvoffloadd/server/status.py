@@ -1,4 +1,4 @@
-"""What `status` tells: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
+"""The reply to `status`: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
 
 docs/STATUS.md explains every key; a test compares them. Names are stable, new ones may come.
 """

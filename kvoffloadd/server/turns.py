@@ -1,7 +1,7 @@
-"""The loop's time for requests: shared by user, then engine, then session, as lanes share theirs.
+"""Fair sharing of the event loop between requests: by user, then engine, then session, as lanes share theirs.
 
 A loop that served each readable socket as it comes would share by the number of sockets, and a turn of it would take
-as long as a request of each: many sessions that ask for much would keep everybody, and all completions, waiting.
+as long as a request of each: many sessions with large requests would delay all others, and all completions.
 """
 
 from __future__ import annotations

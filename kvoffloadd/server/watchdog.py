@@ -1,5 +1,5 @@
-"""Whether the daemon still does its work, found out as a client and a copy would: only then the service manager's
-watchdog hears of it. A loop that is blocked asks nothing, so that it tells nothing either.
+"""Self-tests for the service manager's watchdog: it gets a beat only while a client can connect and the lanes finish
+work. A loop that is blocked sends no beat.
 """
 
 from __future__ import annotations

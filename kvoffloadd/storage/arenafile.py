@@ -1,14 +1,14 @@
-"""The file behind the memory tier: the arena, and before it all that another process needs to go on with it.
+"""The file behind the memory tier: the arena, and before it what a successor needs to take it over.
 
 It is a memfd, which systemd can keep for the next start, or a file that has a path. In order:
 
     header      one page: what the rest is for
-    names       twice `NAMES_BYTES`: who the keys belong to; written where they are not, then wiped where they were
+    names       twice `NAMES_BYTES`: saved namespaces; written where they are not, then wiped where they were
     slabs       u32 each: pages of a slot, 0: unassigned
     records     64 bytes for each page of the arena, see `slotrecords`
     arena       from a multiple of 2 MiB on
 
-Whoever writes it may be killed between any two instructions: each part is valid or not by itself. Event loop only.
+The writer may be killed between any two instructions: each part is valid or not by itself. Event loop only.
 """
 
 from __future__ import annotations

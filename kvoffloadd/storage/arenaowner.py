@@ -1,4 +1,4 @@
-"""Which process writes to a pool, so that its successor can wait for its end.
+"""The record of which process owns an arena file, so that its successor can wait for its end.
 
 A killed process lets go of its locks before its GPUs have let go of its memory: what they still copy then would land in
 what the successor has long given to another key. The kernel reports a process as dead only after both.

@@ -2,7 +2,7 @@
 
 A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are
 exact: a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab whose slots are all
-free can be given to another size. This file knows places, not keys: who is in a slot is the caller's `owner` number.
+free can be given to another size. This file knows places, not keys: what is in a slot is the caller's `owner` number.
 
 Event loop only, but for `prefault`.
 """

@@ -1,6 +1,6 @@
-"""What is in each slot of the arena, written where it outlives the process: key, checksum, whose and which part.
+"""Slot records: key, checksum, keyspace and part of each slot, in memory that outlives the process.
 
-A slot's record is written when its payload is sealed, and erased before the slot, or the key, is anybody else's. A
+A slot's record is written when its payload is sealed, and erased before the slot, or the key, changes hands. A
 record is 8 u64:
 
     0..3  the key          4..5  xxh3_128 of the payload, high half first

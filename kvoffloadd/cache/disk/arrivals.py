@@ -1,27 +1,26 @@
-"""Roots come, go and come back: what they hold is found, and what they know of clears holds from then on.
+"""Taking roots in at start and when they come back: recover their keys, merge what their manifests know of clears.
 
 A root comes in five steps:
 
 1. its directory is taken and its manifest read (`Root.open`);
-2. the clears that it knows of are learnt, and disk keyspaces of older epochs go;
-3. all its segments are looked at (`Root.recover`);
-4. what its records testify of clears is learnt; those that count by what is known by then come into the catalog, and
-   the root is OK;
-5. its manifest is told, and those of the others.
+2. the clears in its manifest are merged, and disk keyspaces of older epochs go;
+3. all its segments are scanned (`Root.recover`);
+4. the clears that its records prove are merged; records of current epochs come into the catalog, and the root is OK;
+5. the merged epochs are written to its manifest, and to those of the others.
 
 The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
-the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, disk keyspaces
+the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one merges, disk keyspaces
 of old epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and
-outlive it.
+outlive the clear.
 
 The order holds whatever happens between the steps:
 
 - *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
   pause, so that the clear closes the disk keyspaces of those that were there before it, and later ones do not count.
-- *Another root is heard.* As a clear; the lock keeps its learning whole.
+- *Another root's clears are merged.* As a clear; the lock keeps the merge whole.
 - *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
-  were accepted before. Of two copies the second is let go; the clears that it knows of are learnt all the same.
-- *The root goes again.* It is OFF before the end of step 4, so that nobody reads or writes there. I/O that fails ends
+  were accepted before. Of two copies the second is let go; the clears in its manifest are merged all the same.
+- *The root goes again.* It is OFF before the end of step 4, so that nothing reads or writes there. I/O that fails ends
   its coming with nothing in the catalog, and it begins anew with step 1. I/O that hangs keeps it OFF, and it alone.
 """
 

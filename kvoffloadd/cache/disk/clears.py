@@ -1,4 +1,4 @@
-"""Clears on disk: what they leave there is not found any more, and a successor is told of them. Event loop only."""
+"""Clears on disk: cleared keys are not found any more, and the new epochs go into the manifests. Event loop only."""
 
 from __future__ import annotations
 

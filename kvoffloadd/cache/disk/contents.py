@@ -1,4 +1,4 @@
-"""What is on the disks, and whose it is: roots, segments, the catalog, and the keyspaces in memory that belong to it.
+"""Roots, segments and the catalog, and which keyspace in memory has its keys in which disk keyspace.
 
 Event loop only. What moves keys there and back is built on it: see `disktier`.
 """

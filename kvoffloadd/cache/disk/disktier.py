@@ -1,4 +1,4 @@
-"""The disk tier as the cache sees it: what is there, what moves which way, what was cleared. Event loop only."""
+"""The disk tier below memory, which puts together catalog, demotion, promotion, reclaim and scrub. Event loop only."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Promotion: keys on disk are read into memory slots, verified, and only then served.
 
 Event loop only. The read lanes of the disk's roots write into slots that are reserved here, and nowhere else; until a
-payload is verified its part is in state WRITING, which nobody can read.
+payload is verified its part is in state WRITING, which no lookup hits.
 
-A disk may never answer. What it could keep is bounded by windows. Reads that nobody waits for any more are cancelled,
-and when their root goes off nobody waits: their slots are free at once. A read that a thread is inside can't be
-cancelled: it may write into its slots at any time, so that they are quarantined until it ends.
+A disk may never answer. The slots that it could keep are bounded by windows. A read is cancelled when no fetch waits
+for it any more, and when its root goes off no fetch waits: its slots are free at once. A read that a thread is inside
+can't be cancelled: it may write into its slots at any time, so that they are quarantined until it ends.
 """
 
 from __future__ import annotations

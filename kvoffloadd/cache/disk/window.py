@@ -1,4 +1,4 @@
-"""How many bytes of slots may be reserved at once for what one root is to read. Event loop only."""
+"""A read window: the bytes of slots that may be reserved at once for the reads of one root. Event loop only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of this room: what is where, and who holds it.
+"""The memory cache: namespaces, lookups, holds, and the reserve / commit / abort of slots.
 
 Event loop only, no locks, nothing here waits. Keys are (n, WORDS) u64, as `keys_array` makes them. A method that
 raises has changed nothing.

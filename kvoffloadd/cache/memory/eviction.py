@@ -1,4 +1,4 @@
-"""Room for new slots: who has to go. Event loop only."""
+"""Eviction: making room for new slots, within one slot size and between sizes. Event loop only."""
 
 from __future__ import annotations
 

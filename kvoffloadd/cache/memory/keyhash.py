@@ -1,4 +1,4 @@
-"""A hash of keys that nobody can steer without its secret, over whole arrays at a time. Pure."""
+"""A keyed hash over arrays of keys: without its secret, colliding keys can't be chosen. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which keyspace has which number, and how many each user may have. Event loop only.
+"""The table of keyspaces by number, and the cap on how many each user may have. Event loop only.
 
 Rows, and the records that outlive them in a pool, name their keyspace by its number alone. So a number is given out
 again only when nothing refers to the `Keyspace` that had it any more: not the table, which keeps a keyspace as long as
-it has rows, and nobody who got hold of it earlier, such as a pin that waits for the disk.
+it has rows, nor a request that found it earlier, such as a pin that waits for the disk.
 """
 
 from __future__ import annotations

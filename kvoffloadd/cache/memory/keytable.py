@@ -1,7 +1,7 @@
-"""The life of a key: its row in the index, its part records, its slots, from insertion to the last thing that holds it.
+"""The table of keys: each key's row in the index, part records and slots, from insertion to the end of its last lease.
 
 Event loop only. A key that is retired (evicted, cleared, corrupt) is out of the index at once, but its slots stay
-until no lease holds it and no copy writes it; then it is buried and its row number can be used again.
+until no lease holds it and no copy writes it; then they are freed, and its row number can be used again.
 """
 
 from __future__ import annotations

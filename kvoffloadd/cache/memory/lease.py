@@ -1,4 +1,7 @@
-"""What an instance holds: keys to read, slots to write. Ends by release, commit, abort, or the instance's end."""
+"""Leases of an instance: keys held for reading, slots reserved for writing.
+
+A lease ends by release, when jobs have taken all of it, or with its instance.
+"""
 
 from __future__ import annotations
 

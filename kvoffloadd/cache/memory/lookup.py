@@ -1,4 +1,4 @@
-"""Where keys stand, and which prefixes of a prompt can be restored from those that hit. Pure."""
+"""Lookup results, and the prefixes of a prompt that can be restored from the keys that hit. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory tier tells the tier below it, and asks of it. Memory knows no more of it than this."""
+"""The interface between the memory tier and the tier below it (disk, or none)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may share: namespaces, and the keyspaces that their groups' keys live in."""
+"""Namespaces (keys that engines may share), their keyspaces (one per group), and the queues that evict keyspaces."""
 
 from __future__ import annotations
 

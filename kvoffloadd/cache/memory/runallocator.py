@@ -1,7 +1,7 @@
-"""Numbers in runs: which record numbers are free. Event loop only.
+"""An allocator of runs of consecutive record numbers. Event loop only.
 
 Numbers come in blocks, and no run crosses from one into the next. What was given back waits in a list of its width, to
-be given out again as it is: that costs next to nothing, and serves whoever always asks for the same widths. If lists
+be given out again as it is: that costs next to nothing, and suits callers that always want the same widths. If lists
 grow long, or other widths are short, their runs go to a map of free numbers instead, where neighbours are one without
 further work, and whence runs of any width are cut, block by block.
 """

@@ -1,4 +1,4 @@
-"""What a daemon writes down of namespaces and epochs beside its arena, for a successor. Pure."""
+"""Namespaces and epochs as they are saved beside the arena, for a warm restart. Pure."""
 
 from __future__ import annotations
 

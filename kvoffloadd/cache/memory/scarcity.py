@@ -1,8 +1,8 @@
-"""Room for new part records: who has to go, and what one user may have. Event loop only.
+"""Making room for part records, and the share of them that one user may have. Event loop only.
 
-A key takes a record for each of its parts, also for those that nobody has stored. Keys that are complete can't take
+A key takes a record for each of its parts, also for those that were never stored. Keys that are complete can't take
 more than there are pages, about a quarter of all. So if records are short, they are those of keys that lack parts: such
-keys go first, whatever the policies say, since nobody can load them. What can't go (leases to write, stores under way)
+keys go first, whatever the policies say, since they can't be loaded. What can't go (leases to write, stores under way)
 is bounded by user: the share that is left to the others would do for a memory full of complete keys.
 """
 

@@ -1,4 +1,4 @@
-"""What a request asks slots for, and what it is given. Pure."""
+"""What a request wants slots for (`Wanted`), and the slots that it gets (`Reservation`). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evict what earns the fewest hits per slot and time."""
+"""Hit-density eviction: the keys go that earn the fewest hits per slot and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""LRU eviction: the least recently used keys go first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many different keys there were, to half a percent, in 32 KiB: a HyperLogLog sketch.
+"""A HyperLogLog sketch: how many different keys there were, to half a percent, in 32 KiB.
 
 The estimator is Ertl's (2017), which needs neither a correction for small numbers nor a table.
 """

@@ -1,4 +1,4 @@
-"""What was asked for, by namespace: what hit, what did not and why, and how much an infinite cache would have hit.
+"""Lookup statistics by namespace: hits, misses by reason, and the hit rate that an infinite cache would have had.
 
 Event loop only. Counting what hits costs a microsecond. What takes longer, a look at the reasons of misses, comes after
 the answer: before anything else changes what is held, or a key that is missed, stored and evicted counts as evicted.

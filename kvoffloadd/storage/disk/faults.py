@@ -1,4 +1,4 @@
-"""A disk that fails on demand: whoever claims to survive it must be tried, a running daemon too."""
+"""Fault injection in the disk's system calls, for tests and for a running daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a root is doing."""
+"""The health of a root: its state, and counters of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The durable facts of a root: which one it is, and what was cleared. A small text that a person can read.
+"""The manifest of a root: its identity, and the epochs of cleared namespaces. A small text that a person can read.
 
 A record is served only if its epoch is its namespace's: without the manifest, nothing is.
 """

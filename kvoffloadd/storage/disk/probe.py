@@ -1,4 +1,4 @@
-"""Whether a root still answers, is what it was, and works again."""
+"""Health checks of a root: whether it still answers, is the same directory, and can be written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a segment file holds, found out at start or by a scrub. Blocks, and never raises for what a file contains.
+"""Recovering the contents of a segment file, at start or for a check. Blocks; never raises for what a file contains.
 
 A sealed segment is known from its footer; its payloads are verified when they are read. Any other is walked: only what
 is whole, header and payload, is believed.

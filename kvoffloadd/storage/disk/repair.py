@@ -1,4 +1,4 @@
-"""Reading every byte of a root that no daemon uses, and taking out what is bad. Blocks for as long as that takes."""
+"""Offline check and repair of a root: reads every byte and takes out what is bad. Blocks for as long as that takes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One directory of the disk tier, from its opening to its close: its lanes, its segments, its health.
+"""A root: one directory of the disk tier, with its lanes, its segments and its health.
 
 Ownership: every field belongs to the event loop. Threads of the two lanes run the functions of `records`, `segment`
-and `recovery` on file descriptors and memory that their arguments name; whoever submits them keeps both alive.
-A system call that hangs can't be ended: whoever waits for one here has a deadline of his own, or nothing depends on it.
+and `recovery` on file descriptors and memory that their arguments name; the caller of `submit` keeps both
+alive. A system call that hangs can't be ended: a caller that waits for one has a deadline, or nothing depends on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The directory of a root: whose it is, what it remembers of clears, and whether it still is what it was.
+"""The directory of a root: its lock, its manifest, and the check that it still is the same directory.
 
 Blocking methods run in threads. Those of `perform` only read the fields, which change while nothing of it is under way.
 """

@@ -1,4 +1,4 @@
-"""What a root holds when the daemon comes to it: segments with contents, files that can be used again, the rest."""
+"""Scanning a root's directory: segments with contents, files that can be used again, the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The segments of a root: how many there are, which one is written to, and which one is given up next.
+"""The segments of a root: creating them, the open one, and the order in which they are reclaimed.
 
 Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then the oldest one,
 used again. Two are kept ready: the open one, and a clean one that follows it at once when it is full.
