@@ -39,7 +39,7 @@ from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.lanes import Lane
-from kvoffloadd.log import keep_telling, tell_held_back
+from kvoffloadd.log import log_held_back, log_held_back_forever
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server import status
@@ -223,7 +223,7 @@ def _serve_metrics(context: Context) -> Endpoint | None:
         return None
     from kvoffloadd.metrics.endpoint import Endpoint, bind  # takes a while, and most do without
 
-    endpoint = Endpoint(bind(listen), context.loop, partial(status.tell, context))
+    endpoint = Endpoint(bind(listen), context.loop, partial(status.describe, context))
     endpoint.start()
     log.info("metrics at %s", listen)
     return endpoint
@@ -273,7 +273,7 @@ class Daemon:
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
-        beside = [context.spawn(self._watch(context)), context.spawn(keep_telling())]
+        beside = [context.spawn(self._watch(context)), context.spawn(log_held_back_forever())]
         await self._stop.wait()
         context.draining = True
         for task in beside:
@@ -298,21 +298,21 @@ class Daemon:
         """What earlier runs left on disk and in memory."""
         cache = context.cache
         if self._pool.is_old:
-            self._pool.note_attempt()
+            self._pool.record_attempt()
         saved = read_saved_state(self._pool.names()) if self._pool.is_old else None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
         if context.disk is not None:
             await context.disk.start(context.spawn)
         if not self._pool.is_old:
-            cache.remember()  # what the disks know of clears
+            cache.save_state()  # what the disks know of clears
             return
         rows = adopt(cache, saved)
         if self._config.memory.verify_adopted == "start":
             await context.jobs.verify_adopted()
         if context.disk is not None:
             context.disk.demotion.adopted(rows)
-        self._pool.note_success()
+        self._pool.record_success()
         log.info("memory: %d keys taken over from the run before", len(rows))
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
@@ -429,5 +429,5 @@ class Daemon:
             self._fatal("the CUDA driver does not answer")
         context.cache.tier.close()
         log.info("closed")
-        tell_held_back(ending=True)
+        log_held_back(ending=True)
         return EXIT_OK

@@ -34,7 +34,7 @@ def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) 
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
-    cache.remember()
+    cache.save_state()
     return _finish(disk, walks, disk_keyspaces)
 
 

@@ -103,8 +103,8 @@ class Chunks:
             self._made.extend(made[1:])
             return made[0] if made else copies
 
-    def note_moved(self, chunk: Copies) -> None:
-        """Its bytes have arrived."""
+    def add_moved(self, chunk: Copies) -> None:
+        """Count a chunk whose bytes have arrived."""
         with self._lock:
             self.bytes += int(chunk.size.sum())
             self.descriptors += chunk.descriptors
@@ -201,7 +201,7 @@ class ChunkedCopy:
             self._stop = Outcome.FAILED
             self._chunks.drop()
             raise
-        self._chunks.note_moved(chunk)
+        self._chunks.add_moved(chunk)
         return AGAIN if self._chunks.left else None
 
     # --- the event loop -----------------------------------------------------------------------------

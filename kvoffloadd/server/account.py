@@ -61,7 +61,6 @@ class Accounts:
         self._caps.update(caps)
 
     def of(self, uid: int) -> Account:
-        """The uid's account."""
         return self._by_uid.setdefault(uid, Account(uid, self._caps))
 
     def figures(self) -> dict[str, dict[str, int]]:

@@ -125,7 +125,7 @@ class Closer:
         mine.waiting += 1
         mine.batches.put((fds, closed))
         if self._timer is None:
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(LOOK_S, self._check_stuck)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
         """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
@@ -142,8 +142,8 @@ class Closer:
     def _of(self, uid: int) -> _Queue:
         return self._queues.get(uid) or self._queues[STRANGERS]
 
-    def _look(self) -> None:
-        """Which threads have closed nothing since the last look."""
+    def _check_stuck(self) -> None:
+        """Find the threads that have closed nothing since the last check."""
         self._timer = None
         for uid, mine in self._queues.items():
             mine.looks = mine.looks + 1 if mine.waiting and mine.closed == mine.seen else 0
@@ -151,7 +151,7 @@ class Closer:
             if mine.looks == STUCK_LOOKS:
                 log.warning("a descriptor that uid %d has sent can't be closed: its sessions are refused", uid)
         if any(mine.waiting for mine in self._queues.values()):
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(LOOK_S, self._check_stuck)
 
 
 def _check_moves(mine: _Queue, uid: int) -> None:
@@ -163,7 +163,7 @@ def _check_moves(mine: _Queue, uid: int) -> None:
 
 
 def _close_numbers(batches: queue.SimpleQueue[_Batch], deliveries: Deliveries) -> None:
-    """A thread's life."""
+    """The main function of a closing thread."""
     while True:
         fds, closed = batches.get()
         for fd in fds:

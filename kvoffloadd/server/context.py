@@ -98,24 +98,24 @@ class Context:
     started_s: float = field(default_factory=time.monotonic)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_told: bool = False) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
         """A task that the daemon owns: kept until it ends, its failure logged unless somebody else is told of it."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(partial(self._ended, errors_are_told))
+        task.add_done_callback(partial(self._ended, errors_are_handled))
         return task
 
     def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
         """See `clearing.clear`. It goes on to its end, though whoever asked for it may be gone."""
-        task = self.spawn(clear(self.cache, self.disk, names), errors_are_told=True)
+        task = self.spawn(clear(self.cache, self.disk, names), errors_are_handled=True)
         self.clears.add(task)
         task.add_done_callback(self.clears.discard)
         return task
 
-    def _ended(self, errors_are_told: bool, task: asyncio.Task[Any]) -> None:
+    def _ended(self, errors_are_handled: bool, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not errors_are_told:
+        if error is not None and not errors_are_handled:
             log.error("a background task failed", exc_info=error)
             self.end_if_unsure(error)
 

@@ -32,7 +32,6 @@ class FrameRoom:
 
     @property
     def used_bytes(self) -> int:
-        """Taken."""
         return sum(self._taken.values())
 
     def take(self, receiver: Receiver, frame_bytes: int) -> bool:

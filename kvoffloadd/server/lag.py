@@ -61,7 +61,6 @@ class Lag:
         self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)
 
     def stop(self) -> None:
-        """No more beats."""
         if self._handle is not None:
             self._handle.cancel()
 

@@ -86,7 +86,6 @@ class Listener:
         self._door = Door()
 
     def start(self) -> None:
-        """Begin to accept."""
         self._listener.setblocking(False)
         pass_descriptors(self._listener, allowed=False)  # until a peer is admitted
         self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)

@@ -26,7 +26,6 @@ class Peer:
     pidfd: int
 
     def close(self) -> None:
-        """Close the pidfd."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
 

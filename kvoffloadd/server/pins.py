@@ -62,7 +62,6 @@ class Lookups:
 
     @property
     def num_keys(self) -> int:
-        """Keys asked for."""
         return sum(len(share.keys) for share in self.shares)
 
     @property
@@ -123,9 +122,9 @@ class PendingPins:
         cache = self.context.cache
         cache.use_all([(share.keyspace, share.found, share.first) for share in answered.shares])
         for share in answered.shares:
-            cache.lookups.note(share.keyspace, share.keys, share.found, share.on_disk)
+            cache.lookups.record(share.keyspace, share.keys, share.found, share.on_disk)
         if cache.lookups.waiting:
-            self.context.loop.call_soon(cache.lookups.look)  # behind the reply
+            self.context.loop.call_soon(cache.lookups.classify_misses)  # behind the reply
         if on_disk and lease is not None:
             lease.growing = True
             self._fetch(PendingPin(seq, answered, lease, later, reserved), Urgency.PIN)

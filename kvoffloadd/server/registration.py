@@ -71,7 +71,6 @@ class RegisteredGroup:
 
     @cached_property
     def group(self) -> int:
-        """Its number."""
         return self.schema.group
 
     @cached_property

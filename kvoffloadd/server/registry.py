@@ -212,7 +212,7 @@ class Registry:
 
     def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> asyncio.Task[list[int]]:
         """What is mapped is noted, whoever gives up waiting for it."""
-        return self.context.spawn(work, errors_are_told=True)
+        return self.context.spawn(work, errors_are_handled=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -242,7 +242,7 @@ class Registry:
         for entry in attached.values():
             entry.drafts += 1
         work = self._draft_and_build(namespace, message, attached, descriptors)
-        return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
+        return await asyncio.shield(self.context.spawn(work, errors_are_handled=True))
 
     async def _draft_and_build(
         self, namespace: Namespace, message: Register, attached: dict[int, Attachment], descriptors: int
@@ -299,7 +299,7 @@ class Registry:
             made = self.registration(number)
             del self.registrations[number]
             self.account.refund("descriptors", made.descriptors)
-            ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_told=True)
+            ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_handled=True)
             ending.add_done_callback(lambda _: self._ending.pop(number))
         return ending
 

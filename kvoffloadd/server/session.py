@@ -60,7 +60,7 @@ def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
     return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
 
 
-def _told(limits: LimitsConfig, config: Config) -> m.Limits:
+def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
     return m.Limits(
         frame_bytes=m.FRAME_BYTES_MAX,
         fds_per_frame=m.FDS_PER_FRAME_MAX,
@@ -161,7 +161,7 @@ class Session:
             session=self.id,
             namespace=name or b"",
             epoch=self._namespace.epoch if self._namespace else 0,
-            limits=_told(self._limits, context.config),
+            limits=_limits_of(self._limits, context.config),
             features=context.features(),
         )
 
@@ -310,10 +310,10 @@ class Session:
         uid = None if self.privileged else self.peer.uid
         if status.is_large(self._context):
             return self._finish_status(message.seq, uid)
-        return m.Report(seq=message.seq, status=status.tell(self._context, uid))
+        return m.Report(seq=message.seq, status=status.describe(self._context, uid))
 
     async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
-        return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))
+        return m.Report(seq=seq, status=await status.describe_in_turns(self._context, uid))
 
     def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:

@@ -48,7 +48,6 @@ class Watchdog:
         self._disks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """For ever."""
         loop = self._context.loop
         while True:
             ends = loop.time() + self._round_s
@@ -95,7 +94,7 @@ class Watchdog:
                     log.warning("disk %s: does not answer; the longest I/O takes %.0f s", name, self._oldest_s(lane))
                 else:
                     # Closed lanes are no event: they go with their root, or with the daemon.
-                    self._disks[name] = self._context.spawn(_ask(lane), errors_are_told=True)
+                    self._disks[name] = self._context.spawn(_ask(lane), errors_are_handled=True)
 
     def _oldest_s(self, lane: Lane) -> float:
         return lane.oldest_running_s(self._context.loop.time())

@@ -101,19 +101,19 @@ class ArenaFile:
 
     # --- starts that fail ---
 
-    def note_attempt(self) -> None:
-        """What is in it is about to be taken over. If that ends the process again and again, it becomes `unfit`."""
+    def record_attempt(self) -> None:
+        """Count a take-over that begins. If it ends the process again and again, the file becomes `unfit`."""
         self._attempts[0] += 1
 
     def withdraw_attempt(self) -> None:
-        """It is not taken over now, for a reason that lies elsewhere."""
+        """The take-over does not happen now, for a reason that lies elsewhere."""
         self._attempts[0] -= 1
 
-    def note_success(self) -> None:
-        """It was taken over."""
+    def record_success(self) -> None:
+        """The take-over has succeeded."""
         self._attempts[0] = 0
 
-    # --- who the keys belong to ---
+    # --- saved namespaces ---
 
     @property
     def names_bytes_max(self) -> int:

@@ -78,7 +78,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Clos
     for _ in range(STUCK_LOOKS):
         closer.admit(THEIRS)
         closer.check(THEIRS, CAP)
-        closer._look()
+        closer._check_stuck()
     with pytest.raises(LimitError, match="does not let itself be closed"):
         closer.admit(THEIRS)
     with pytest.raises(LimitError, match="does not let itself be closed"):
@@ -88,7 +88,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Clos
     stuck.release()
     async with asyncio.timeout(20):
         await done.wait()
-    closer._look()
+    closer._check_stuck()
     closer.admit(THEIRS)
 
 

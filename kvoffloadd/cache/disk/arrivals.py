@@ -77,27 +77,27 @@ class Arrivals:
         opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
         for root, opened in opening.items():
             came = asyncio.Event()
-            spawn(self._see_to(root, opened, came))
+            spawn(self._watch(root, opened, came))
             await root.probe.wait_for(came)
 
-    async def _see_to(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
+    async def _watch(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
         """For ever: take a root in, notice when it goes, and when it comes back."""
         try:
-            await self._try(root, self._arrive(root, opened))
+            await self._log_errors(root, self._arrive(root, opened))
         finally:
             came.set()
         while True:
             await root.probe.pause()
-            await self._try(root, self.look_after(root))
+            await self._log_errors(root, self.check(root))
 
     @staticmethod
-    async def _try(root: Root, work: Coroutine[Any, Any, None]) -> None:
+    async def _log_errors(root: Root, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except (OSError, KvOffloadError) as error:
             log.warning("disk %s: %s", root.path, error)
 
-    async def look_after(self, root: Root) -> None:
+    async def check(self, root: Root) -> None:
         """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
         disk = self._disk
         if await root.probe.check():
@@ -120,16 +120,16 @@ class Arrivals:
             known = await opened
             if known is None:
                 return
-            await self._hear(root, known)
+            await self._accept(root, known)
             if root.accepted:
-                await self._take_in(root)
+                await self._recover(root)
             await self._clears.save_epochs(
                 [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
             )
         finally:
             self.coming.discard(root)
 
-    async def _hear(self, root: Root, known: Manifest) -> None:
+    async def _accept(self, root: Root, known: Manifest) -> None:
         """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
         same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == known.root_uuid]
         if same:
@@ -138,9 +138,9 @@ class Arrivals:
         else:
             root.directory.accepted = True
         async with self._changing:
-            await self._learn(known.base_epoch, known.last_epoch, known.epochs)
+            await self._merge_epochs(known.base_epoch, known.last_epoch, known.epochs)
 
-    async def _take_in(self, root: Root) -> None:
+    async def _recover(self, root: Root) -> None:
         """Put what a root holds into the catalog."""
         try:
             found = await root.recover()
@@ -151,16 +151,16 @@ class Arrivals:
         records = sum(len(one.entries) for _, one in found)
         async with self._changing:
             # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
-            await self._learn(0, 0, root.epochs)
+            await self._merge_epochs(0, 0, root.epochs)
             self._disk.catalog.index.expect(records)
             for segment, one in found:
-                self._load(segment, one)
+                self._add_to_catalog(segment, one)
                 await asyncio.sleep(0)
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
 
-    def _load(self, segment: Segment, found: Recovered) -> None:
+    def _add_to_catalog(self, segment: Segment, found: Recovered) -> None:
         for number, name in enumerate(found.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
@@ -172,7 +172,7 @@ class Arrivals:
                 keys = np.ascontiguousarray(mine["key"])
                 self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, mine["page"])
 
-    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
+    async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
         """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
         what came from a pool or a disk, what is on disk of older epochs, and if another daemon has cleared since this
         run began, what was stored in it.
@@ -193,7 +193,7 @@ class Arrivals:
         for namespace in cache.namespaces.values():
             self._renew(namespace)
         if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
-            cache.remember()
+            cache.save_state()
         await self._clears.empty(self._clears.begin(None))
 
     def _renew(self, namespace: Namespace) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class DiskClears:
-    """All clears that the disks take part in. `stuck_s`: a root that takes longer to note one does not answer."""
+    """All clears that the disks take part in. A root that takes longer than `stuck_s` to write one does not answer."""
 
     def __init__(self, contents: DiskContents, stuck_s: float) -> None:
         self._contents = contents
@@ -63,15 +63,15 @@ class DiskClears:
             try:
                 keyspace = self._contents.remove_keyspace(disk_keyspace)
                 for keys in self._contents.catalog.empty(disk_keyspace):
-                    self._contents.note_ghosts(disk_keyspace, keys, Reason.CLEARED)
+                    self._contents.record_miss_reason(disk_keyspace, keys, Reason.CLEARED)
                     if keyspace is not None and keyspace.namespace.listeners:
-                        self._contents.note_gone(keyspace, keys)
+                        self._contents.emit_removed(keyspace, keys)
                     await asyncio.sleep(0)
             finally:  # whoever asked may be gone; the next clear goes on with it
                 self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
-        """Make durable what was cleared. Returns where that failed, and why: `Arrivals.look_after` tries it again."""
+        """Make durable what was cleared. Returns where that failed, and why: `Arrivals.check` tries it again."""
         failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
         self._contents.numbers.changes.notify_all()  # what was stored since may be written now
         return failed

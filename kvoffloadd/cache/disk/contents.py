@@ -45,7 +45,7 @@ class DiskContents:
         self.catalog = Catalog(min(records, RECORDS_MAX), seed)
         self._opened: WeakKeyDictionary[Keyspace, DiskKeyspace] = WeakKeyDictionary()
         self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that has been opened last for it
-        self._told: set[int] = set()  # users who have too many disk keyspaces
+        self._warned_uids: set[int] = set()  # users who have too many disk keyspaces
 
     # --- names ---
 
@@ -71,8 +71,8 @@ class DiskContents:
             disk_keyspace.part_bytes = tuple(keyspace.part_bytes)
             self._opened[keyspace] = disk_keyspace
             self._keyspaces[disk_keyspace.id] = keyspace
-        elif namespace.uid not in self._told:
-            self._told.add(namespace.uid)
+        elif namespace.uid not in self._warned_uids:
+            self._warned_uids.add(namespace.uid)
             log.warning("disk: uid %d has so many groups there that new ones of it are not written", namespace.uid)
 
     def reopen_keyspace(self, keyspace: Keyspace) -> None:
@@ -161,9 +161,9 @@ class DiskContents:
         lost = catalog.forget(records)
         of_lost = catalog.index.keyspace[lost]
         for number in distinct(of_lost).tolist():
-            self.note_ghosts(catalog.disk_keyspaces[number], catalog.index.keys[lost[of_lost == number]], why)
+            self.record_miss_reason(catalog.disk_keyspaces[number], catalog.index.keys[lost[of_lost == number]], why)
         for number, gone in keys.items():
-            self.note_gone(self._keyspaces[number], gone)
+            self.emit_removed(self._keyspaces[number], gone)
         for number in distinct(of_lost).tolist():
             self.discard_unused(catalog.disk_keyspaces[number])
         return lost
@@ -172,13 +172,13 @@ class DiskContents:
         """It is about to be emptied. Returns the keyspace in memory that had it open, whose keys it may have yet."""
         return self._keyspaces.pop(disk_keyspace.id, None)
 
-    def note_ghosts(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
+    def record_miss_reason(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
         """Remember how these keys went. Those that memory still holds are not missed, and their own end comes later."""
         self.cache.entries.ghosts.went(disk_keyspace.name.fingerprint, disk_keyspace.name.group, keys, why)
 
-    def note_gone(self, keyspace: Keyspace, keys: U64Array) -> None:
+    def emit_removed(self, keyspace: Keyspace, keys: U64Array) -> None:
         """These keys are not on disk any more: an event for those that are not in memory."""
         held = self.cache.entries.find(keyspace, keys)
         resident = held >= 0
         resident[resident] = self.cache.entries.complete(held[resident])
-        self.cache.entries.note(keyspace, keys[~resident], added=False)
+        self.cache.entries.emit_event(keyspace, keys[~resident], added=False)

@@ -370,7 +370,7 @@ class Promotion:
             self.counters.bytes += int(piece.reads["payload_bytes"][good].sum())
         if not good.all():
             self._abort(reading, piece.parts[~good])
-            self._note_failures(reading, piece, status)
+            self._count_failures(reading, piece, status)
         self._leave(reading, piece)
 
     def _abort(self, reading: ReadBatch, parts: I64Array) -> None:
@@ -389,7 +389,7 @@ class Promotion:
         self._reading[gone] = 0
         self._cache.unhold(gone)
 
-    def _note_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
+    def _count_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
         """Count what did not come. Records that are bad are dropped; the others can be tried again."""
         catalog, counters = self._disk.catalog, self.counters
         damaged, unreadable, cancelled, starved = (

@@ -51,7 +51,7 @@ class Eviction:
         if keyspace.queue is None:
             keyspace.queue = self._queue_for([slot_pages(size) for size in known])
             keyspace.queue.join(keyspace)
-        keyspace.queue.learn(keyspace, known)
+        keyspace.queue.add_parts(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "

@@ -177,7 +177,7 @@ class KeyTable:
         """No lookup finds these live keys any more; what is held or being written stays until it is let go."""
         if not len(rows):
             return
-        self.tell(rows[self.complete(rows)], added=False, why=why)
+        self.record_change(rows[self.complete(rows)], added=False, why=why)
         self.index.remove(rows)
         for queue, at in self.by_queue(rows):
             queue.policy.remove(rows[at])
@@ -232,7 +232,7 @@ class KeyTable:
             numbers = parts[at] - self.first[rows[at]]
             keyspace.bytes += sign * int(np.asarray(keyspace.part_bytes, np.int64)[numbers].sum())
 
-    def tell(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
+    def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
         """Count complete keys that came or went, and note the event for namespaces that somebody listens to."""
         by_namespace: dict[bytes, list[tuple[Keyspace, I64Array]]] = {}
         for keyspace, at in self.by_keyspace(rows):
@@ -248,9 +248,9 @@ class KeyTable:
             for keyspace, at in keyspaces if keyspaces[0][0].namespace.listeners else ():
                 mine = self.index.keys[rows[at]]
                 mine = mine[~self.lower.holds_keys(keyspace, mine)]  # they did not come, and do not go
-                self.note(keyspace, mine, added=added)
+                self.emit_event(keyspace, mine, added=added)
 
-    def note(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
+    def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
         """An event for those who listen: these keys can be served from now on, or no more."""
         if not len(keys):
             return

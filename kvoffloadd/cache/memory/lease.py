@@ -78,7 +78,6 @@ class Leases:
         return len(self._leases)
 
     def add_read(self, rows: U32Array) -> ReadLease:
-        """Hold rows."""
         lease = ReadLease(next(self._ids), rows)
         self._leases[lease.id] = lease
         self.held.read += 1
@@ -86,7 +85,6 @@ class Leases:
         return lease
 
     def add_write(self, parts: I64Array) -> WriteLease:
-        """Hold reserved parts."""
         lease = WriteLease(next(self._ids), np.sort(parts))
         self._leases[lease.id] = lease
         self.held.write += 1

@@ -43,7 +43,7 @@ class Queue:
         """Keys of this keyspace come here from now on."""
         self._widths[keyspace.schema.parts] += 1
 
-    def learn(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+    def add_parts(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """The payload sizes of these parts of a keyspace are known now, too."""
         for size, more in Counter(map(slot_pages, known)).items():
             before = keyspace.slots.get(size, 0)
@@ -75,7 +75,7 @@ class Keyspace:
     while this object lives, see `Keyspaces`. One that is `retired` was cleared, or its namespace is forgotten.
 
     `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told; `slots`: slots per key, by size in pages, of the parts that the queue knows. `noted`: what
+    first size that is told; `slots`: slots per key, by size in pages, of the parts that the queue knows. `packed`: what
     a pool is told of it, and in which epoch. `rows` counts rows in any state, `keys` complete ones that can hit,
     `bytes` committed payload.
     """
@@ -87,7 +87,7 @@ class Keyspace:
     queue: Queue | None = None
     retired: bool = False
     slots: dict[int, int] = field(default_factory=dict)
-    noted: tuple[int, bytes] | None = None
+    packed: tuple[int, bytes] | None = None
     rows: int = 0
     keys: int = 0
     bytes: int = 0

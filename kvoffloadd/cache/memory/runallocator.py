@@ -73,7 +73,6 @@ class RunAllocator:
         return np.concatenate(runs) if runs else np.zeros(0, np.uint32)
 
     def free(self, width: int, first: U32Array) -> None:
-        """Give runs back."""
         if not len(first):
             return
         self.taken -= len(first) * width

@@ -25,7 +25,6 @@ class Payloads:
     columns: I64Array
 
     def only(self, wanted: BoolArray) -> Payloads:
-        """Those of the mask."""
         return Payloads(self.parts[wanted], self.keys[wanted], self.columns[wanted])
 
 

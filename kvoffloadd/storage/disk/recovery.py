@@ -210,7 +210,7 @@ class _Walker:
             window = self._fill(self._window, page, self._num_pages - page)
             if not len(window):
                 break
-            page = self._look(window, page)
+            page = self._read_records(window, page)
         table = np.concatenate(self._keyspaces)
         entries = np.concatenate(self._entries)
         # As raw bytes: numpy does not sort structures that hold arrays.
@@ -224,7 +224,7 @@ class _Walker:
         records, valid = decode_records(header, self._uuid)
         return bool(valid.any()) and self._is_whole(header[1:], page, _end_of(records[0], page), records[0])
 
-    def _look(self, window: U8Array, start: int) -> int:
+    def _read_records(self, window: U8Array, start: int) -> int:
         """Take the whole records that begin in this window, which itself begins at page `start`. Returns the page to
         go on from.
         """
