@@ -51,9 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """Sees to every root for as long as the daemon runs; event loop only. `coming`: those that are between step 1 and
-    the end of step 5.
-    """
+    """Takes roots in, and watches them for as long as the daemon runs. Event loop only."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class Arrivals:
         promotion: Promotion,
         reclaim: Reclaim,
     ) -> None:
-        self.coming: set[Root] = set()
+        self.coming: set[Root] = set()  # roots between step 1 and the end of step 5
         self._disk = disk
         self._clears = clears
         self._demotion = demotion
@@ -73,7 +71,7 @@ class Arrivals:
         self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Take in the roots, in their order: of two copies the first is used. Who does not answer comes in later."""
+        """Take in the roots, in their order: of two copies the first is used. A root that doesn't answer comes later."""
         opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
         for root, opened in opening.items():
             came = asyncio.Event()
@@ -81,7 +79,7 @@ class Arrivals:
             await root.probe.wait_for(came)
 
     async def _watch(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
-        """For ever: take a root in, notice when it goes, and when it comes back."""
+        """Take a root in, and notice when it goes off and when it comes back, until cancelled."""
         try:
             await self._log_errors(root, self._arrive(root, opened))
         finally:
@@ -98,7 +96,7 @@ class Arrivals:
             log.warning("disk %s: %s", root.path, error)
 
     async def check(self, root: Root) -> None:
-        """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
+        """Check that a root answers and is the same directory; if not, take it off, and in again when it is back."""
         disk = self._disk
         if await root.probe.check():
             disk.numbers.changes.notify_all()
@@ -117,65 +115,65 @@ class Arrivals:
         """All five steps, or as many as it gets to; `opened` is the first."""
         self.coming.add(root)
         try:
-            known = await opened
-            if known is None:
+            manifest = await opened
+            if manifest is None:
                 return
-            await self._accept(root, known)
+            await self._accept(root, manifest)
             if root.accepted:
                 await self._recover(root)
             await self._clears.save_epochs(
-                [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
+                [other for other in self._disk.roots if other is root or other.state != RootState.OFF]
             )
         finally:
             self.coming.discard(root)
 
-    async def _accept(self, root: Root, known: Manifest) -> None:
-        """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
-        same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == known.root_uuid]
+    async def _accept(self, root: Root, manifest: Manifest) -> None:
+        """Accept or reject an opened root, and merge the clears in its manifest in both cases."""
+        same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == manifest.root_uuid]
         if same:
             root.directory.reject()
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.directory.accepted = True
         async with self._changing:
-            await self._merge_epochs(known.base_epoch, known.last_epoch, known.epochs)
+            await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
 
     async def _recover(self, root: Root) -> None:
-        """Put what a root holds into the catalog."""
+        """Read what a root holds, and put it into the catalog: steps 3 and 4."""
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
             root.health.become(RootState.OFF, describe_error(error))
             await root.detach()
             return
-        records = sum(len(one.entries) for _, one in found)
+        records = sum(len(recovered.entries) for _, recovered in found)
         async with self._changing:
-            # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
+            # A record of an epoch that no manifest knows: its clear could not be saved, but is valid all the same.
             await self._merge_epochs(0, 0, root.epochs)
             self._disk.catalog.index.expect(records)
-            for segment, one in found:
-                self._add_to_catalog(segment, one)
+            for segment, recovered in found:
+                self._add_to_catalog(segment, recovered)
                 await asyncio.sleep(0)
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
 
-    def _add_to_catalog(self, segment: Segment, found: Recovered) -> None:
-        for number, name in enumerate(found.keyspaces):
+    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> None:
+        for number, name in enumerate(recovered.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
             disk_keyspace = self._disk.catalog.disk_keyspace(name)
-            mine = found.entries[found.entries["space"] == number]
-            mine = mine[mine["part"] < name.parts]
-            if disk_keyspace is not None and len(mine):
-                parts = mine["part"].astype(np.uint16)
-                keys = np.ascontiguousarray(mine["key"])
-                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, mine["page"])
+            entries = recovered.entries[recovered.entries["space"] == number]
+            entries = entries[entries["part"] < name.parts]
+            if disk_keyspace is not None and len(entries):
+                parts = entries["part"].astype(np.uint16)
+                keys = np.ascontiguousarray(entries["key"])
+                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
-        """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
-        what came from a pool or a disk, what is on disk of older epochs, and if another daemon has cleared since this
-        run began, what was stored in it.
+        """Merge clears that a late root knows of and this daemon does not. Keys that may be older than such a clear go:
+        those that came from an arena file or a disk, those on disk of older epochs, and if another daemon has cleared
+        since this run began, those that were stored in this run.
         """
         cache, catalog = self._cache, self._disk.catalog
         later = cache.epochs.merged(base, last, by_namespace)
@@ -184,7 +182,7 @@ class Arrivals:
         for disk_keyspace in catalog.disk_keyspaces.values():
             if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
                 catalog.close(disk_keyspace)  # nothing more is promoted from it
-        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
+        cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
         # Before the new epoch is written down, for a successor must not find these keys in it.
         for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
             for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
@@ -192,7 +190,7 @@ class Arrivals:
         cache.epochs.merge(base, last, by_namespace)
         for namespace in cache.namespaces.values():
             self._renew(namespace)
-        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
+        if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
             cache.save_state()
         await self._clears.empty(self._clears.begin(None))
 
