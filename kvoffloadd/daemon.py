@@ -81,7 +81,7 @@ CLOSE_S = 5.0
 
 
 def run(config: Config, faults: str = "", read_config: Callable[[], Config] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: whom SIGHUP asks for the config.
+    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: reads the config again at SIGHUP.
 
     Raises:
         ConfigError: the daemon can't start.
@@ -155,7 +155,7 @@ def _address_space() -> Iterator[None]:
 
 
 def _holes(fill: bool | str) -> Holes | None:
-    """Who forbids holes in workers' memory, where they may not be filled."""
+    """What forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
         return None
     try:
@@ -351,7 +351,7 @@ class Daemon:
         )
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
-        """In a thread of its own. Whoever touched a page that the kernel does not have would be killed."""
+        """In a thread of its own. A thread that touched a page that the kernel can't provide would end the process."""
         try:
             tier.prefault(self._config.memory.prefault_threads)
         except ResourceError as error:
@@ -386,7 +386,7 @@ class Daemon:
 
     def _on_signal(self) -> None:
         if self._taking_over:
-            # Nobody is served yet, and what is under way bears a crash. But this is none, and does not count as one.
+            # No peer is served yet, and what is under way bears a crash. But this is none, and does not count as one.
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
             log.info("ended before all was taken over; the next start does it")

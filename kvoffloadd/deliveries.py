@@ -32,7 +32,7 @@ class Deliveries:
 
     def put(self, done: Callable[[Any], None], value: object) -> None:
         """Calls `done(value)` on the loop, behind all that was put before. From any thread. Nothing happens if the loop
-        is closed: nobody is left who could be told.
+        is closed: there is no loop left to run it.
         """
         with self._lock:
             self._queue.append((done, value))

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound="Hashable")
 
 NEWCOMERS_SHARE = 8
-"""Newcomers without end take at most about this many times the share of one who waits."""
+"""Newcomers without end take at most about this many times the share of a waiting flow."""
 
 
 class _Flow(Generic[Item]):
@@ -141,7 +141,7 @@ class FairQueue(Generic[Item]):
 
     @staticmethod
     def _due(above: _Flow[Item]) -> _Flow[Item]:
-        """The flow of those below whose turn it is. Whoever has paid for all it had, and waits for nothing, goes."""
+        """The flow below whose turn it is. Drops flows that have paid for all they had, and wait for nothing."""
         while True:
             _, number, flow = above.heap[0]
             if number == flow.stands and flow.queued:
@@ -158,6 +158,6 @@ class FairQueue(Generic[Item]):
             flow = above
 
     def _forget(self) -> None:
-        """Nobody waits: the next to come are equals."""
+        """No flow waits: the next to come are equals."""
         if self._root.flows:
             self._root = _Flow(None, None, 1)

@@ -55,7 +55,7 @@ class Flow(NamedTuple):
 
 
 DAEMON: Final = Flow(-1, 0)
-"""The daemon's own work, which somebody may wait for."""
+"""The daemon's own work, which requests may wait for."""
 
 BACKGROUND: Final = Flow(-2, 0, 8)
 """Work that may wait: audits, moving records on."""
@@ -181,7 +181,7 @@ class Lane:
 
         def settle(value: T | BaseException) -> None:
             if ended.done():
-                return  # whoever asked is gone
+                return  # the caller is gone
             if isinstance(value, StopIteration):  # which a future refuses
                 ended.set_exception(RuntimeError(f"lane {self.name}: work raised StopIteration"))
             elif isinstance(value, BaseException):

@@ -20,7 +20,7 @@ from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads
 
 SEAL_URGENT = 1
-"""Behind the checks before loads (0), which somebody waits for; but they get a share."""
+"""Behind the checks before loads (0), which jobs wait for; but with a share of its own."""
 
 TICKETS_PER_THREAD = 2
 """In the lane, of one engine: one is hashed while the loop makes the next."""

@@ -134,7 +134,7 @@ class Device(Protocol):
         """What it is doing now, by name, for metrics."""
 
     def lanes(self) -> list[Lane]:
-        """Those that copy, for whoever watches over them."""
+        """The lanes that copy, for the watchdog and for `status`."""
 
     async def close(self, deadline_s: float) -> bool:
         """Drops all copies that have not begun, and waits at most `deadline_s` seconds for those that have.
@@ -196,7 +196,7 @@ class Gpus(Protocol):
         """
 
     def devices(self) -> list[Device]:
-        """Those in use."""
+        """The devices in use."""
 
     async def close(self, deadline_s: float) -> bool:
         """Gives back what belongs to no single GPU; the devices are closed. False: not within `deadline_s` seconds."""

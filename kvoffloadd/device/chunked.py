@@ -85,7 +85,7 @@ class Chunks:
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
     def take(self) -> Copies | None:
-        """A chunk that nobody else has; None: none is left. An empty one if no block of a piece is wanted: others have
+        """A chunk for this thread alone; None: none is left. An empty one if no block of a piece is wanted: others have
         their turn before the next one. Blocks for as long as a piece takes to be made.
         """
         with self._lock:
@@ -111,7 +111,7 @@ class Chunks:
             self.copies += chunk.size.size
 
     def drop(self) -> None:
-        """From now on none is left."""
+        """Drop all chunks that are not taken."""
         with self._lock:
             self._dropped = True
             self._made.clear()

@@ -33,7 +33,7 @@ _READ_BYTES = 64 << 10
 
 class Watchdog:
     """Calls `beat` once in each round in which a ping through the socket at `path` is answered, and the lanes that move
-    bytes of memory take and finish work. `patience_s`: without a beat for so long, somebody kills us.
+    bytes of memory take and finish work. `patience_s`: without a beat for so long, the service manager kills us.
 
     Lanes of disks are asked too, but what they do only makes a warning: the daemon serves without a disk that hangs,
     and can't be killed while a thread of it is inside the kernel.
@@ -102,7 +102,7 @@ class Watchdog:
     # --- as a client ---
 
     async def _ping(self) -> None:
-        """Connect, greet, ping, say goodbye. An error reply is an answer too: who is draining is alive.
+        """Connect, greet, ping, say goodbye. An error reply is an answer too: a daemon that drains is alive.
 
         Raises:
             OSError: the daemon hangs up.
@@ -112,7 +112,7 @@ class Watchdog:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            # As below: whoever is connected is served.
+            # As below: connected peers are served.
             log.warning("no descriptors are left, nobody can connect: %s", error.strerror)
             return
         with sock:
@@ -120,7 +120,7 @@ class Watchdog:
                 if not await self._connect(sock):
                     return
             except (FileNotFoundError, ConnectionRefusedError) as error:
-                # Whoever is connected is served; to kill us would take that away from him.
+                # Connected peers are served; to kill the daemon would end that.
                 log.warning("nobody can connect any more, restart the service: %s: %s", self._path, error.strerror)
                 return
             protocol = Connection(daemon=False)
@@ -136,7 +136,7 @@ class Watchdog:
         while True:
             try:
                 sock.connect(str(self._path))
-            except BlockingIOError:  # nobody says when it no longer is full
+            except BlockingIOError:  # there is no event for when it no longer is full
                 await asyncio.sleep(CONNECT_RETRY_S)
                 if self._context.accepts > before:
                     return False

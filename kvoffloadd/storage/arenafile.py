@@ -52,13 +52,13 @@ _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 MOUNTS = Path("/proc/self/mountinfo")
 
 END_S = 30.0
-"""How long the process that had the pool before may take to end, once it is being killed."""
+"""How long the former owner of the file may take to end, once it is being killed."""
 
 
 class ArenaFile:
     """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte.
 
-    `is_old`: somebody else filled it. `seed`: secret of the process that made it.
+    `is_old`: another process made and filled it. `seed`: secret of the process that made it.
     """
 
     def __init__(self, fd: int, capacity_bytes: int, slab_bytes: int, *, is_old: bool) -> None:
@@ -147,7 +147,7 @@ class ArenaFile:
         return (sequence, kept) if valid else (0, b"")
 
     def close(self) -> None:
-        """Unmap and let the descriptor go; whoever else has the file keeps its contents."""
+        """Unmap the file and close the descriptor; other processes that have the file keep its contents."""
         self._mapping.close()
         os.close(self.fd)
 
@@ -157,7 +157,7 @@ def inherit(
 ) -> ArenaFile | None:
     """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit.
 
-    `check_fits` is told how many bytes of it have yet to be found, and raises if there are not so many.
+    `check_fits` is called with the bytes that the kernel has yet to provide, and raises if there are not so many.
     """
     if fd is None:
         return None
@@ -175,7 +175,7 @@ def inherit(
 
 
 def discard(fd: int) -> None:
-    """Close a pool that nobody uses, and free its memory now: whoever else has the descriptor may keep it for long."""
+    """Close an unused arena file, and free its memory now: another process may keep the descriptor for long."""
     try:
         with mmap.mmap(fd, 0) as whole:
             whole.madvise(mmap.MADV_REMOVE)

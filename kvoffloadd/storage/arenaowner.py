@@ -11,7 +11,7 @@ import select
 import struct
 from pathlib import Path
 
-_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: nobody
+_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: no owner
 OWNER_BYTES = _OWNER.size
 _NOBODY = bytes(16)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -71,7 +71,7 @@ class Arrivals:
         self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Take in the roots, in their order: of two copies the first is used. A root that doesn't answer comes later."""
+        """Take in the roots, in their order: of two copies the first is used. One that does not answer comes later."""
         opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
         for root, opened in opening.items():
             came = asyncio.Event()

@@ -193,7 +193,7 @@ class Promotion:
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """`done` is not called any more. Reads without another waiting fetch are cancelled, unless a thread is at them."""
+        """`done` is not called any more. Reads without another fetch are cancelled, unless a thread is at them."""
         if fetch.ended:
             return
         fetch.ended = True
@@ -218,7 +218,7 @@ class Promotion:
     # --- one slice a turn ---
 
     def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
-        """Begin with the next slice. `woken`: the window that the fetch has waited for; its turn ends with this call."""
+        """Begin with the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
         full = None
         if not fetch.slices:
             fetch.idle = True

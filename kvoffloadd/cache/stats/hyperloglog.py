@@ -22,7 +22,7 @@ class HyperLogLog:
 
     def __init__(self) -> None:
         self._ranks: U8Array = np.zeros(_REGISTERS, np.uint8)
-        self._estimate: float | None = 0.0  # None: of what was added since nobody has asked
+        self._estimate: float | None = 0.0  # None: to be computed anew, since keys were added
 
     def add(self, hashes: U64Array) -> None:
         """Take in hashes of which every bit counts."""

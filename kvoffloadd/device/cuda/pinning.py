@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BYTES = 128 << 20
 PAUSE_S = 0.01
-"""Between two pieces: who waits for the driver gets it."""
+"""A pause between two pieces, so that others that wait for the driver get it."""
 _MAP_S_PER_GIB = 0.1
 """How long a driver may take to give a new context what is pinned, on top of the context itself."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
@@ -102,7 +102,7 @@ class Pinning:
 
     @property
     def pinned_bytes(self) -> int:
-        """Registered so far."""
+        """Bytes registered so far."""
         return self.pinned_to - self._arena.address
 
     @property

@@ -48,7 +48,7 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Greater than 0."""
+        """The estimated rate, greater than 0."""
         return self._bytes / self._seconds
 
     def add_sample(self, moved_bytes: int, seconds: float) -> None:
@@ -61,7 +61,7 @@ class Rate:
 
 
 class CopyStream:
-    """`move` is for its lane's threads; the rest for whoever made it. `on_broken(reason)`: the GPU can't be used any
+    """`move` is for its lane's threads; the rest for its owner. `on_broken(reason)`: the GPU can't be used any
     more; called from a lane's thread.
     """
 

@@ -204,7 +204,7 @@ class _Walker:
         self._piece: U8Array | None = None
 
     def walk(self) -> Walk:
-        """All of it."""
+        """Walk the whole file."""
         page = HEADER_PAGES
         while page < self._num_pages:
             window = self._fill(self._window, page, self._num_pages - page)
