@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Changes:
-    """An `asyncio.Condition` without a lock, for state that belongs to the event loop: code that changes the state calls
+    """An `asyncio.Condition` without a lock, for state of the event loop: code that changes the state calls
     `notify_all`, and waiters check it again. "No `await` in between" replaces the lock: no other callback runs between
     a check and the wait, nor between a wait whose predicate held and what follows it.
     """

@@ -26,7 +26,7 @@ from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
 log = logging.getLogger(__name__)
 
 BACKLOG = (1 << 31) - 1
-"""As long as the system allows (net.core.somaxconn): all users share it, and connections are refused when it is full."""
+"""As long as the system allows (net.core.somaxconn): all users share it, and it refuses connections when full."""
 ACCEPT_RETRY_S = 0.1
 ACCEPT_TURN_S = 0.002
 """How long one turn of the loop takes connections: none is begun later than this."""

@@ -206,8 +206,7 @@ class Cache:
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
         joined = self._lookup_result(self.entries.find_all(counts, join_keys(keys for _, keys in groups)))
         return [
-            LookupResult(joined.rows[span], joined.states[span], joined.hits[span])
-            for span in spans(count for _, count in counts)
+            LookupResult(joined.rows[s], joined.states[s], joined.hits[s]) for s in spans(count for _, count in counts)
         ]
 
     def _lookup_result(self, rows: I64Array) -> LookupResult:
@@ -234,10 +233,9 @@ class Cache:
         position of the group's first key in its prompt.
         """
         queues: dict[int, tuple[Queue, list[tuple[Keyspace, LookupResult, int]]]] = {}
-        for group in used:
-            keyspace, lookup, _ = group
+        for keyspace, lookup, first in used:
             if keyspace.queue is not None and lookup.hits.any():
-                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append(group)
+                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append((keyspace, lookup, first))
         for queue, groups in queues.values():
             rows, places, begins = _used(groups)
             queue.policy.touch(rows, places, begins)
