@@ -31,42 +31,34 @@ class Allocation:
 
     @property
     def charged_bytes(self) -> int:
-        """What it counts for against the peer's caps, from the beginning."""
+        """Bytes that the peer is charged for it, from the beginning."""
         return self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """How a copy ended. `bytes`, `descriptors` and `copies` count what was really moved (descriptors in proportion to
-    bytes, when only a part was); `seconds` is from `submit` to the last access.
+    """How a copy ended. The numbers count what was really moved."""
 
-    `outcome`: DONE, CANCELLED, EXPIRED or FAILED. All but DONE leave destinations with old, new or mixed bytes.
-    """
-
-    outcome: Outcome
+    outcome: Outcome  # DONE, CANCELLED, EXPIRED or FAILED; all but DONE leave old, new or mixed bytes
     bytes: int
-    descriptors: int
+    descriptors: int  # in proportion to `bytes`, when only a part was moved
     copies: int
-    seconds: float
+    seconds: float  # from `submit` to the last access
     reason: str = ""
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
-        """Of a copy that never was: nothing was moved."""
+        """The result of a copy that was never begun."""
         return cls(outcome, 0, 0, 0, 0.0, reason)
 
 
 class Work(Protocol):
-    """What is to be copied, before any copy is made. Any thread may ask; nothing changes.
-
-    `total_bytes`, `descriptors`: of all of it. `payload_end`: the address behind its last payload; 0 if it has none.
-    `small`: the event loop may make all of its copies.
-    """
+    """What is to be copied, before any copy is made. Immutable: any thread may use it."""
 
     total_bytes: int
     descriptors: int
-    payload_end: int
-    small: bool
+    payload_end: int  # the address behind its last payload; 0 if it has none
+    small: bool  # the event loop may make all its copies
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """All of it in pieces of about that size; one descriptor is never parted, however large."""
