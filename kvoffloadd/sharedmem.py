@@ -114,7 +114,7 @@ class Mapping:
         return self._address
 
     def array(self) -> U8Array:
-        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: whoever uses it
+        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: code that uses it
         after `close` reads or writes memory that is gone.
 
         Raises:

@@ -47,7 +47,7 @@ class RunAllocator:
         """How many of `wanted` runs can be allocated, whatever is given back until then. Fewer than there are only if
         it met so many blocks in vain that the next call is to go on.
         """
-        if self._is_crowded:  # with widths that nobody asks for any more, perhaps
+        if self._is_crowded:  # perhaps with widths that are not wanted any more
             self._unlist()
         for make in (self._cut, self._open, self._merge):
             if self._counts[width] >= wanted:
@@ -77,7 +77,7 @@ class RunAllocator:
             return
         self.taken -= len(first) * width
         if self._num_listed + len(first) * width > LISTED_MAX:
-            self._is_crowded = True  # to empty the lists here would take what is ready from whoever asked for it
+            self._is_crowded = True  # to empty the lists here would take ready runs from later calls of that width
             self._put(width, first)
         else:
             self._list(width, first.copy())

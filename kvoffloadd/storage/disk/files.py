@@ -68,7 +68,7 @@ class Files:
     """The real thing. `direct` opens with O_DIRECT: then memory, offsets and sizes must be whole pages."""
 
     def open_directory(self, path: str | Path) -> int:
-        """A descriptor of a directory that nobody else may enter.
+        """A descriptor of a directory that no other user may enter.
 
         Raises:
             DiskError: the directory is another user's, or open to others.

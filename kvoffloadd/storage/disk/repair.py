@@ -88,7 +88,7 @@ class _Check:
         except FileNotFoundError:
             self.report.findings.append("there is no manifest: a daemon will not serve what is here")
         except DiskVersionError as error:
-            self._repair = False  # whoever wrote it knows things about the segments that we don't
+            self._repair = False  # a newer version may know things about the segments that this one does not
             self.report.findings.append(f"{error}: nothing is repaired")
         except DiskError as error:
             self.report.findings.append(f"{error}: a daemon will not serve what is here")
