@@ -1,4 +1,4 @@
-"""Waiting on the event loop until something holds."""
+"""A condition variable for the event loop: wait until a predicate holds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 
 class Changes:
-    """An `asyncio.Condition` without a lock, for state that belongs to the event loop: whoever changes it says so, and
-    whoever waits looks again. As the lock, "no `await` in between" does: between the look and the wait, and between the
-    wait and what follows it, nobody else has run if the predicate held.
+    """An `asyncio.Condition` without a lock, for state of the event loop: code that changes the state calls
+    `notify_all`, and waiters check it again. "No `await` in between" replaces the lock: no other callback runs between
+    a check and the wait, nor between a wait whose predicate held and what follows it.
     """
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def notify_all(self) -> None:
-        """Something has changed: all who wait by now look again, in a later turn of the loop."""
+        """Something has changed: all present waiters look again, in a later turn of the loop."""
         self._changed.set()
         self._changed.clear()
 

@@ -53,7 +53,7 @@ def _key(default: D, check: checks.Check[T], *, live: bool = False) -> D | T:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The socket, who may use it, and the life of the process."""
+    """The socket, the users that may connect, and the life of the process."""
 
     socket: Path = _key(Path("/run/kvoffloadd/kvoffloadd.sock"), checks.socket_path)
     socket_mode: int = _key(0o660, checks.socket_mode)
@@ -384,7 +384,7 @@ def _headroom(group: Path, limit: str, usage: str, cache: str) -> int | None:
     most, used = _text(group / limit).strip(), _text(group / usage).strip()
     if not (most.isdigit() and used.isdigit()):
         return None
-    # Page cache that nobody used lately counts as used, and is given back on demand.
+    # Page cache that was not used lately counts as used, and is given back on demand.
     reclaimable = re.search(rf"^{cache} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return max(0, int(most) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
 

@@ -1,4 +1,4 @@
-"""The CUDA driver API without opinions: loaded when first asked for, called by name, errors raised.
+"""The CUDA driver API: loaded when first asked for, called by name, errors raised.
 
 The daemon's side and the client's use it alike. cuda-bindings from 12.9.1 on releases the GIL in every call; older ones
 hold it, so the extras exclude them. Importing this file loads nothing of CUDA.

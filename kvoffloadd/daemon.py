@@ -1,4 +1,4 @@
-"""The composition root: the one place that names concrete devices and tiers. Four verbs: start, serve, drain, close."""
+"""The composition root: builds devices, tiers and the server, and runs them: start, serve, drain, close."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.lanes import Lane
-from kvoffloadd.log import keep_telling, tell_held_back
+from kvoffloadd.log import log_held_back, log_held_back_forever
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server import status
@@ -81,7 +81,7 @@ CLOSE_S = 5.0
 
 
 def run(config: Config, faults: str = "", read_config: Callable[[], Config] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: whom SIGHUP asks for the config.
+    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: reads the config again at SIGHUP.
 
     Raises:
         ConfigError: the daemon can't start.
@@ -155,7 +155,7 @@ def _address_space() -> Iterator[None]:
 
 
 def _holes(fill: bool | str) -> Holes | None:
-    """Who forbids holes in workers' memory, where they may not be filled."""
+    """What forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
         return None
     try:
@@ -223,7 +223,7 @@ def _serve_metrics(context: Context) -> Endpoint | None:
         return None
     from kvoffloadd.metrics.endpoint import Endpoint, bind  # takes a while, and most do without
 
-    endpoint = Endpoint(bind(listen), context.loop, partial(status.tell, context))
+    endpoint = Endpoint(bind(listen), context.loop, partial(status.describe, context))
     endpoint.start()
     log.info("metrics at %s", listen)
     return endpoint
@@ -273,7 +273,7 @@ class Daemon:
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
-        beside = [context.spawn(self._watch(context)), context.spawn(keep_telling())]
+        beside = [context.spawn(self._watch(context)), context.spawn(log_held_back_forever())]
         await self._stop.wait()
         context.draining = True
         for task in beside:
@@ -298,21 +298,21 @@ class Daemon:
         """What earlier runs left on disk and in memory."""
         cache = context.cache
         if self._pool.is_old:
-            self._pool.note_attempt()
+            self._pool.record_attempt()
         saved = read_saved_state(self._pool.names()) if self._pool.is_old else None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
         if context.disk is not None:
             await context.disk.start(context.spawn)
         if not self._pool.is_old:
-            cache.remember()  # what the disks know of clears
+            cache.save_state()  # what the disks know of clears
             return
         rows = adopt(cache, saved)
         if self._config.memory.verify_adopted == "start":
             await context.jobs.verify_adopted()
         if context.disk is not None:
             context.disk.demotion.adopted(rows)
-        self._pool.note_success()
+        self._pool.record_success()
         log.info("memory: %d keys taken over from the run before", len(rows))
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
@@ -351,7 +351,7 @@ class Daemon:
         )
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
-        """In a thread of its own. Whoever touched a page that the kernel does not have would be killed."""
+        """In a thread of its own. A thread that touched a page that the kernel can't provide would end the process."""
         try:
             tier.prefault(self._config.memory.prefault_threads)
         except ResourceError as error:
@@ -386,7 +386,7 @@ class Daemon:
 
     def _on_signal(self) -> None:
         if self._taking_over:
-            # Nobody is served yet, and what is under way bears a crash. But this is none, and does not count as one.
+            # No peer is served yet, and what is under way bears a crash. But this is none, and does not count as one.
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
             log.info("ended before all was taken over; the next start does it")
@@ -429,5 +429,5 @@ class Daemon:
             self._fatal("the CUDA driver does not answer")
         context.cache.tier.close()
         log.info("closed")
-        tell_held_back(ending=True)
+        log_held_back(ending=True)
         return EXIT_OK

@@ -1,4 +1,4 @@
-"""Values on their way from threads to the event loop, which takes many of them over several turns.
+"""A queue of callbacks from threads to the event loop, which runs a bounded number of them per turn.
 
 Ownership
     _lock       guards `_queue` and `_waking`; it is never held while a callback runs.
@@ -32,7 +32,7 @@ class Deliveries:
 
     def put(self, done: Callable[[Any], None], value: object) -> None:
         """Calls `done(value)` on the loop, behind all that was put before. From any thread. Nothing happens if the loop
-        is closed: nobody is left who could be told.
+        is closed: there is no loop left to run it.
         """
         with self._lock:
             self._queue.append((done, value))

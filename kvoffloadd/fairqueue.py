@@ -1,12 +1,12 @@
-"""A fair queue: whoever has had the least goes next, however much any of them has queued. Pure: no clock, no thread.
+"""A fair queue: the flow that has had the least goes next, however much each has queued. Pure: no clock, no thread.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996), on each level of a tree. A flow's start tag is the virtual time
 at which its next turn is due; the flow with the smallest goes, and its tag moves on by the turn's cost times the flow's
 divisor. A flow that was idle is due at once, at the queue's virtual time, but not before it has paid for what it had.
 
-Two things are added. Who has a divisor above 1 begins as far behind as its later turns are apart, so that what is less
-urgent does not begin with a turn that it could not have later. And virtual time moves on with work done, if more slowly
-than tags do, so that newcomers without end, each due at once, can't keep those who wait from their turn.
+Two things are added. A flow with a divisor above 1 begins as far behind as its later turns are apart, so that what is
+less urgent does not begin with a turn that it could not have later. And virtual time moves on with work done, if more
+slowly than tags do, so that newcomers without end, each due at once, can't keep waiting flows from their turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound="Hashable")
 
 NEWCOMERS_SHARE = 8
-"""Newcomers without end take at most about this many times the share of one who waits."""
+"""Newcomers without end take at most about this many times the share of a waiting flow."""
 
 
 class _Flow(Generic[Item]):
@@ -141,7 +141,7 @@ class FairQueue(Generic[Item]):
 
     @staticmethod
     def _due(above: _Flow[Item]) -> _Flow[Item]:
-        """The flow of those below whose turn it is. Whoever has paid for all it had, and waits for nothing, goes."""
+        """The flow below whose turn it is. Drops flows that have paid for all they had, and wait for nothing."""
         while True:
             _, number, flow = above.heap[0]
             if number == flow.stands and flow.queued:
@@ -158,6 +158,6 @@ class FairQueue(Generic[Item]):
             flow = above
 
     def _forget(self) -> None:
-        """Nobody waits: the next to come are equals."""
+        """No flow waits: the next to come are equals."""
         if self._root.flows:
             self._root = _Flow(None, None, 1)

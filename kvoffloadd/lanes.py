@@ -1,13 +1,13 @@
-"""Lanes: threads that move bytes, and nothing else. What moves, and what is true then, is decided on the event loop.
+"""Lanes: pools of threads that move bytes, and nothing else. All decisions and state changes are the event loop's.
 
 Ownership
     _lock       guards every field named here; it is never held while work or a callback runs.
     _queue      tickets that wait for a thread; any thread may change it, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
     _busy_s     what ended work has taken; written by the lane's threads.
-    _deliveries what `done` is told, on its way to the loop.
+    _deliveries calls of `done`, on their way to the loop.
     _closing    set once, by `close`.
-    _live, _ended   the event loop alone: threads that have not said goodbye; set when none is left.
+    _live, _ended   the event loop alone: threads that have not ended; set when none is left.
     Ticket      `since_s` and its places are the lane's; the rest is read-only. A thread runs `work`, the loop `done`.
 """
 
@@ -55,7 +55,7 @@ class Flow(NamedTuple):
 
 
 DAEMON: Final = Flow(-1, 0)
-"""The daemon's own work, which somebody may wait for."""
+"""The daemon's own work, which requests may wait for."""
 
 BACKGROUND: Final = Flow(-2, 0, 8)
 """Work that may wait: audits, moving records on."""
@@ -181,7 +181,7 @@ class Lane:
 
         def settle(value: T | BaseException) -> None:
             if ended.done():
-                return  # whoever asked is gone
+                return  # the caller is gone
             if isinstance(value, StopIteration):  # which a future refuses
                 ended.set_exception(RuntimeError(f"lane {self.name}: work raised StopIteration"))
             elif isinstance(value, BaseException):

@@ -80,7 +80,7 @@ class RepeatFilter(logging.Filter):
             self._seen[origin] = (started, seen + 1)
         if expired and held_back:
             record.kvo_fields = {**_fields(record), "held_back": held_back}
-            record.msg = f"{record.getMessage()} ... {self._told(held_back)}"
+            record.msg = f"{record.getMessage()} ... {self._describe(held_back)}"
             record.args = ()
         return seen < self._most
 
@@ -100,14 +100,14 @@ class RepeatFilter(logging.Filter):
         records = []
         for (name, level, message, _), seen in over.items():
             if seen > self._most:
-                text = f"{self._told(seen - self._most)}, of: {message}"
+                text = f"{self._describe(seen - self._most)}, of: {message}"
                 record = logging.LogRecord(name, level, "", 0, text, (), None)
                 record.kvo_fields = {"held_back": seen - self._most}
                 setattr(record, _SUMMARY, True)
                 records.append(record)
         return records
 
-    def _told(self, held_back: int) -> str:
+    def _describe(self, held_back: int) -> str:
         return f"{held_back} more in the last {self._window_s:g} s"
 
 
@@ -140,12 +140,10 @@ class _Formatter(logging.Formatter):
     """A record's message is one line, and each line of its traceback is indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         record.message = printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        """See `logging.Formatter`."""
         return "\n".join("  " + printable(line) for line in super().formatException(ei).split("\n"))
 
 
@@ -265,7 +263,7 @@ def setup(config: LogConfig, stream: TextIO | None = None) -> None:
         handler.setFormatter(FORMATTERS[chosen]())
     handler.addFilter(RepeatFilter())
     logger = logging.getLogger(ROOT)
-    tell_held_back(ending=True)
+    log_held_back(ending=True)
     for old in logger.handlers[:]:
         logger.removeHandler(old)
         if isinstance(old, JournalHandler):
@@ -275,9 +273,9 @@ def setup(config: LogConfig, stream: TextIO | None = None) -> None:
     logger.propagate = False
 
 
-def tell_held_back(*, ending: bool = False) -> None:
-    """Writes how many records were held back, where no other record has followed that would have told it. In windows
-    that are over; `ending`: in all.
+def log_held_back(*, ending: bool = False) -> None:
+    """Logs how many records were held back, where no later record has said it: for windows that are over, or with
+    `ending` for all.
     """
     for handler in logging.getLogger(ROOT).handlers:
         for repeats in handler.filters:
@@ -286,11 +284,11 @@ def tell_held_back(*, ending: bool = False) -> None:
                     handler.handle(record)
 
 
-async def keep_telling() -> None:
-    """For ever: `tell_held_back` from time to time."""
+async def log_held_back_forever() -> None:
+    """Calls `log_held_back` from time to time, until cancelled."""
     while True:
         await asyncio.sleep(REPEAT_WINDOW_S)
-        tell_held_back()
+        log_held_back()
 
 
 def _priority(level: int) -> int:

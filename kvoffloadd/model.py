@@ -1,4 +1,4 @@
-"""The nouns that every room shares: array types, units, groups, refs, namespaces, outcomes. No behaviour with side
+"""Types that every room shares: array types, units, groups, refs, namespaces, outcomes. No behaviour with side
 effects.
 """
 

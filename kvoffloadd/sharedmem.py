@@ -1,4 +1,4 @@
-"""Shared memory without opinions: memfds, mappings, prefaulting, lazily committed arrays.
+"""Shared memory: memfds, mappings, prefaulting, lazily committed arrays.
 
 The daemon's side and the client's use it alike. Mappings are made and ended through libc, because Python's `mmap` holds
 the GIL while the kernel works: unmapping or prefaulting some GiB that way would stop the event loop for as long.
@@ -29,7 +29,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_NORESERVE = 0x4000  # Python's mmap module names it from 3.13 on
 _POPULATE_ALIGN_BYTES = 2 << 20  # threads meet at huge page boundaries, so that none splits one
 _POPULATE_NICE = 10
-_POPULATE_STEP_BYTES = 512 << 10  # a call holds the lock of the address space: whoever maps memory waits for its end
+_POPULATE_STEP_BYTES = 512 << 10  # a call holds the lock of the address space: threads that map memory wait for its end
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,7 +61,7 @@ def create_memfd(name: str, size_bytes: int) -> int:
 
 
 def is_sealed_against_shrinking(fd: int) -> bool:
-    """Whether nobody can ever make this file shorter. False for files that can't be sealed at all."""
+    """Whether this file can never be made shorter. False for files that can't be sealed at all."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -114,7 +114,7 @@ class Mapping:
         return self._address
 
     def array(self) -> U8Array:
-        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: whoever uses it
+        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: code that uses it
         after `close` reads or writes memory that is gone.
 
         Raises:
@@ -125,7 +125,7 @@ class Mapping:
         return view
 
     def leave_out_of_dumps(self) -> None:
-        """A core file of this process will not have it: it may be large, and somebody's prompts."""
+        """A core file of this process will not have it: it may be large, and have users' prompts."""
         _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def populate(
 
 
 def _stand_back(nice: int) -> None:
-    """Of this thread alone: whoever serves meanwhile goes first."""
+    """For this thread alone: threads that serve meanwhile go first."""
     if nice:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
@@ -196,7 +196,7 @@ def _populate_step(fd: int | None, offset: int, address: int, size_bytes: int) -
             number = error.errno or errno.ENOMEM
         else:
             return
-    # EFAULT: whoever touched the page would be killed.
+    # EFAULT: a process that touched the page would be killed.
     why = "a tmpfs is full, or no huge page is free" if number == errno.EFAULT else os.strerror(number)
     raise ResourceError(f"the kernel can't commit {size_bytes} bytes of shared memory: {why}")
 

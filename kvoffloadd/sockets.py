@@ -1,4 +1,4 @@
-"""Unix sockets: where they are bound, descriptors that travel with bytes, what peers may send and whether they have."""
+"""Unix sockets: binding, passing descriptors, and forbidding or counting descriptors that peers send."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def unpack_fds(ancillary: Ancillary) -> list[int]:
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Close descriptors that nobody has a use for."""
+    """Close descriptors that are not needed."""
     for fd in fds:
         os.close(fd)
 
@@ -102,7 +102,7 @@ def carries_nothing(sock: socket.socket) -> bool:
 
 
 def _never_passed(sock: socket.socket) -> bool:
-    """Whether peers were never allowed to send descriptors: who is once allowed stays so."""
+    """Whether peers were never allowed to send descriptors: once allowed, a peer may have queued some."""
     try:
         return not sock.getsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS)
     except OSError:

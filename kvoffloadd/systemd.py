@@ -1,7 +1,7 @@
-"""What systemd and the daemon tell each other, as sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3) have it.
+"""The interface to systemd: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
 
-Every verb is a no-op where nobody listens. None of them waits: a message that does not fit into systemd's queue is
-dropped, and `False` says so. The event loop alone calls them.
+Every method is a no-op without a service manager. None of them waits: a message that does not fit into systemd's queue
+is dropped, and `False` says so. The event loop alone calls them.
 
 Descriptors that are handed to a start come from a socket unit, or from the store in which an earlier run put them. What
 lies in the store stays there, and is handed to the next start too, until it is forgotten or the unit is stopped.
@@ -33,7 +33,7 @@ NAME_CHARS_MAX = 255
 
 
 class Systemd:
-    """The service manager of this process, if it has one. Owns the inherited descriptors that nobody has taken yet.
+    """The service manager of this process, if it has one. Owns the inherited descriptors that were not taken yet.
 
     `watchdog_s`: how long it waits for a `beat` before it kills us; None: it doesn't. `gave_listener`: `listening` has
     returned a socket, which the manager goes on to own.
@@ -75,11 +75,11 @@ class Systemd:
 
     @property
     def listens(self) -> bool:
-        """Whether anybody hears what is said here."""
+        """Whether there is a service manager to notify."""
         return self._notify is not None
 
     def close(self) -> None:
-        """Nothing more will be said."""
+        """Close the socket to the service manager."""
         if self._notify is not None:
             self._notify.close()
             self._notify = None
@@ -87,7 +87,7 @@ class Systemd:
     # --- descriptors ------------------------------------------------------------------------------
 
     def take(self, name: str) -> int | None:
-        """The first inherited descriptor of this name that nobody has taken; the caller owns it. It is close-on-exec.
+        """Take the first inherited descriptor of this name that is left; the caller owns it. It is close-on-exec.
 
         The store keeps its own copy of one that came from there: `forget` ends that.
         """
@@ -111,7 +111,7 @@ class Systemd:
         return fd
 
     def close_rest(self) -> None:
-        """Closes what nobody has taken, and has it removed from the store: it would hold its memory for ever."""
+        """Closes what was not taken, and has it removed from the store: it would hold its memory for ever."""
         for name, fd in self._inherited:
             log.warning("closed descriptor %d (%s), which systemd passed and nobody wants", fd, name or "no name")
             os.close(fd)
@@ -146,7 +146,7 @@ class Systemd:
         return self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def stopping(self, status: str = "") -> bool:
-        """We have begun to stop."""
+        """Notify that the daemon has begun to stop."""
         return self._send(_lines("STOPPING=1", status))
 
     def status(self, text: str) -> bool:

@@ -1,6 +1,6 @@
 """Sizes and times as people write and read them.
 
-Binary units only: a GB is 7 % short of a GiB, and whoever writes "GB" may mean either.
+Binary units only: a GB is 7 % short of a GiB, and "GB" may mean either.
 """
 
 from __future__ import annotations

@@ -187,11 +187,11 @@ def test_the_end_of_a_storm_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None
     handler.filters[:] = [log.RepeatFilter(window_s=60, most=3, clock=clock)]
     for number in range(1000):
         logger.warning("peer %(pid)d: 100 %% bad", {"pid": number})
-    log.tell_held_back()
+    log.log_held_back()
     assert stream.getvalue().count("\n") == 3
     clock.now += 60
-    log.tell_held_back()
-    log.tell_held_back()
+    log.log_held_back()
+    log.log_held_back()
     *_, last = map(json.loads, stream.getvalue().splitlines())
     assert stream.getvalue().count("\n") == 4
     assert last["message"] == "997 more in the last 60 s, of: peer %(pid)d: 100 %% bad"

@@ -1,4 +1,4 @@
-"""A clear, from the instant at which it takes effect to the moment at which it is durable. Event loop only."""
+"""Clearing namespaces: the epoch changes at once, is made durable, and slots are freed. Event loop only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvoffloadd.cache.memory.namespace import Namespace
 
 def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) -> Coroutine[Any, Any, tuple[int, int]]:
     """Clear the namespaces with these fingerprints, None: all, whether they are open or not. When this returns nothing
-    that was stored before hits; run the coroutine to its end, whoever asked for the clear. Its result: what memory
-    dropped, (keys, bytes).
+    that was stored before hits. Run the coroutine to its end, even if the session that requested the clear is gone. Its
+    result: what memory dropped, (keys, bytes).
 
     Raises:
         LimitError: nothing was changed.
-        NotDurableError: (the coroutine) it holds here, but some root could not note it.
+        NotDurableError: (the coroutine) some root could not save it: it is valid until a restart.
     """
     namespaces = [n for n in cache.namespaces.values() if names is None or n.fingerprint in names]
     _check(cache, namespaces, everything=names is None)
@@ -34,7 +34,7 @@ def clear(cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None) 
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
-    cache.remember()
+    cache.save_state()
     return _finish(disk, walks, disk_keyspaces)
 
 

@@ -1,4 +1,4 @@
-"""Jobs under way: a job owns all that it needs until its last access, then frees it and tells its result, once.
+"""Stores and loads under way. A job owns all that it needs until its last access, then frees it and reports its result.
 
 Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
 the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
@@ -6,7 +6,7 @@ the hash lane reads slots. Both tell the loop when they are done, and only then 
 The life of a job is one coroutine, which waits in `Job.step` alone. It is no task: it runs to its first wait within
 `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens between that
 callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the request is
-answered, and nobody can cancel a job over a copy in flight.
+answered, and a job is never cancelled while its copy is in flight.
 """
 
 from __future__ import annotations
@@ -40,27 +40,25 @@ T = TypeVar("T")
 VERIFY_URGENT = 0
 """Before what is sealed: see `sealing`."""
 
-STUCK_LOOKS = 10
-"""A chunk that has not ended is looked at so many times before it is given up."""
+STUCK_CHECKS = 10
+"""A chunk is given up when it has not ended at so many checks in a row."""
 
 _SHORT = (MemoryError, OSError, RuntimeError)
 """What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
 
 
 class Phase(StrEnum):
-    """What a job waits for: the disk, the check of payloads before they are loaded, the worker's signal, its copy; or
-    nothing, and it ends behind the reply.
-    """
+    """What a job waits for."""
 
     DISK = "disk"
-    VERIFICATION = "verification"
-    SIGNAL = "signal"
+    VERIFICATION = "verification"  # of payloads, before they are loaded
+    SIGNAL = "signal"  # the worker's
     COPY = "copy"
-    END = "end"
+    END = "end"  # nothing: it ends behind the reply
 
 
 class Stopped(Exception):
-    """A job ends before its copy has begun. The message: why, for the worker."""
+    """A job ends before its copy has begun. The message is the reason, for the worker."""
 
     def __init__(self, outcome: Outcome, reason: str = "") -> None:
         super().__init__(reason)
@@ -69,45 +67,39 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOptions:
-    """How a job is to be copied. `deadline_s`: loop time after which no further piece of it begins. `urgent`: before
-    others of its direction. `ready`: nothing is copied before; None: at once. `flow`: whose job it is.
-    """
+    """How a job is to be copied."""
 
     device: Device
-    deadline_s: float
-    urgent: bool = False
-    ready: ReadySignal | None = None
-    flow: Flow = DAEMON
+    deadline_s: float  # loop time after which no further piece of it begins
+    urgent: bool = False  # before other jobs of its direction
+    ready: ReadySignal | None = None  # nothing is copied before this signal; None: at once
+    flow: Flow = DAEMON  # the user and engine whose share of the lanes it uses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """How a job ended. `bad`: which of its parts are of keys that failed verification (load), or were cleared while
-    they were stored.
-    """
+    """How a job ended."""
 
     outcome: Outcome
     bytes: int
     seconds: float
-    bad: BoolArray
+    bad: BoolArray  # parts of keys that failed verification (load), or were cleared meanwhile (store)
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a load copies as things stand: record numbers `parts`, and of each its key's row. `build(good)` makes the
-    work of those that are good.
-    """
+    """What a load copies as things stand."""
 
-    rows: U32Array
-    parts: I64Array
-    build: Callable[[BoolArray], Work]
+    rows: U32Array  # of each part the row of its key
+    parts: I64Array  # record numbers
+    build: Callable[[BoolArray], Work]  # makes the work of the parts in the mask
 
 
 class LoadRequest(Protocol):
-    """What a load is asked for. `on_disk`: keys to be brought into memory first."""
+    """The keys of a load, to be resolved when their payloads are in memory."""
 
-    on_disk: list[KeysOnDisk]
+    on_disk: list[KeysOnDisk]  # to be brought into memory first
 
     def resolve(self) -> LoadPlan:
         """What is to be copied, of keys that are complete now."""
@@ -115,18 +107,16 @@ class LoadRequest(Protocol):
 
 @dataclass(slots=True)
 class JobCounters:
-    """Jobs, also those that had nothing to move, and what they moved, by direction. `copies` are those issued after
-    coalescing `descriptors`. `keys` counts payloads; those that were not moved are counted by the reason: how their job
-    ended, and `bad` as its result has it.
-    """
+    """What the jobs of one direction have moved since the start."""
 
-    jobs: int = 0
-    keys: int = 0
+    jobs: int = 0  # also those that had nothing to move
+    keys: int = 0  # payloads that were moved
     bytes: int = 0
     seconds: float = 0.0
     descriptors: int = 0
-    copies: int = 0
-    not_done: int = 0
+    copies: int = 0  # issued, after descriptors were coalesced
+    not_done: int = 0  # jobs that failed, were cancelled or expired
+    # Payloads that were not moved, by how their job ended; `keys_bad`: see `Completion.bad`.
     keys_failed: int = 0
     keys_cancelled: int = 0
     keys_expired: int = 0
@@ -140,36 +130,34 @@ def _suspend() -> Generator[None, Any, Any]:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job under way. `parts`: record numbers that it reads or writes; `rows`: of each its key, held by a load. `bad`:
-    which of them are known not to be right. `phase`: what it waits for. `stopped`: how it ends if its copy has not
-    begun. `on_end`: told of the result, after the last access.
-    """
+    """A job under way."""
 
     direction: Direction
     options: CopyOptions
-    on_end: Callable[[Completion], None]
+    on_end: Callable[[Completion], None]  # called once, after the last access
     began_s: float
+    # Record numbers that it reads or writes, the row of each one's key, and which of them are known to be wrong. A
+    # load holds its rows.
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
     bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
     phase: Phase = Phase.END
     copy: Copy | None = None
-    stopped: Outcome | None = None
+    stopped: Outcome | None = None  # how it ends if its copy has not begun
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _life: Coroutine[None, Any, None] | None = None
-    _give_up: Callable[[], bool] | None = None
+    _give_up: Callable[[], bool] | None = None  # how to stop what it waits for, see `step`
 
     def start(self, life: Coroutine[None, Any, None]) -> None:
-        """Run it to its first wait."""
+        """Run the job's coroutine to its first wait."""
         self._life = life
         self._go_on(None)
 
     def cancel(self) -> None:
-        """Drop what has not begun. `on_end` is still called, after the last access."""
         self.stop(Outcome.CANCELLED)
 
     def stop(self, outcome: Outcome) -> None:
-        """The same, for this reason."""
+        """Drop what has not begun; the job ends with this outcome. `on_end` is still called, after the last access."""
         self.stopped = self.stopped or outcome
         give_up = self._give_up
         if give_up is not None and give_up():
@@ -207,16 +195,14 @@ class Job:
 
 
 def _next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:
-    """For `Job.step`: nothing, but later."""
+    """For `Job.step`: go on in the next turn of the loop."""
     asyncio.get_running_loop().call_soon(resume, None)
     return lambda: False
 
 
 @dataclass(slots=True, eq=False)
 class Jobs:
-    """All jobs of the daemon that are under way, and the sealing of what they stored. `progress`: the same jobs by
-    number, counted by whoever begins them.
-    """
+    """All jobs of the daemon that are under way, and the sealing of what they stored."""
 
     cache: Cache
     disk: DiskTier | None
@@ -224,7 +210,7 @@ class Jobs:
     signals: Signals
     verify_loads: bool
     running: set[Job] = field(default_factory=set)
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # the running jobs by number; sessions begin and end them
     waits: Waits = field(default_factory=Waits)
     sealing: Sealing = field(init=False)
     counters: dict[Direction, JobCounters] = field(
@@ -332,8 +318,8 @@ class Jobs:
             due = np.flatnonzero(columns.unverified[job.parts])
         if not len(due):
             return
-        for at in in_turns(due, self.cache.payload_bytes(job.parts[due])):
-            parts = job.parts[at]
+        for turn in in_turns(due, self.cache.payload_bytes(job.parts[due])):
+            parts = job.parts[turn]
             digests = await job.step(Phase.VERIFICATION, partial(self._hash, job, parts), job.options.deadline_s)
             if isinstance(digests, BaseException):
                 if job.stopped is not None:
@@ -341,7 +327,7 @@ class Jobs:
                 raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
             wrong = (digests != columns.digest[parts]).any(axis=1)
             columns.unverified[parts] = 0
-            self.drop(job.rows[at[wrong]])  # at once: nobody else is to load them
+            self.drop(job.rows[turn[wrong]])  # at once, before another job loads them
 
     def _hash(
         self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
@@ -354,7 +340,7 @@ class Jobs:
 
         def give_up() -> bool:
             ticket.cancel()
-            return False  # it says so itself
+            return False  # the lane calls back, cancelled or not
 
         return give_up
 
@@ -365,17 +351,17 @@ class Jobs:
         columns = self.cache.entries.parts
         parts = np.flatnonzero(columns.unverified[: columns.runs.used])
         for turn in in_turns(parts, self.cache.payload_bytes(parts)):
-            mine = turn[columns.unverified[turn] != 0]
-            sizes = self.cache.payload_bytes(mine)
-            work = partial(hash_payloads, self.cache.payload_addresses(mine), sizes)
+            unverified = turn[columns.unverified[turn] != 0]
+            sizes = self.cache.payload_bytes(unverified)
+            work = partial(hash_payloads, self.cache.payload_addresses(unverified), sizes)
             digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
-            wrong = (digests != columns.digest[mine]).any(axis=1)
-            columns.unverified[mine] = 0
-            self.drop(columns.row[mine[wrong]])
+            wrong = (digests != columns.digest[unverified]).any(axis=1)
+            columns.unverified[unverified] = 0
+            self.drop(columns.row[unverified[wrong]])
 
     def drop(self, rows: U32Array) -> None:
-        """These keys hold wrong bytes: they are misses now, and loads under way are told so: those that have not begun
-        leave them out, and what others have copied, or copy yet, is not valid.
+        """These keys hold wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
+        not begun; otherwise they report them as bad.
         """
         if not len(rows):
             return
@@ -470,12 +456,12 @@ class Jobs:
         return await self.waits.until_past(self.sealing.stores, self.sealing.stores.last, until_s)
 
     async def settle(self, jobs: set[Job], deadline_s: float) -> bool:
-        """Wait until these jobs have ended; False at the deadline. For one caller for each job: all who wait
+        """Wait until these jobs have ended; False at the deadline. For one caller for each job: all callers that wait
         for the same one go on in the same turn.
         """
         try:
             async with asyncio.timeout(deadline_s):
-                for job in list(jobs):  # each wakes who waits for it alone, however many wait
+                for job in list(jobs):  # one after the other: an end wakes only the callers that wait for this job
                     await job.ended.wait()
         except TimeoutError:
             return False
@@ -485,19 +471,20 @@ class Jobs:
         """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one
         chunk of one of them for `stuck_s` seconds, and may be at it for ever.
 
-        However long it takes until the loop hears of their ends, or chunks of others have ended, is no reason. Time in
-        which the process did not run, or the loop did not turn, counts as one look.
+        A late event loop, or chunks of other jobs that take long, are no reason to give up. Time in which the process
+        did not run, or the loop did not turn, counts as one check.
         """
-        look_s, stuck = stuck_s / STUCK_LOOKS, 0
+        check_s, stuck = stuck_s / STUCK_CHECKS, 0
         began_s = time.monotonic()
-        while not await self.settle(jobs, look_s):
+        while not await self.settle(jobs, check_s):
             now, since_s = time.monotonic(), began_s
             began_s = now
             busy_s = max(
                 (job.copy.busy_s(now) for job in jobs if job.copy is not None and not job.ended.is_set()), default=0.0
             )
             stuck = stuck + 1 if busy_s >= now - since_s else 0
-            if stuck >= STUCK_LOOKS and busy_s >= stuck_s:  # one look may have been at one chunk, the next at another
+            # Two checks may have met two different chunks.
+            if stuck >= STUCK_CHECKS and busy_s >= stuck_s:
                 return False
         return True
 

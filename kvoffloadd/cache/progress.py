@@ -1,4 +1,4 @@
-"""Things that begin one after the other and end in any order, and who waits until all up to one of them have ended.
+"""Waiting until all jobs (or stores) up to a number have ended, which begin in order and end in any order.
 
 Event loop only.
 """
@@ -16,62 +16,60 @@ from itertools import takewhile
 from operator import attrgetter
 
 WAKES_PER_TURN = 16
-"""Of those who wait, and whose moment has come, so many go on in one turn of the loop: each may have as much to do as a
-request.
-"""
+"""Waiting tasks that go on in one turn of the loop: each may have as much to do as a request."""
 
 _number = attrgetter("number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """`tell()` is called once all up to `number` have ended."""
+    """A call of `resume()` that is due once all up to `number` have ended."""
 
     number: int
-    tell: Callable[[], None]
+    resume: Callable[[], None]
 
 
 class Progress:
-    """What has begun and not ended, by number. `last` is that of the last one that began."""
+    """What has begun and not ended, by number."""
 
     def __init__(self) -> None:
-        self.last = 0
+        self.last = 0  # the number of the last one that began
         # Oldest first. A plain dict would look for its first one behind the places of all that have gone.
         self._open: OrderedDict[int, None] = OrderedDict()
         self._waiters: list[Waiter] = []  # the lowest number first, so that an end looks at none that still waits
 
     def begin(self) -> int:
-        """One more; its number. Pair with `end`."""
+        """Begin one more. Returns its number. Pair with `end`."""
         self.last += 1
         self._open[self.last] = None
         return self.last
 
     def end(self, number: int) -> None:
-        """It has ended: tell those who wait for nothing else."""
+        """This one has ended: resume the waiters that wait for nothing else."""
         del self._open[number]
         oldest = next(iter(self._open), self.last + 1)
         passed = bisect_left(self._waiters, oldest, key=_number)
-        told = self._waiters[:passed]
+        due = self._waiters[:passed]
         del self._waiters[:passed]
-        for waiter in told:
-            waiter.tell()
+        for waiter in due:
+            waiter.resume()
 
     def is_past(self, number: int) -> bool:
         """Whether all up to this one have ended."""
         return next(iter(self._open), number + 1) > number
 
     def left(self, number: int) -> int:
-        """How many up to this one have not."""
-        return sum(1 for _ in takewhile(lambda one: one <= number, self._open))
+        """How many up to this one have not ended."""
+        return sum(1 for _ in takewhile(lambda begun: begun <= number, self._open))
 
-    def join(self, number: int, tell: Callable[[], None]) -> Waiter:
-        """Wait until all up to this one, some of which is under way, have ended. Pair with `leave`."""
-        waiter = Waiter(number, tell)
+    def join(self, number: int, resume: Callable[[], None]) -> Waiter:
+        """Have `resume` called when all up to this one have ended; some has not yet. Pair with `leave`."""
+        waiter = Waiter(number, resume)
         insort(self._waiters, waiter, key=_number)
         return waiter
 
     def leave(self, waiter: Waiter) -> None:
-        """Wait no longer; nothing happens if it has been told."""
+        """Drop a waiter; nothing happens if it has been resumed."""
         with suppress(ValueError):
             self._waiters.remove(waiter)
 

@@ -1,6 +1,6 @@
 """Sealing: the checksums of what was stored, taken in the hash lane, each engine's in its own turns.
 
-Event loop only. What waits is bounded by the memory tier: whoever lost its slot meanwhile needs no checksum any more.
+Event loop only. What waits is bounded by the memory tier: a part that lost its slot meanwhile needs no checksum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads
 
 SEAL_URGENT = 1
-"""Behind the checks before loads (0), which somebody waits for; but they get a share."""
+"""Behind the checks before loads (0), which jobs wait for; but with a share of its own."""
 
 TICKETS_PER_THREAD = 2
 """In the lane, of one engine: one is hashed while the loop makes the next."""

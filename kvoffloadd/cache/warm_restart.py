@@ -1,4 +1,4 @@
-"""What a daemon leaves in its arena, and what its successor takes over from it: warm restarts. Event loop only.
+"""Warm restarts: a daemon takes over the sealed keys that its predecessor left in the arena. Event loop only.
 
 Only what was sealed is taken over, key by key, if all parts are there; what was being written, retired or cleared is
 not. Payloads count as unverified until they have been hashed again: at their first load, or all before serving.
@@ -46,12 +46,12 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     tier.slot_records.erase(found.pages[~kept])
     tier.restore(found.pages[kept], owners[kept].astype(np.uint32))
     rows = np.concatenate(all_rows)
-    cache.entries.tell(rows, added=True)
+    cache.entries.record_change(rows, added=True)
     cache.counters.keys_adopted += len(rows)
     cache.counters.parts_not_adopted += int((~kept).sum()) + found.damaged
     for namespace in opened:
         cache.close_namespace(namespace)
-    cache.remember()
+    cache.save_state()
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a device is: a place where registered memory lives, and which copies between it and payloads."""
+"""The interface of devices: a device maps registered memory, and copies between it and payloads."""
 
 from __future__ import annotations
 
@@ -31,42 +31,34 @@ class Allocation:
 
     @property
     def charged_bytes(self) -> int:
-        """What it counts for against the peer's caps, from the beginning."""
+        """Bytes that the peer is charged for it, from the beginning."""
         return self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """How a copy ended. `bytes`, `descriptors` and `copies` count what was really moved (descriptors in proportion to
-    bytes, when only a part was); `seconds` is from `submit` to the last access.
+    """How a copy ended. The numbers count what was really moved."""
 
-    `outcome`: DONE, CANCELLED, EXPIRED or FAILED. All but DONE leave destinations with old, new or mixed bytes.
-    """
-
-    outcome: Outcome
+    outcome: Outcome  # DONE, CANCELLED, EXPIRED or FAILED; all but DONE leave old, new or mixed bytes
     bytes: int
-    descriptors: int
+    descriptors: int  # in proportion to `bytes`, when only a part was moved
     copies: int
-    seconds: float
+    seconds: float  # from `submit` to the last access
     reason: str = ""
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
-        """Of a copy that never was: nothing was moved."""
+        """The result of a copy that was never begun."""
         return cls(outcome, 0, 0, 0, 0.0, reason)
 
 
 class Work(Protocol):
-    """What is to be copied, before any copy is made. Any thread may ask; nothing changes.
-
-    `total_bytes`, `descriptors`: of all of it. `payload_end`: the address behind its last payload; 0 if it has none.
-    `small`: the event loop may make all of its copies.
-    """
+    """What is to be copied, before any copy is made. Immutable: any thread may use it."""
 
     total_bytes: int
     descriptors: int
-    payload_end: int
-    small: bool
+    payload_end: int  # the address behind its last payload; 0 if it has none
+    small: bool  # the event loop may make all its copies
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """All of it in pieces of about that size; one descriptor is never parted, however large."""
@@ -134,7 +126,7 @@ class Device(Protocol):
         """What it is doing now, by name, for metrics."""
 
     def lanes(self) -> list[Lane]:
-        """Those that copy, for whoever watches over them."""
+        """The lanes that copy, for the watchdog and for `status`."""
 
     async def close(self, deadline_s: float) -> bool:
         """Drops all copies that have not begun, and waits at most `deadline_s` seconds for those that have.
@@ -196,7 +188,7 @@ class Gpus(Protocol):
         """
 
     def devices(self) -> list[Device]:
-        """Those in use."""
+        """The devices in use."""
 
     async def close(self, deadline_s: float) -> bool:
         """Gives back what belongs to no single GPU; the devices are closed. False: not within `deadline_s` seconds."""

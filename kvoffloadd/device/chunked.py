@@ -2,7 +2,7 @@
 is left. What every device's copies have in common.
 
 Ownership: the event loop, except for these, which the threads of its lane share:
-    _chunks     taken by threads, dropped by whoever stops the copy.
+    _chunks     taken by threads, dropped by the thread or the loop that stops the copy.
     _stop       why chunks are dropped; set by the loop (cancel, deadline) or by a thread (failure), which the GIL makes
                 atomic. A copy that both ends and is stopped at the same time is judged by what was moved.
 """
@@ -85,7 +85,7 @@ class Chunks:
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
     def take(self) -> Copies | None:
-        """A chunk that nobody else has; None: none is left. An empty one if no block of a piece is wanted: others have
+        """A chunk for this thread alone; None: none is left. An empty one if no block of a piece is wanted: others have
         their turn before the next one. Blocks for as long as a piece takes to be made.
         """
         with self._lock:
@@ -103,15 +103,15 @@ class Chunks:
             self._made.extend(made[1:])
             return made[0] if made else copies
 
-    def note_moved(self, chunk: Copies) -> None:
-        """Its bytes have arrived."""
+    def add_moved(self, chunk: Copies) -> None:
+        """Count a chunk whose bytes have arrived."""
         with self._lock:
             self.bytes += int(chunk.size.sum())
             self.descriptors += chunk.descriptors
             self.copies += chunk.size.size
 
     def drop(self) -> None:
-        """From now on none is left."""
+        """Drop all chunks that are not taken."""
         with self._lock:
             self._dropped = True
             self._made.clear()
@@ -201,7 +201,7 @@ class ChunkedCopy:
             self._stop = Outcome.FAILED
             self._chunks.drop()
             raise
-        self._chunks.note_moved(chunk)
+        self._chunks.add_moved(chunk)
         return AGAIN if self._chunks.left else None
 
     # --- the event loop -----------------------------------------------------------------------------

@@ -191,8 +191,8 @@ def read_words(addresses: U64Array) -> tuple[U64Array, BoolArray]:
     """The aligned u64 at each of these addresses, u64 `(words,)`, and a bool for each: its page is gone, and its
     value means nothing. Mapped, as for `copy_runs`.
 
-    Other threads and processes may write them meanwhile. With `native`, whoever sees a value also sees all that its
-    writer wrote before it, on every architecture; without, on those that keep the order of writes (x86).
+    Other threads and processes may write them meanwhile. With `native`, a reader that sees a value also sees all that
+    its writer wrote before it, on every architecture; without, on those that keep the order of writes (x86).
 
     Raises:
         UsageError: no u64 array of one dimension.

@@ -1,4 +1,4 @@
-"""A device that does wrong on purpose, for tests and for `serve --faults`: whoever claims to notice must be tried."""
+"""Fault injection in a device (wrong, late or failed copies), for tests and for `serve --faults`."""
 
 from __future__ import annotations
 

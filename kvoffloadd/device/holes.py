@@ -1,8 +1,8 @@
 """Holes in peers' memory: pages that do not exist yet. The kernel makes one when it is touched, and charges it to the
 memory cgroup of the process that touched it: an engine's sparse memory would grow the daemon, up to its limit.
 
-Where they are forbidden, touching one is a bus error, which `copyruns` survives, through a userfaultfd that nobody
-reads. Pages that exist cost nothing.
+Where they are forbidden, touching one is a bus error, which `copyruns` survives, through a userfaultfd that is
+never read. Pages that exist cost nothing.
 """
 
 from __future__ import annotations

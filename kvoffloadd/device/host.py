@@ -45,7 +45,7 @@ class HostDevice:
     more than a turn of a lane.
 
     `mover` performs a chunk's copies in a lane's thread; another one may be put in its place, to plant faults.
-    `holes`: who forbids holes in what is mapped, its own from here on; None: they are filled.
+    `holes`: forbids holes in what is mapped, owned from here on; None: holes are filled.
     """
 
     kind = "host"

@@ -1,4 +1,4 @@
-"""Whether two copies of a load would write the same bytes. Copies are unordered, so that they would race.
+"""Detecting loads of which two copies would write the same bytes. Copies are unordered, so that they would race.
 
 Descriptors tell, but there may be millions. Block ids tell as well, for nearly all layouts: where rows of one block id
 share no bytes with those of another, only an id that is named twice can write a byte twice. Which groups are of that
@@ -87,7 +87,7 @@ def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[in
 
 
 def _pieces(uses: I64Array) -> list[I64Array]:
-    """Those whose tensors meet in memory, or lie between each other's rows; alone is nobody's."""
+    """Groups whose tensors meet in memory, or lie between each other's rows; a group alone is in none."""
     uses = uses[np.argsort(uses[:, _BASE], kind="stable")]
     ends = uses[:, _BASE] + (uses[:, _BLOCKS] - 1) * uses[:, _STRIDE] + uses[:, _PAGE]
     begins = np.flatnonzero(uses[1:, _BASE] >= np.maximum.accumulate(ends)[:-1]) + 1

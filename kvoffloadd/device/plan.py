@@ -1,4 +1,4 @@
-"""From block ids to copies. Pure: numpy arrays in and out; no I/O, no clock, no memory behind an address is touched.
+"""Copy plans: from block ids to copies. Pure: numpy arrays in and out; no I/O, no clock, no access to any address.
 
     GroupPlan.expand    block ids, payload addresses -> descriptors (memory address, payload address, size)
     make_copies         descriptors and a direction  -> Copies, neighbours coalesced

@@ -1,4 +1,4 @@
-"""Waiting until a worker says that its blocks are final.
+"""Ready signals: waiting until a worker's stream says that its blocks are final.
 
 A signal is a u64 in shared memory that only grows: a worker's stream raises it behind the work that a job depends on
 (cuStreamWriteValue64 to registered host memory, see docs/PROTOCOL.md). Reading it costs no call and no GPU work, and a
@@ -7,9 +7,9 @@ worker that dies leaves nothing behind that could not be given up: nothing is ev
 Ownership
     _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`, `_fresh`, `_looking`, `_leaving`. The loop adds
                 and removes waits, the thread removes those that have ended.
-    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps whoever
-                touches it waiting, and that may be for seconds. What is cancelled during a look ends behind it.
-    Wait        `done` is the loop's to call, and nobody's once the wait is over; the rest never changes.
+    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps the
+                thread that touches it waiting, maybe for seconds. What is cancelled during a poll ends behind it.
+    Wait        the loop calls `done`, and not once the wait is over; the rest never changes.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Signals:
         self._deliveries = Deliveries("signals", loop)
         self._closing = False
         # At once: when the first job waits, there may be no thread to be had.
-        threading.Thread(target=self._look, name="kvo-signals", daemon=True).start()
+        threading.Thread(target=self._poll, name="kvo-signals", daemon=True).start()
 
     def __len__(self) -> int:
         """Waits under way."""
@@ -205,7 +205,7 @@ class Signals:
             return True
 
     def _end(self, wait: SignalWait) -> Callable[[Outcome], None] | None:
-        """What is to be told of its end; None: it was over."""
+        """Remove a wait. Returns the callback for its end; None: it was over."""
         done, wait.done = wait.done, None
         if done is not None:
             del self._waits[wait]
@@ -226,7 +226,7 @@ class Signals:
 
     # --- the thread -----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._closing:
             began_s = time.monotonic()
             with self._lock:
@@ -239,18 +239,18 @@ class Signals:
                 self._leaving.clear()
                 ended += self._over(due, began_s)
                 lasted_s = began_s - self._newest_s
-            self._tell(ended)
+            self._deliver(ended)
             del snapshot, due, ended  # or the jobs would live until the next look
             with self._lock:
                 if not self._fresh and not self._closing:
                     self._changed.wait(_pause_s(lasted_s, time.monotonic() - began_s) if self._waits else None)
 
-    def _tell(self, ended: list[tuple[Callable[[Outcome], None], Outcome]]) -> None:
+    def _deliver(self, ended: list[tuple[Callable[[Outcome], None], Outcome]]) -> None:
         for done, outcome in ended:
             self._deliveries.put(done, outcome)
 
     def _over(self, due: list[tuple[_Word, int, bool]], now: float) -> list[tuple[Callable[[Outcome], None], Outcome]]:
-        """Whom to tell of what, with all of it ended."""
+        """End the waits that are due or expired. Returns their callbacks and outcomes."""
         over = [end for word, value, lost in due for end in self._words.ended(word, value, lost)]
         while self._deadlines and self._deadlines[0][0] <= now:
             over.append((heapq.heappop(self._deadlines)[2], Outcome.EXPIRED))

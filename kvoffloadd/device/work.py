@@ -1,4 +1,4 @@
-"""What a job copies, before any copy of it is made: block ids and payload addresses, some bytes a block.
+"""A job's copies in compact form: block ids and payload addresses, some bytes a block.
 
 Descriptors take 24 bytes each, and a long prompt has millions. So they are made piece by piece, by the threads that
 copy (see `chunked`), and live as long as their chunk. Immutable: any thread may ask.

@@ -1,4 +1,4 @@
-"""What each uid uses, and its caps."""
+"""Accounts: what each uid uses of the daemon's resources, and its caps."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ def caps(limits: LimitsConfig) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One uid's use of what the daemon shares out, by name: those of `caps` and BUILT_IN_CAPS.
-
-    `drafting`: held by the one large registration that a thread may be at.
-    """
+    """One uid's use of shared resources, by name: those of `caps` and BUILT_IN_CAPS."""
 
     uid: int
     caps: dict[str, int]
     used: dict[str, int] = field(default_factory=dict)
     frame_room: FrameRoom = field(default_factory=FrameRoom)
     unread: Unread = field(default_factory=Unread)
-    drafting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    drafting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one large registration at a time is in a thread
 
     def charge(self, name: str, amount: int = 1) -> None:
         """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""
@@ -57,11 +54,10 @@ class Accounts:
         self._by_uid: dict[int, Account] = {}
 
     def change(self, caps: dict[str, int]) -> None:
-        """Other caps from now on, for all. Who is over a new one keeps what he has."""
+        """Other caps from now on, for all. A user above a new cap keeps what is charged."""
         self._caps.update(caps)
 
     def of(self, uid: int) -> Account:
-        """The uid's account."""
         return self._by_uid.setdefault(uid, Account(uid, self._caps))
 
     def figures(self) -> dict[str, dict[str, int]]:

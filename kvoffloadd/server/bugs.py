@@ -1,4 +1,4 @@
-"""Errors that nobody raised on purpose, and what they cost. Pure."""
+"""Unexpected exceptions: whether one may have left the cache's tables half-written. Pure."""
 
 from __future__ import annotations
 

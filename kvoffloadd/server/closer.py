@@ -1,11 +1,13 @@
-"""Closing what peers have sent, in threads of its own: the close that drops the last reference to a file does whatever
-its file system or its protocol wants, and that may take as long as a peer likes (a TCP socket that lingers; a file of
-a FUSE server that never answers FLUSH). No other part of the daemon closes a descriptor that came from a peer, or a
-socket whose queue may hold one. Before Linux 6.16 peers can put descriptors there before they are let in: each such
-connection costs one of the daemon's own for as long as that user's thread is stuck, and nothing bounds their number.
+"""Closing descriptors that peers have sent, in a thread per user.
+
+The close that drops the last reference to a file does whatever its file system or its protocol wants, and that may
+take as long as a peer likes (a TCP socket that lingers; a file of a FUSE server that never answers FLUSH). No other
+part of the daemon closes a descriptor that came from a peer, or a socket whose queue may hold one. Before Linux 6.16
+peers can put descriptors there before they are let in: each such connection costs one of the daemon's own for as long
+as that user's thread is stuck, and nothing bounds their number.
 
 Ownership: the event loop alone, but for the threads, which close numbers and touch nothing else. Each user has one of
-his own, so that what he sends keeps nobody waiting but himself. They are daemon threads: the process ends without them.
+their own, so that what they send delays no other user. They are daemon threads: the process ends without them.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from kvoffloadd.sockets import carries_nothing
 log = logging.getLogger(__name__)
 
 STRANGERS = -1
-"""Whose thread closes for all users who were never let in."""
+"""The key of the thread that closes for all users that were never let in."""
 
-LOOK_S = 1.0
-STUCK_LOOKS = 5
-"""A descriptor that is still being closed at so many looks in a row has its user turned away. Looks, not seconds: time
-in which this process did not run counts as one.
+CHECK_S = 1.0
+STUCK_CHECKS = 5
+"""A user whose descriptor is still being closed at so many checks in a row is turned away. Checks, not seconds: time in
+which this process did not run counts as one.
 """
 
 SPARE = 64
@@ -43,25 +45,23 @@ _Batch = tuple["Sequence[int]", "Callable[[None], None]"]
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """What one thread closes. `held`: descriptors that its users have sent and that are not closed; `waiting`: batches
-    on their way to the thread; `closed`: those that have come back from it, and `seen` of them at the last look.
-    """
+    """What one thread closes."""
 
     batches: queue.SimpleQueue[_Batch] = field(default_factory=queue.SimpleQueue)
-    held: int = 0
-    waiting: int = 0
-    closed: int = 0
-    seen: int = 0
-    looks: int = 0
+    held: int = 0  # descriptors that its users have sent and that are not closed
+    waiting: int = 0  # batches on their way to the thread
+    closed: int = 0  # batches that the thread has closed
+    seen: int = 0  # `closed` at the last check
+    checks: int = 0  # in a row at which `closed` had not grown
 
     @property
     def stuck(self) -> bool:
         """Whether its thread does not come back."""
-        return self.looks >= STUCK_LOOKS
+        return self.checks >= STUCK_CHECKS
 
 
 class Closer:
-    """`uids`: whose threads are made at once, so that they are there when no thread can be made any more."""
+    """Closes descriptors off the loop. `uids`: users whose threads are made at once: later that may be impossible."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, uids: Iterable[int] = ()) -> None:
         self._loop = loop
@@ -72,11 +72,11 @@ class Closer:
             self._start(uid)
 
     def admit(self, uid: int) -> None:
-        """From now on this user's descriptors are closed by a thread of his own.
+        """From now on this user's descriptors are closed by a thread of their own.
 
         Raises:
-            LimitError: his thread is stuck.
-            BusyError: no thread can be made for him.
+            LimitError: the user's thread is stuck.
+            BusyError: no thread can be made for the user.
         """
         if uid not in self._queues:
             try:
@@ -97,8 +97,8 @@ class Closer:
         self._of(uid).held += count
 
     def check(self, uid: int, cap: int) -> None:
-        """Raises LimitError if this user has more than `cap` descriptors here, and some to spare, or his thread is
-        stuck.
+        """Raises LimitError if this user has more than `cap` descriptors here, and some to spare, or the user's thread
+        is stuck.
         """
         mine = self._of(uid)
         _check_moves(mine, uid)
@@ -123,7 +123,7 @@ class Closer:
         mine.waiting += 1
         mine.batches.put((fds, closed))
         if self._timer is None:
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(CHECK_S, self._check_stuck)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
         """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
@@ -140,16 +140,16 @@ class Closer:
     def _of(self, uid: int) -> _Queue:
         return self._queues.get(uid) or self._queues[STRANGERS]
 
-    def _look(self) -> None:
-        """Which threads have closed nothing since the last look."""
+    def _check_stuck(self) -> None:
+        """Find the threads that have closed nothing since the last check."""
         self._timer = None
-        for uid, mine in self._queues.items():
-            mine.looks = mine.looks + 1 if mine.waiting and mine.closed == mine.seen else 0
-            mine.seen = mine.closed
-            if mine.looks == STUCK_LOOKS:
+        for uid, q in self._queues.items():
+            q.checks = q.checks + 1 if q.waiting and q.closed == q.seen else 0
+            q.seen = q.closed
+            if q.checks == STUCK_CHECKS:
                 log.warning("a descriptor that uid %d has sent can't be closed: its sessions are refused", uid)
-        if any(mine.waiting for mine in self._queues.values()):
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+        if any(q.waiting for q in self._queues.values()):
+            self._timer = self._loop.call_later(CHECK_S, self._check_stuck)
 
 
 def _check_moves(mine: _Queue, uid: int) -> None:
@@ -161,7 +161,7 @@ def _check_moves(mine: _Queue, uid: int) -> None:
 
 
 def _close_numbers(batches: queue.SimpleQueue[_Batch], deliveries: Deliveries) -> None:
-    """A thread's life."""
+    """The main function of a closing thread."""
     while True:
         fds, closed = batches.get()
         for fd in fds:

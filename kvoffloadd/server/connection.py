@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 _READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
 _FDS_MAX = 253  # SCM_MAX_FD: one message carries no more
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
-"""Room for all of them: those that find none are closed by the kernel within `recvmsg`, on the event loop."""
+"""Room for all of them: the kernel would close those that find none within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
-PARTIAL_LOOKS = 4
-"""In `server.partial_frame_s`, at the rest of a frame."""
+PARTIAL_CHECKS = 4
+"""How often within `server.partial_frame_s` the rest of a frame is checked for."""
 FLUSH_S = 1.0
-"""How long a peer that is being sent away may take to read its last words."""
+"""How long a peer whose session ends may take to read what is queued for it."""
 
 
 class PeerConnection:
@@ -73,7 +73,7 @@ class PeerConnection:
         self.ended = asyncio.Event()
 
     def start(self) -> None:
-        """Begin to serve. The session ends by itself when the peer does."""
+        """Begin to serve. The session ends when the peer closes the socket or dies."""
         self._context.sessions.add(self.session)
         self._context.counters.sessions += 1
         self._steer()
@@ -112,7 +112,7 @@ class PeerConnection:
             self._steer()
 
     def _keep(self, fds: list[int]) -> bool:
-        """Descriptors count from here on, whether or not a frame ever states them. False: they are too many."""
+        """Count these descriptors, whether or not a frame ever states them. False: they are too many."""
         uid = self._peer.uid
         self._closer.hold(uid, len(fds))
         try:
@@ -129,7 +129,7 @@ class PeerConnection:
 
     @property
     def _congested(self) -> bool:
-        """The peer reads too slowly for more requests of its to be taken."""
+        """Whether the peer reads too slowly to have more requests served."""
         return self._outbox.queued_bytes > 0 and self._outbox.congested
 
     @property
@@ -138,7 +138,7 @@ class PeerConnection:
         return self._peer.uid, self.session.instance_id, self.session.id
 
     def serve(self) -> None:
-        """Serve what has arrived, a bounded number of messages per turn, while the peer reads its replies."""
+        """Serve requests that have arrived, a bounded number per turn, while the peer reads its replies."""
         self._serving = self._backlog = True
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
@@ -169,7 +169,7 @@ class PeerConnection:
         self._flush()
 
     def _steer(self) -> None:
-        """Read only from a peer that reads what it is told, and only when all that it said before is served."""
+        """Read from the socket only if the peer reads its replies, and all requests that it sent before are served."""
         if self._ending or self._serving:
             return
         if self._backlog or self._without_room or self._congested:
@@ -183,7 +183,7 @@ class PeerConnection:
             self._context.turns.queue(self)
 
     def _has_room(self) -> bool:
-        """For the rest of the frame that has begun."""
+        """Whether there is room for the rest of the frame that has begun; takes it."""
         size = self._protocol.frame_bytes
         if size <= LARGE_BYTES:
             return True
@@ -282,7 +282,7 @@ class PeerConnection:
         self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
 
     def _refuse(self, error: FramingError) -> None:
-        """The stream is unusable: say so and go."""
+        """The stream is unusable: send the error, which ends the session."""
         self._reply_error(error, 0)
 
     def _flush(self) -> None:
@@ -293,7 +293,7 @@ class PeerConnection:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                self._discard()  # nobody is left to read it
+                self._discard()  # the peer is gone
                 self.end(f"write failed: {error.strerror}")
                 break
             self._outbox.sent(size)
@@ -322,7 +322,7 @@ class PeerConnection:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         waiting = self._protocol.partial or not self.session.role
         if waiting and self._timer is None:
-            self._look_for_rest(PARTIAL_LOOKS)
+            self._check_rest(PARTIAL_CHECKS)
         elif not waiting:
             self._stop_timer()
 
@@ -331,12 +331,14 @@ class PeerConnection:
             self._timer.cancel()
             self._timer = None
 
-    def _look_for_rest(self, looks: int) -> None:
-        """So many more times. Not once: while the process was stopped, time passed and nothing was read."""
+    def _check_rest(self, checks: int) -> None:
+        """Refuse the peer after so many more checks. Not after one timer: while the process was stopped, time passed
+        and nothing was read.
+        """
         self._timer = None
-        if looks:
-            look_s = self._context.config.server.partial_frame_s / PARTIAL_LOOKS
-            self._timer = self._loop.call_later(look_s, self._look_for_rest, looks - 1)
+        if checks:
+            check_s = self._context.config.server.partial_frame_s / PARTIAL_CHECKS
+            self._timer = self._loop.call_later(check_s, self._check_rest, checks - 1)
             return
         self._refuse(FramingError(f"no whole frame within {self._context.config.server.partial_frame_s} s"))
 
@@ -345,7 +347,7 @@ class PeerConnection:
         self.end("the peer died")
 
     def turn_away(self, error: KvOffloadError) -> None:
-        """Whoever was let in is not to stay: say why, and end the session."""
+        """End the session of a peer that was accepted but may not stay, after an error reply."""
         self._reply_error(error, 0)
         self.end(str(error))
 
@@ -364,12 +366,14 @@ class PeerConnection:
         return self._ending
 
     async def _end(self) -> None:
-        async with contextlib.AsyncExitStack() as chain:  # from the last to the first; each, whatever fails before it
+        async with (
+            contextlib.AsyncExitStack() as chain
+        ):  # from the last to the first; each runs even if one before it fails
             chain.callback(self._frame_room.give, self)
             chain.callback(self._context.sessions.discard, self.session)
             chain.callback(self._peer.close)
             chain.callback(self._close_socket)
-            chain.push_async_callback(self._last_words)
+            chain.push_async_callback(self._flush_queue)
             chain.callback(self._cancel_tasks)
             chain.push_async_callback(self.session.close)
 
@@ -378,7 +382,7 @@ class PeerConnection:
             task.cancel()
 
     def _close_socket(self) -> None:
-        """With what its queue may hold; the session counts until that is done."""
+        """Close the socket, and the descriptors in its queue; the session counts until that is done."""
         self._set_writing(False)
         self._discard()
         self._close_fds(self._protocol.take_fds())
@@ -388,7 +392,7 @@ class PeerConnection:
         while self._outbox.frames:
             self._outbox.sent(len(self._outbox.frames[0][0]))
 
-    async def _last_words(self) -> None:
+    async def _flush_queue(self) -> None:
         """Give the peer a moment to read what is queued (an error, the last completions)."""
         until = self._loop.time() + FLUSH_S
         while self._outbox.frames and self._loop.time() < until:

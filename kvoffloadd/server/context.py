@@ -33,20 +33,20 @@ from kvoffloadd.server.turns import Turns
 log = logging.getLogger(__name__)
 
 ENDED_PER_TURN = 4096
-"""Rows and parts that one turn of the loop takes out of leases whose instance is gone; see `Leases.end_some`."""
+"""Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionCounters:
-    """Since the start."""
+    """Counts since the start."""
 
     sessions: int = 0
     sessions_refused: int = 0
     requests: int = 0
-    errors: int = 0
-    busy: int = 0
-    peers_killed: int = 0
-    drains_late: int = 0
+    errors: int = 0  # error replies
+    busy: int = 0  # those of them that were `busy`
+    peers_killed: int = 0  # sessions whose peer died without closing
+    drains_late: int = 0  # sessions whose copies did not end in time
 
 
 class OpenSession(Protocol):
@@ -60,15 +60,12 @@ class OpenSession(Protocol):
         """For `status`."""
 
     def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
-        """For `status`: its jobs that have been under way for longer."""
+        """For `status`: its jobs that have been under way for at least `least_s`."""
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """Owned by the daemon. `accepts`: connections taken from the backlog, whatever became of them. `pidfd`: its own,
-    for peers; one for all, since there may be no other when one says hello. `fatal(reason)` ends the process: for what
-    can't be mended while it lives.
-    """
+    """What all sessions share; owned by the daemon."""
 
     config: Config
     boot_id: bytes
@@ -79,7 +76,7 @@ class Context:
     gpus: Gpus
     signals: Signals
     hash_lane: Lane
-    fatal: Callable[[str], None]
+    fatal: Callable[[str], None]  # ends the process, for this reason
     accounts: Accounts
     lag: Lag
     turns: Turns
@@ -88,46 +85,47 @@ class Context:
     sessions: set[OpenSession] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
-    accepts: int = 0
+    accepts: int = 0  # connections taken from the backlog, also those that were refused
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     disk: DiskTier | None = None
     own_uid: int = field(default_factory=os.getuid)
+    # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_told: bool = False) -> asyncio.Task[Any]:
-        """A task that the daemon owns: kept until it ends, its failure logged unless somebody else is told of it."""
+    def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
+        """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(partial(self._ended, errors_are_told))
+        task.add_done_callback(partial(self._ended, errors_are_handled))
         return task
 
     def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
-        """See `clearing.clear`. It goes on to its end, though whoever asked for it may be gone."""
-        task = self.spawn(clear(self.cache, self.disk, names), errors_are_told=True)
+        """Run `clearing.clear` to its end, even if the session that requested it ends before."""
+        task = self.spawn(clear(self.cache, self.disk, names), errors_are_handled=True)
         self.clears.add(task)
         task.add_done_callback(self.clears.discard)
         return task
 
-    def _ended(self, errors_are_told: bool, task: asyncio.Task[Any]) -> None:
+    def _ended(self, errors_are_handled: bool, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not errors_are_told:
+        if error is not None and not errors_are_handled:
             log.error("a background task failed", exc_info=error)
             self.end_if_unsure(error)
 
     def end_if_unsure(self, error: BaseException) -> None:
-        """For whatever was not raised on purpose, once it is logged: the daemon does not serve from tables that may be
-        half-written.
+        """End the process if this exception may have left the cache's tables half-written. For exceptions that were
+        not raised on purpose, after they are logged.
         """
         if leaves_cache_unsure(error):
             self.fatal(f"a bug in the cache, whose tables may be half-written: {type(error).__name__}: {error}")
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """The loop's exception handler: of callbacks, of lanes' completions among them."""
+        """The loop's exception handler, for callbacks, those of lanes' completions among them."""
         loop.default_exception_handler(about)
         error = about.get("exception")
         if error is not None:
@@ -135,16 +133,16 @@ class Context:
 
     @property
     def devices(self) -> list[Device]:
-        """Those in use."""
+        """The host device and the GPUs in use."""
         return [self.host, *self.gpus.devices()]
 
     def features(self) -> list[str]:
-        """What a client may count on."""
+        """The features that a welcome announces."""
         optional = {"disk": self.disk is not None, "cuda": self.config.cuda.enabled}
         return ["host", "memory", *(name for name, has in optional.items() if has)]
 
     def let_go(self, ended: LetGo, uid: int) -> None:
-        """What nobody holds any more may be evicted; reserved slots that no job fills are freed."""
+        """Release what leases held: rows may be evicted, and reserved parts that no job fills are freed."""
         if len(ended.rows):
             self.cache.unhold(ended.rows)
         if len(ended.parts):
@@ -152,8 +150,8 @@ class Context:
         self.accounts.of(uid).refund("leases", ended.charged)
 
     async def end_leases(self, instance: Instance) -> None:
-        """Of an instance that is gone: some each turn of the loop, and in one turn only one instance's, however many
-        are gone. To be called in a task that the daemon owns. Until they have ended, leases count as held.
+        """End all leases of an instance that has ended: some each turn of the loop, and only one instance's in a turn,
+        however many have ended. To be called in a task that the daemon owns. Until then the leases count as held.
         """
         async with self._ending:
             while len(instance.leases):
@@ -162,7 +160,7 @@ class Context:
         self.instances.forget(instance)
 
     def audit(self) -> Iterator[list[str]]:
-        """The self-audit: what is wrong, bit by bit, so that the loop can turn in between."""
+        """The self-audit in steps, so that the loop can turn in between. Each yields what is wrong."""
         yield from audit.steps(self.cache, self._accounts)
         if self.disk is not None:
             yield from self.disk.steps()
@@ -172,7 +170,7 @@ class Context:
                 yield [f"instances: {len(self.instances)} without a session"]
 
     def _accounts(self) -> tuple[int, int]:
-        """Rows that somebody holds, parts that somebody writes."""
+        """How many rows are held and how many parts reserved, by the records of all that hold and reserve them."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
         disk = self.disk

@@ -1,5 +1,5 @@
-"""How often a user may come in: who connects and goes as fast as he can is turned away before he costs anything, so
-that the backlog of the socket, which all users share, has room for the others.
+"""A rate limit on connections per user: a token bucket, so that one user's connections leave room in the backlog of the
+socket, which all users share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Door:
         self._away: set[int] = set()
 
     def lets_in(self, uid: int) -> bool:
-        """Takes a token. False: there is none now."""
+        """Take a token. False: the user has none left now."""
         now = self._clock()
         left, since = self._buckets.get(uid, (float(BURST), now))
         left = min(left + (now - since) * RATE, float(BURST))
@@ -34,7 +34,7 @@ class Door:
         return True
 
     def is_news(self, uid: int) -> bool:
-        """Whether this user was not turned away since he was let in: to say it each time would cost more than that."""
+        """Whether this is the user's first refusal since a connection was let in: only the first is logged."""
         if uid in self._away:
             return False
         self._away.add(uid)

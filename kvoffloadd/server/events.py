@@ -11,25 +11,23 @@ from kvoffloadd.protocol.messages import Events
 from kvoffloadd.server.context import Context
 
 INTERVAL_S = 0.02
-"""How long events are gathered before they are told."""
+"""How long events are gathered before they are sent."""
 
 KEYS_PER_EVENT = 32_768
-"""A larger event is told in pieces, so that each fits a frame and none needs an outbox for itself."""
-
+"""A larger event is sent in pieces, so that each fits a frame and none needs an outbox for itself."""
 
 STEPS_PER_TURN = 32
-"""Events, and frames put into outboxes, of one turn of the loop: there may be very many, and many who listen."""
+"""Events taken and frames put into outboxes per turn of the loop: there may be very many events and subscribers."""
 
 
 class EventFeed:
-    """Runs beside everything else; while nobody listens there are no events."""
+    """The task that delivers events; while no session is subscribed there are none."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._lost = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
         subscribed = self._context.subscribed
         while True:
             await subscribed.wait()
@@ -39,26 +37,26 @@ class EventFeed:
                 subscribed.clear()
 
     async def deliver(self) -> None:
-        """What has come since the last time."""
+        """Deliver the events since the last time."""
         for step, _ in enumerate(self._steps(), 1):
             if step % STEPS_PER_TURN == 0:
                 await asyncio.sleep(0)
         for session in self._context.sessions:
-            session.events.tell_gap()  # perhaps nothing more ever happens, so it can't wait for the next event
+            session.events.send_gap()  # now: there may never be a next event
 
     def _steps(self) -> Iterator[None]:
         events = self._context.cache.entries.events
-        self._note_lost()
+        self._mark_lost()
         while events:
             event = events.popleft()
             for encoded in _frames(event):
-                for session in [one for one in self._context.sessions if one.events.namespace is event.namespace]:
-                    session.events.tell(encoded)
+                for session in [s for s in self._context.sessions if s.events.namespace is event.namespace]:
+                    session.events.send(encoded)
                     yield
             yield
-            self._note_lost()
+            self._mark_lost()
 
-    def _note_lost(self) -> None:
+    def _mark_lost(self) -> None:
         lost = self._context.cache.entries.events_lost
         if lost > self._lost:
             self._lost = lost
@@ -67,7 +65,7 @@ class EventFeed:
 
 
 def _frames(event: Event) -> Iterator[Encoded]:
-    """Each of them once, however many listen."""
+    """The frames of an event, encoded once for all subscribers."""
     step = KEYS_PER_EVENT * event.namespace.key_bytes
     for at in range(0, max(len(event.added), len(event.removed)), step):
         added, removed = event.added[at : at + step], event.removed[at : at + step]

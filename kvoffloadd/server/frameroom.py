@@ -1,5 +1,5 @@
-"""Memory for large frames of one uid that have begun to come: whoever finds it taken is read from when there is room
-again. Otherwise each of its sessions could make the daemon hold the beginning of the largest frame.
+"""A bound on the memory for large frames of one uid that have begun to come: a connection that finds it taken is read
+again when there is room. Otherwise each of its sessions could make the daemon hold the beginning of the largest frame.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from collections.abc import Hashable
 from typing import Protocol
 
 ROOM_BYTES = 64 << 20
-"""Of one uid: sixteen of the largest frames."""
+"""The room of one uid: sixteen of the largest frames."""
 LARGE_BYTES = 256 << 10
 """Smaller frames need none: as much is read at once."""
 
 
 class Receiver(Protocol):
-    """A connection."""
+    """A connection that waits for room."""
 
     def __hash__(self) -> int: ...
 
@@ -23,7 +23,7 @@ class Receiver(Protocol):
 
 
 class FrameRoom:
-    """Event loop only."""
+    """The room of one uid, and the connections that wait for it. Event loop only."""
 
     def __init__(self, room_bytes: int = ROOM_BYTES) -> None:
         self._room_bytes = room_bytes
@@ -32,12 +32,11 @@ class FrameRoom:
 
     @property
     def used_bytes(self) -> int:
-        """Taken."""
         return sum(self._taken.values())
 
     def take(self, receiver: Receiver, frame_bytes: int) -> bool:
-        """Room for one frame, until `give`. False: there is none; `receiver.go_on` is called when there is. Whoever has
-        room, or waits for it, keeps it.
+        """Take room for one frame, until `give`. False: there is none; `receiver.go_on` is called when there is. A
+        receiver that has room, or waits for it, keeps its place.
         """
         if receiver in self._taken:
             return True
@@ -48,7 +47,7 @@ class FrameRoom:
         return False
 
     def give(self, receiver: Receiver) -> None:
-        """The frame has come whole, or never will. Nothing happens to those who have no room."""
+        """Free the room: the frame has come whole, or never will. Does nothing for a receiver without room."""
         waited = self._waiting.pop(receiver, 0)
         if not self._taken.pop(receiver, 0) and not waited:
             return

@@ -1,4 +1,4 @@
-"""One engine: the sessions that named the same token, and the leases that they share."""
+"""Instances: an instance is one engine, the sessions that named the same token, and the leases that they share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from kvoffloadd.lanes import Flow
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """Lives as long as it has sessions. `token` is known to its members alone: who names it may use its leases; `id` is
-    for everybody; `flow`: what its work counts for in the lanes.
-    """
+    """One engine, as long as it has sessions."""
 
-    id: int
-    token: bytes
+    id: int  # public
+    token: bytes  # secret: a session that names it may use the leases
     uid: int
-    namespace: bytes | None
+    namespace: bytes | None  # fingerprint; None: only observers so far
     sessions: int = 0
     leases: Leases = field(default_factory=Leases)
-    flow: Flow = field(init=False)
+    flow: Flow = field(init=False)  # its share of the lanes
 
     def __post_init__(self) -> None:
         self.flow = Flow(self.uid, self.id)
@@ -56,8 +54,8 @@ class Instances:
         return instance
 
     def leave(self, instance: Instance) -> bool:
-        """True if that was its last session: the instance is gone, and its leases are to be ended, then `forget` it.
-        Who names its token meanwhile makes a new one.
+        """A session has left. True if it was the last: the instance has ended; end its leases, then `forget` it. A
+        session that names its token meanwhile makes a new instance.
         """
         instance.sessions -= 1
         if instance.sessions:
@@ -67,15 +65,15 @@ class Instances:
         return True
 
     def forget(self, instance: Instance) -> None:
-        """It is gone, and has no leases any more."""
+        """Remove an ended instance, which has no leases any more."""
         self._gone.remove(instance)
 
     def held(self, uid: int | None = None) -> Holdings:
-        """What leases hold, also of instances that are gone; `uid`: of that user's."""
-        mine = [i.leases.held for i in (*self._by_token.values(), *self._gone) if uid in (None, i.uid)]
+        """What leases hold, also those of ended instances; with `uid` only this user's."""
+        held = [i.leases.held for i in (*self._by_token.values(), *self._gone) if uid in (None, i.uid)]
         return Holdings(
-            read=sum(held.read for held in mine),
-            keys=sum(held.keys for held in mine),
-            write=sum(held.write for held in mine),
-            parts=sum(held.parts for held in mine),
+            read=sum(h.read for h in held),
+            keys=sum(h.keys for h in held),
+            write=sum(h.write for h in held),
+            parts=sum(h.parts for h in held),
         )

@@ -47,85 +47,84 @@ for each descriptor if it has so few that they are made at once.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupJob:
-    """One group's share of a job, checked. `keys`: (n, WORDS) u64; `blocks`: (n, blocks_per_key) u32."""
+    """One group's share of a job, checked."""
 
     keyspace: Keyspace
     group: RegisteredGroup
-    keys: U64Array
-    blocks: U32Array
-    first: int
+    keys: U64Array  # (n, WORDS)
+    blocks: U32Array  # (n, blocks_per_key)
+    first: int  # position of the first key in its prompt
 
 
 class Charge(NamedTuple):
-    """Bytes that a job counts for until its end: of its completion, in the outbox; of what it holds, to its uid."""
+    """Bytes that a job is charged until its end."""
 
-    outbox_bytes: int
-    job_bytes: int
+    outbox_bytes: int  # for its completion, reserved in the outbox
+    job_bytes: int  # for what it holds in memory, to its uid
 
 
 @dataclass(slots=True, eq=False)
 class SessionJob:
-    """What a peer asked for, checked, and what its completion will say of it. `chosen[g]`: of each copied payload of
-    list g the index of its key, as often as the rank holds parts of it; `lost[g]`: of the keys that never were copied.
-    `job`: once it is under way; `numbers`: among the jobs of its namespace, and of all.
-    """
+    """A peer's store, and what its completion needs."""
 
     id: int
     registration: Registration
     options: CopyOptions
     charge: Charge
+    # By group: of each payload that is copied the index of its key, as often as the rank holds parts of it; and the
+    # indices of keys that are not copied.
     chosen: list[I64Array]
     lost: list[I64Array]
-    job: Job | None = None
-    numbers: list[int] = field(default_factory=list)
+    job: Job | None = None  # once it is under way
+    numbers: list[int] = field(default_factory=list)  # in the `Progress` of its namespace, and of all jobs
 
     def failed(self, result: Completion) -> list[I64Array]:
-        """Of each list the indices of the keys that were not stored or loaded."""
+        """By group, the indices of the keys that were not stored or loaded."""
         if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
             return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
         if not len(result.bad):
             return self.lost
-        masks = np.split(result.bad, np.cumsum([len(at) for at in self.chosen])[:-1])
-        return [np.union1d(at[m], lost) for at, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
+        masks = np.split(result.bad, np.cumsum([len(chosen) for chosen in self.chosen])[:-1])
+        return [np.union1d(chosen[m], lost) for chosen, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
 class SessionLoad(SessionJob):
-    """`wanted`: of each list the keys that hit, or are `on_disk`. What came meanwhile was not promised, and its blocks
-    are not the job's to write. `founds`: where the keys stand now.
-    """
+    """A peer's load, and what its completion needs."""
 
     cache: Cache = field(kw_only=True)
-    shares: list[GroupJob] = field(kw_only=True)
+    groups: list[GroupJob] = field(kw_only=True)
+    # By group: which keys the reply promised, since they hit or are on disk. Keys that were stored meanwhile were not
+    # promised, and the job may not write to their blocks.
     wanted: list[BoolArray] = field(kw_only=True)
-    founds: list[LookupResult] = field(kw_only=True)
+    lookups: list[LookupResult] = field(kw_only=True)  # by group, from the request; empty: to be looked up again
     on_disk: list[KeysOnDisk] = field(kw_only=True)
 
     def resolve(self) -> LoadPlan:
-        """What the job copies as things stand; notes what it does and does not. Called once more once what is on disk
-        has come.
+        """Plan what the job copies as things stand, and set `chosen` and `lost`. Called a second time after keys on
+        disk have been read.
         """
-        founds = self.founds or self.cache.find_all([(share.keyspace, share.keys) for share in self.shares])
-        masks = [found.hits & mask for found, mask in zip(founds, self.wanted, strict=True)]
+        lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
+        masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
         self.lost = [np.flatnonzero(~mask) for mask in masks]
-        taken = [
-            _every_part(self.cache, share, np.flatnonzero(mask), found.rows)
-            for share, mask, found in zip(self.shares, masks, founds, strict=True)
+        payloads = [
+            _every_part(self.cache, group, np.flatnonzero(mask), lookup.rows)
+            for group, mask, lookup in zip(self.groups, masks, lookups, strict=True)
         ]
-        self.chosen = [one.keys for one in taken]
-        rows = [found.rows[one.keys].astype(np.uint32) for found, one in zip(founds, taken, strict=True)]
-        groups = [(share.group, share.blocks) for share in self.shares]
+        self.chosen = [p.keys for p in payloads]
+        rows = [lookup.rows[p.keys].astype(np.uint32) for lookup, p in zip(lookups, payloads, strict=True)]
+        groups = [(group.group, group.blocks) for group in self.groups]
 
         def build(good: BoolArray) -> BlockWork:
-            masks = np.split(good, np.cumsum([len(one.keys) for one in taken])[:-1])
-            mine = zip(groups, taken, masks, strict=True)
-            return BlockWork([_block_list(self.cache, *group, one.only(mask)) for group, one, mask in mine])
+            masks = np.split(good, np.cumsum([len(p.keys) for p in payloads])[:-1])
+            each = zip(groups, payloads, masks, strict=True)
+            return BlockWork([_block_list(self.cache, *group, p.only(mask)) for group, p, mask in each])
 
-        self.founds = []
+        self.lookups = []
         if not self.on_disk:
-            self.shares = []  # nobody asks again, and a job that waits has no use for its keys
+            self.groups = []  # this is not called again, and a job that waits has no use for its keys
         self.on_disk = []
-        return LoadPlan(np.concatenate(rows), np.concatenate([one.parts for one in taken]), build)
+        return LoadPlan(np.concatenate(rows), np.concatenate([p.parts for p in payloads]), build)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,65 +143,65 @@ class SessionJobs:
     # --- requests ---
 
     def store(self, message: Store, registration: Registration) -> Accepted:
-        """Reserve (or take reserved slots of the named lease), and start copying in."""
-        shares = self._check(message.groups, registration)
+        """Reserve slots (or take those of the named lease), and start copying in."""
+        groups = self._check(message.groups, registration)
         options = self._options(message, registration)
         self._admit(message)
-        for share in shares:
-            if (share.blocks == NO_BLOCK).any():
-                raise BlockIdError(f"group {share.group.group}: a store needs all block ids of each key")
-            if has_duplicates(share.keys):
-                raise DuplicateError(f"group {share.group.group}: a key is stored twice in one job")
+        for group in groups:
+            if (group.blocks == NO_BLOCK).any():
+                raise BlockIdError(f"group {group.group.group}: a store needs all block ids of each key")
+            if has_duplicates(group.keys):
+                raise DuplicateError(f"group {group.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
-        leased = self._leased(shares, lease) if lease else None
-        with self._charged(shares) as charge:
-            taken = leased or self._reserve(shares)
-            parts = np.concatenate([np.zeros(0, np.int64), *(one.parts for one in taken)])
+        leased = self._leased(groups, lease) if lease else None
+        with self._charged(groups) as charge:
+            reserved = leased or self._reserve(groups)
+            parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
             cache = self.context.cache
-            work = BlockWork([_block_list(cache, s.group, s.blocks, one) for s, one in zip(shares, taken, strict=True)])
+            work = BlockWork([_block_list(cache, g.group, g.blocks, r) for g, r in zip(groups, reserved, strict=True)])
             if lease:
                 self.instance.leases.fill(lease, parts)
                 self.account.refund("leases", len(parts))
-            nothing = [np.zeros(0, np.int64)] * len(shares)
-            request = SessionJob(message.job, registration, options, charge, [one.keys for one in taken], nothing)
+            nothing = [np.zeros(0, np.int64)] * len(groups)
+            request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             on_end, jobs = partial(self._complete, request), self.context.jobs
             if len(parts):
                 self._add(request, jobs.store(parts, work, options, on_end))
             else:
                 self._add(request, jobs.finish(Direction.STORE, options, on_end))
-        return Accepted(seq=message.seq, job=message.job, states=[one.states.tobytes() for one in taken])
+        return Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
 
     def load(self, message: Load, registration: Registration) -> Accepted:
-        """Copy out what hits; what does not is named in the completion."""
-        shares = self._check(message.groups, registration)
+        """Copy out the keys that hit; the completion names the others."""
+        groups = self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
-        founds, disk_hits = self._find(shares)
+        lookups, disk_hits = self._find(groups)
         if message.lease:
-            self._check_lease(message.lease, founds)
-        wanted = [found.hits | hits for found, hits in zip(founds, disk_hits, strict=True)]
+            self._check_lease(message.lease, lookups)
+        wanted = [lookup.hits | hits for lookup, hits in zip(lookups, disk_hits, strict=True)]
         on_disk = [
-            keys_on_disk(share.keyspace, share.keys, share.first, hits)
-            for share, hits in zip(shares, disk_hits, strict=True)
+            keys_on_disk(group.keyspace, group.keys, group.first, hits)
+            for group, hits in zip(groups, disk_hits, strict=True)
             if hits.any()
         ]
         check_targets(
             registration.families,
             [
-                Target(share.group.group, [held.plan for held in share.group.held], share.blocks[mask])
-                for share, mask in zip(shares, wanted, strict=True)
+                Target(group.group.group, [held.plan for held in group.group.held], group.blocks[mask])
+                for group, mask in zip(groups, wanted, strict=True)
             ],
         )
-        with self._charged(shares) as charge:
+        with self._charged(groups) as charge:
             cache, jobs = self.context.cache, self.context.jobs
             if not message.lease:
-                used = zip(shares, founds, strict=True)
-                cache.use_all([(share.keyspace, found, share.first) for share, found in used])
-            states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, founds, strict=True)]
-            nothing = [np.zeros(0, np.int64)] * len(shares)
+                used = zip(groups, lookups, strict=True)
+                cache.use_all([(group.keyspace, lookup, group.first) for group, lookup in used])
+            states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
+            nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(
-                message.job, registration, options, charge, nothing, [np.arange(len(share.keys)) for share in shares],
-                cache=cache, shares=shares, wanted=wanted, founds=[] if on_disk else founds, on_disk=on_disk,
+                message.job, registration, options, charge, nothing, [np.arange(len(group.keys)) for group in groups],
+                cache=cache, groups=groups, wanted=wanted, lookups=[] if on_disk else lookups, on_disk=on_disk,
             )  # fmt: skip
             on_end = partial(self._complete, request)
             if any(mask.any() for mask in wanted):
@@ -211,14 +210,13 @@ class SessionJobs:
                 self._add(request, jobs.finish(Direction.LOAD, options, on_end))
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
 
-    def _find(self, shares: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
-        """What is in memory, and which keys are on disk."""
-        cache = self.context.cache
-        asked = [(share.keyspace, share.keys) for share in shares]
-        founds = cache.find_all(asked)
+    def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
+        """Look keys up: what is in memory, and which keys are on disk."""
+        keys = [(group.keyspace, group.keys) for group in groups]
+        lookups = self.context.cache.find_all(keys)
         if self.context.disk is None:
-            return founds, [np.zeros(len(share.keys), bool) for share in shares]
-        return founds, find_on_disk(self.context.disk, asked, founds)
+            return lookups, [np.zeros(len(group.keys), bool) for group in groups]
+        return lookups, find_on_disk(self.context.disk, keys, lookups)
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""
@@ -228,7 +226,7 @@ class SessionJobs:
         request.job.cancel()
 
     async def cancel_all(self) -> set[Job]:
-        """Drop what has not begun, over several turns of the loop; returns what still has to end. No job is begun
+        """Cancel all jobs, over several turns of the loop. Returns those that still have to end. No job may be begun
         meanwhile.
         """
         jobs = {request.job for request in self.running.values() if request.job is not None}
@@ -241,7 +239,7 @@ class SessionJobs:
         return jobs
 
     def slow(self, least_s: float) -> list[dict[str, Any]]:
-        """For `status`: jobs that have been under way for longer, and what each waits for."""
+        """For `status`: jobs that have been under way for at least `least_s`, and what each waits for."""
         now = self.context.loop.time()
         return [
             {
@@ -258,7 +256,7 @@ class SessionJobs:
     # --- checks, none of which changes anything ---
 
     def _check(self, groups: Sequence[GroupBlocks], registration: Registration) -> list[GroupJob]:
-        shares = []
+        checked = []
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         for item in groups:
@@ -278,12 +276,12 @@ class SessionJobs:
                         f"group {item.group}: block id {int(blocks[outside].max())}; "
                         f"the tensors have {group.num_blocks} blocks"
                     )
-            shares.append(GroupJob(self.namespace.keyspaces[item.group], group, keys, blocks, item.first))
-        total = sum(len(share.keys) * share.group.price for share in shares)
+            checked.append(GroupJob(self.namespace.keyspaces[item.group], group, keys, blocks, item.first))
+        total = sum(len(job.keys) * job.group.price for job in checked)
         cap = self.limits.keys_per_request
         if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
-        return shares
+        return checked
 
     def _admit(self, message: Store | Load) -> None:
         if self.context.draining:
@@ -294,14 +292,14 @@ class SessionJobs:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
     @contextmanager
-    def _charged(self, shares: list[GroupJob]) -> Iterator[Charge]:
-        """Caps and room for the completion: the last things that can refuse the job, which counts for them until its
-        end. Raises LimitError.
+    def _charged(self, groups: list[GroupJob]) -> Iterator[Charge]:
+        """Charge the job until its end, and reserve room for its completion: the last checks that can refuse it.
+        Raises LimitError.
         """
-        outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(share.keys) for share in shares)
-        job_bytes = _DESCRIPTOR_BYTES * min(sum(len(s.keys) * s.group.descriptors for s in shares), SMALL_DESCRIPTORS)
-        for share in shares:
-            job_bytes += share.blocks.nbytes + len(share.keys) * (_KEY_BYTES + _PAYLOAD_BYTES * len(share.group.held))
+        outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(group.keys) for group in groups)
+        job_bytes = _DESCRIPTOR_BYTES * min(sum(len(g.keys) * g.group.descriptors for g in groups), SMALL_DESCRIPTORS)
+        for group in groups:
+            job_bytes += group.blocks.nbytes + len(group.keys) * (_KEY_BYTES + _PAYLOAD_BYTES * len(group.group.held))
         with ExitStack() as undone:
             self.outbox.reserve(outbox_bytes)
             undone.callback(self.outbox.unreserve, outbox_bytes)
@@ -312,37 +310,38 @@ class SessionJobs:
             yield Charge(outbox_bytes, job_bytes)
             undone.pop_all()
 
-    def _check_lease(self, lease_id: int, founds: list[LookupResult]) -> None:
+    def _check_lease(self, lease_id: int, lookups: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)
         # A key that was cleared or found corrupt under its lease is a miss, as it would be without one.
-        rows = np.concatenate([NO_ROWS, *(found.hit_rows for found in founds)])
+        rows = np.concatenate([NO_ROWS, *(lookup.hit_rows for lookup in lookups)])
         if not lease.growing and not np.isin(rows, lease.rows).all():
             raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
-    def _leased(self, shares: list[GroupJob], lease: WriteLease) -> list[Reservation]:
+    def _leased(self, groups: list[GroupJob], lease: WriteLease) -> list[Reservation]:
+        """What the lease has reserved of these groups. Raises LeaseError if it does not cover all keys."""
         entries = self.context.cache.entries
-        founds = self.context.cache.find_all([(share.keyspace, share.keys) for share in shares])
-        if any((found.rows < 0).any() for found in founds):
+        lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
+        if any((lookup.rows < 0).any() for lookup in lookups):
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        parts = [entries.records(found.rows, share.group.parts) for share, found in zip(shares, founds, strict=True)]
-        every = np.concatenate([np.zeros(0, np.int64), *(some.ravel() for some in parts)])
-        state = entries.parts.state[every]
-        mine = np.isin(every, lease.parts) & (state == PartState.RESERVED)
-        there = state >= PartState.COMMITTED  # stored before the reservation, which took the key's other parts
-        if not (mine | there).all():
+        parts = [entries.records(lookup.rows, group.group.parts) for group, lookup in zip(groups, lookups, strict=True)]
+        all_parts = np.concatenate([np.zeros(0, np.int64), *(p.ravel() for p in parts)])
+        state = entries.parts.state[all_parts]
+        leased = np.isin(all_parts, lease.parts) & (state == PartState.RESERVED)
+        stored = state >= PartState.COMMITTED  # before the reservation, which took the key's other parts
+        if not (leased | stored).all():
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        taken = []
-        for some, at in zip(parts, spans(some.size for some in parts), strict=True):
-            filled = mine[at].reshape(some.shape)
-            keys, columns = np.nonzero(filled)
-            states = np.where(filled.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
-            taken.append(Reservation(some[keys, columns], keys, columns, states))
-        return taken
+        reserved = []
+        for group_parts, span in zip(parts, spans(p.size for p in parts), strict=True):
+            to_fill = leased[span].reshape(group_parts.shape)
+            keys, columns = np.nonzero(to_fill)
+            states = np.where(to_fill.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
+            reserved.append(Reservation(group_parts[keys, columns], keys, columns, states))
+        return reserved
 
     # --- plans ---
 
-    def _reserve(self, shares: list[GroupJob]) -> list[Reservation]:
-        wanted = [Wanted.from_first(share.keyspace, share.keys, share.group.parts, share.first) for share in shares]
+    def _reserve(self, groups: list[GroupJob]) -> list[Reservation]:
+        wanted = [Wanted.from_first(group.keyspace, group.keys, group.group.parts, group.first) for group in groups]
         return self.context.cache.reserve_all(wanted)
 
     def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
@@ -353,7 +352,7 @@ class SessionJobs:
     # --- the life of a job ---
 
     def _add(self, request: SessionJob, job: Job) -> None:
-        """It is under way; its end comes later."""
+        """Add a job that is under way; its end comes later."""
         request.job = job
         self.running[request.id] = request
         request.registration.running.add(job)
@@ -388,13 +387,13 @@ class SessionJobs:
         )
 
 
-def _every_part(cache: Cache, share: GroupJob, at: I64Array, rows: I64Array) -> Payloads:
-    """What this rank holds of the keys at these places."""
-    parts = cache.entries.records(rows[at], share.group.parts)
-    many, width = parts.shape
-    return Payloads(parts.ravel(), np.repeat(at, width), np.tile(np.arange(width), many))
+def _every_part(cache: Cache, group: GroupJob, indices: I64Array, rows: I64Array) -> Payloads:
+    """All parts that this rank holds of the keys with these indices."""
+    parts = cache.entries.records(rows[indices], group.group.parts)
+    count, width = parts.shape
+    return Payloads(parts.ravel(), np.repeat(indices, width), np.tile(np.arange(width), count))
 
 
-def _block_list(cache: Cache, group: RegisteredGroup, blocks: U32Array, taken: Payloads) -> BlockList:
-    addresses = cache.payload_addresses(taken.parts)
-    return BlockList(tuple(held.plan for held in group.held), blocks, taken.keys, taken.columns, addresses)
+def _block_list(cache: Cache, group: RegisteredGroup, blocks: U32Array, payloads: Payloads) -> BlockList:
+    addresses = cache.payload_addresses(payloads.parts)
+    return BlockList(tuple(held.plan for held in group.held), blocks, payloads.keys, payloads.columns, addresses)

@@ -1,4 +1,4 @@
-"""How late the event loop is: a beat that should come every few milliseconds, and when it comes."""
+"""Measuring how late the event loop is, with a timer that should fire every few milliseconds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ LATE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
 class Lag:
-    """`worst_s`: the longest delay of a beat since the start; `recent_s`: in the last WINDOW_S to 2 * WINDOW_S. A delay
-    is the loop's own work, or the machine's that did not let it run; `worst_cpu_s` and `recent_cpu_s` tell: they are
-    the most CPU time that the loop's thread took from one beat to the next. `late`: beats by delay, up to each of
-    `LATE_S` and above all; `late_s`: all delays together.
+    """Delays of beats. A delay is the loop's own work, or the machine did not let it run: the CPU time that the loop's
+    thread took from one beat to the next shows which.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.worst_s = 0.0
+        self.worst_s = 0.0  # since the start, as the following
         self.worst_cpu_s = 0.0
-        self.late_s = 0.0
-        self.late = [0] * (len(LATE_S) + 1)
+        self.late_s = 0.0  # all delays together
+        self.late = [0] * (len(LATE_S) + 1)  # beats by delay: up to each of LATE_S, and above all
         self._loop = loop
         self._windows = (0.0, 0.0)
         self._cpu_windows = (0.0, 0.0)
@@ -33,12 +31,12 @@ class Lag:
 
     @property
     def recent_s(self) -> float:
-        """See the class."""
+        """The longest delay in the last WINDOW_S to 2 * WINDOW_S."""
         return max(self._windows)
 
     @property
     def recent_cpu_s(self) -> float:
-        """See the class."""
+        """The most CPU time of the loop's thread between two beats, in the same time."""
         return max(self._cpu_windows)
 
     def figures(self) -> dict[str, Any]:
@@ -61,7 +59,6 @@ class Lag:
         self._handle = self._loop.call_at(now + BEAT_S, self._beat, now + BEAT_S)
 
     def stop(self) -> None:
-        """No more beats."""
         if self._handle is not None:
             self._handle.cancel()
 

@@ -1,5 +1,5 @@
-"""The socket in the file system: taken from a dead daemon, never from a live one, or given by the service manager; only
-allowed users get in.
+"""The listening socket: bound (a dead daemon's is replaced, a live one's never) or passed by the service manager, and
+the check of which users may connect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
 log = logging.getLogger(__name__)
 
 BACKLOG = (1 << 31) - 1
-"""As long as the system allows (net.core.somaxconn): all users share it, and who finds it full is refused."""
+"""As long as the system allows (net.core.somaxconn): all users share it, and it refuses connections when full."""
 ACCEPT_RETRY_S = 0.1
 ACCEPT_TURN_S = 0.002
 """How long one turn of the loop takes connections: none is begun later than this."""
@@ -86,7 +86,6 @@ class Listener:
         self._door = Door()
 
     def start(self) -> None:
-        """Begin to accept."""
         self._listener.setblocking(False)
         pass_descriptors(self._listener, allowed=False)  # until a peer is admitted
         self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)
@@ -99,7 +98,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors: the connection stays in the backlog, and a busy loop would help nobody.
+                # Out of descriptors: the connection stays in the backlog, and a busy loop would not help.
                 log.error("accept failed: %s", error.strerror)
                 self._context.loop.remove_reader(self._listener.fileno())
                 self._context.loop.call_later(ACCEPT_RETRY_S, self._retry)
@@ -167,7 +166,7 @@ class Listener:
             raise ForbiddenError(f"uid {uid} is not in server.allowed_uids")
 
     def check_all(self) -> None:
-        """End the sessions of users who are not allowed any more."""
+        """End the sessions of users that are not allowed any more."""
         for connection in list(self._connections):
             try:
                 self._check_uid(connection.session.peer.uid)
@@ -180,9 +179,9 @@ class Listener:
         self._context.accounts.of(uid).refund("sessions", charged)
 
     async def close(self, deadline_s: float) -> None:
-        """Accept nobody any more, end all sessions: each one's copies end before its socket closes."""
+        """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""
         self._context.loop.remove_reader(self._listener.fileno())
-        # With all who were never accepted, and what they have sent; the service manager may go on listening.
+        # With all connections that were never accepted, and what they have sent; the service manager may still listen.
         self._context.closer.hold(STRANGERS, 1)
         self._context.closer.close(STRANGERS, [self._listener.detach()])
         if self._path is not None:

@@ -1,4 +1,4 @@
-"""What is to be written to one peer, bounded."""
+"""The bounded queue of frames to be written to one peer."""
 
 from __future__ import annotations
 

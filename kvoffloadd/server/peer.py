@@ -1,5 +1,5 @@
-"""Who is at the other end of a Unix socket: credentials from the kernel, and a pidfd that tells of the process's
-end.
+"""The process at the other end of a Unix socket: its credentials from the kernel, and a pidfd that becomes readable at
+its end.
 """
 
 from __future__ import annotations
@@ -16,31 +16,26 @@ _SO_PEERPIDFD = 77  # Linux 6.5; not in Python 3.11's socket module
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`pidfd` is -1 where the process can't be watched (it is gone already, or in a foreign pid namespace); owned
-    by the holder.
-    """
+    """The process at the other end. The holder closes the pidfd."""
 
     pid: int
     uid: int
     gid: int
-    pidfd: int
+    pidfd: int  # -1: the process can't be watched (it is gone already, or in a foreign pid namespace)
 
     def close(self) -> None:
-        """Close the pidfd."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The process that connected, not watched yet. It may have passed the socket on: the uid is that of the one who
-    connected.
-    """
+    """The process that connected, not watched yet. If it has passed the socket on, this is still its uid."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid, gid, -1)
 
 
 def watch(sock: socket.socket, peer: Peer) -> Peer:
-    """With its pidfd."""
+    """The same peer with its pidfd opened."""
     return replace(peer, pidfd=_pidfd(sock, peer.pid))
 
 

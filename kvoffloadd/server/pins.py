@@ -1,4 +1,4 @@
-"""Answers about keys, and what comes of `pin` and `prefetch`: a lease, and a `ready` once the disk has been read."""
+"""`lookup`, `pin` and `prefetch`: the reply about keys, a lease, and a `ready` once the disk has been read."""
 
 from __future__ import annotations
 
@@ -29,67 +29,66 @@ READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLookup:
-    """One group's keys of a request, and where each stands. `on_disk`: those on disk, or on their way from there."""
+    """One group's keys of a request, looked up."""
 
     keyspace: Keyspace
-    first: int
+    first: int  # position of the first key in its prompt
     keys: U64Array
-    found: LookupResult
-    on_disk: BoolArray
+    lookup: LookupResult
+    on_disk: BoolArray  # keys on disk, or on their way from there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookups:
-    """The answer to a lookup, before it is a message."""
+    """The lookup results of all groups of a request."""
 
-    shares: list[GroupLookup]
+    groups: list[GroupLookup]
 
     @property
     def states(self) -> list[bytes]:
-        """Packed, per group."""
-        return [share.found.states.tobytes() for share in self.shares]
+        """Packed states of each group, as the reply has them."""
+        return [group.lookup.states.tobytes() for group in self.groups]
 
     @property
     def boundaries(self) -> bytes:
-        """Packed."""
-        hits = [GroupHits(share.keyspace.schema, share.first, share.found.hits) for share in self.shares]
+        """Packed lengths of prefixes that can be restored, as the reply has them."""
+        hits = [GroupHits(group.keyspace.schema, group.first, group.lookup.hits) for group in self.groups]
         return restorable_boundaries(hits).astype("<u4").tobytes()
 
     @property
     def rows(self) -> U32Array:
         """Rows of all keys that hit."""
-        return np.concatenate([np.zeros(0, np.uint32), *(share.found.hit_rows for share in self.shares)])
+        return np.concatenate([np.zeros(0, np.uint32), *(group.lookup.hit_rows for group in self.groups)])
 
     @property
     def num_keys(self) -> int:
-        """Keys asked for."""
-        return sum(len(share.keys) for share in self.shares)
+        return sum(len(group.keys) for group in self.groups)
 
     @property
     def num_on_disk(self) -> int:
         """Keys that a promotion could bring."""
-        return sum(int(share.on_disk.sum()) for share in self.shares)
+        return sum(int(group.on_disk.sum()) for group in self.groups)
 
 
-def find_all(cache: Cache, disk: DiskTier | None, asked: list[tuple[Keyspace, int, U64Array]]) -> Lookups:
-    """Look keys up in memory and on disk. Changes nothing."""
-    named = [(keyspace, keys) for keyspace, _, keys in asked]
-    founds = cache.find_all(named)
-    aways = find_on_disk(disk, named, founds) if disk else [np.zeros(len(keys), bool) for _, keys in named]
+def find_all(cache: Cache, disk: DiskTier | None, groups: list[tuple[Keyspace, int, U64Array]]) -> Lookups:
+    """Look keys up in memory and on disk. Changes nothing. The number is the position of a group's first key."""
+    named = [(keyspace, keys) for keyspace, _, keys in groups]
+    lookups = cache.find_all(named)
+    masks = find_on_disk(disk, named, lookups) if disk else [np.zeros(len(keys), bool) for _, keys in named]
     return Lookups(
-        [GroupLookup(*one, found, on_disk) for one, found, on_disk in zip(asked, founds, aways, strict=True)]
+        [GroupLookup(*group, lookup, mask) for group, lookup, mask in zip(groups, lookups, masks, strict=True)]
     )
 
 
 @dataclass(slots=True, eq=False)
 class PendingPin:
-    """A pin or prefetch whose `ready` is due. `charged`: paid in advance, for keys that may join the lease."""
+    """A pin or prefetch that waits for the disk, to send its `ready`."""
 
     seq: int
-    answered: Lookups
+    answered: Lookups  # what the reply said
     lease: ReadLease | None
-    charged: int
-    outbox_bytes: int
+    charged: int  # keys charged in advance, which may join the lease
+    outbox_bytes: int  # reserved for the `ready`
     fetch: Fetch | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -109,7 +108,7 @@ class PendingPins:
         """Lease what hits, and bring the rest from disk into the lease."""
         rows, on_disk = answered.rows, answered.num_on_disk
         reserved = self._reserve(answered)
-        # Whatever hits when the disk has been read joins the lease, also what others store meanwhile.
+        # All keys that hit when the disk has been read join the lease, also those that others store meanwhile.
         later = answered.num_keys - len(rows) if on_disk else 0
         lease = None
         if len(rows) or on_disk:
@@ -121,18 +120,18 @@ class PendingPins:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
-        cache.use_all([(share.keyspace, share.found, share.first) for share in answered.shares])
-        for share in answered.shares:
-            cache.lookups.note(share.keyspace, share.keys, share.found, share.on_disk)
+        cache.use_all([(group.keyspace, group.lookup, group.first) for group in answered.groups])
+        for group in answered.groups:
+            cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk)
         if cache.lookups.waiting:
-            self.context.loop.call_soon(cache.lookups.look)  # behind the reply
+            self.context.loop.call_soon(cache.lookups.classify_misses)  # behind the reply
         if on_disk and lease is not None:
             lease.growing = True
             self._fetch(PendingPin(seq, answered, lease, later, reserved), Urgency.PIN)
         return self._found(seq, answered, lease)
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
-        """Bring from disk what is there."""
+        """Bring keys from disk into memory."""
         reserved = self._reserve(answered)
         if answered.num_on_disk:
             waiting = PendingPin(seq, answered, None, 0, reserved)
@@ -142,7 +141,7 @@ class PendingPins:
         return self._found(seq, answered, None)
 
     def close(self) -> None:
-        """The session ends: no `ready` will be sent."""
+        """Drop all that wait: the session ends, and no `ready` will be sent."""
         for waiting in list(self.waiting):
             self._end(waiting)
 
@@ -156,10 +155,10 @@ class PendingPins:
         )
 
     def _reserve(self, answered: Lookups) -> int:
-        """Room for the `ready`, if there will be one."""
+        """Reserve room in the outbox for the `ready`, if there will be one. Returns its bytes."""
         if not answered.num_on_disk:
             return 0
-        size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.shares) + READY_BYTES_PER_KEY * answered.num_keys
+        size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
         self.outbox.reserve(size)
         return size
 
@@ -167,14 +166,14 @@ class PendingPins:
     def _promotion(self) -> Promotion:
         disk = self.context.disk
         if disk is None:
-            raise LookupError("there is no disk tier")  # and so nothing is ever away
+            raise LookupError("there is no disk tier")  # and so no key is on disk
         return disk.promotion
 
     def _fetch(self, waiting: PendingPin, urgent: int) -> None:
         on_disk = [
-            keys_on_disk(share.keyspace, share.keys, share.first, share.on_disk)
-            for share in waiting.answered.shares
-            if share.on_disk.any()
+            keys_on_disk(group.keyspace, group.keys, group.first, group.on_disk)
+            for group in waiting.answered.groups
+            if group.on_disk.any()
         ]
         self.waiting.add(waiting)
         waiting.fetch = self._promotion.fetch(on_disk, urgent, partial(self._ready, waiting), self.instance.flow)
@@ -182,21 +181,21 @@ class PendingPins:
         waiting.timer = self.context.loop.call_later(deadline_s, self._ready, waiting)
 
     def _ready(self, waiting: PendingPin) -> None:
-        """What came is in memory, held by the fetch until this returns."""
+        """The disk has been read, or the deadline is over. What came is held by the fetch until this returns."""
         cache = self.context.cache
-        asked = waiting.answered.shares
-        shares = [
-            GroupLookup(share.keyspace, share.first, share.keys, found, found.hits & ~share.found.hits)
-            for share, found in zip(asked, cache.find_all([(s.keyspace, s.keys) for s in asked]), strict=True)
+        before = waiting.answered.groups
+        groups = [
+            GroupLookup(group.keyspace, group.first, group.keys, lookup, lookup.hits & ~group.lookup.hits)
+            for group, lookup in zip(before, cache.find_all([(g.keyspace, g.keys) for g in before]), strict=True)
         ]
-        answered = Lookups(shares)
+        answered = Lookups(groups)
         lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
         if lease is not None:
-            fresh = np.concatenate([share.found.rows[share.on_disk].astype(np.uint32) for share in shares])
+            fresh = np.concatenate([group.lookup.rows[group.on_disk].astype(np.uint32) for group in groups])
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        cache.use_all([(share.keyspace, replace(share.found, hits=share.on_disk), share.first) for share in shares])
+        cache.use_all([(group.keyspace, replace(group.lookup, hits=group.on_disk), group.first) for group in groups])
         self._end(waiting)
         states, boundaries = answered.states, answered.boundaries
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
@@ -204,7 +203,7 @@ class PendingPins:
     def _end(self, waiting: PendingPin) -> None:
         self.waiting.discard(waiting)
         if waiting.lease is not None:
-            waiting.lease.growing = False  # also if the session has ended: what it waited for will not join
+            waiting.lease.growing = False  # also if the session has ended: no more keys will join
         if waiting.timer is not None:
             waiting.timer.cancel()
         if waiting.fetch is not None:

@@ -1,4 +1,4 @@
-"""What a worker registered: tensors in attached memory, and its part of each group. Checked once, here."""
+"""Checking a registration: a worker's tensors in attached memory, and its part of each group."""
 
 from __future__ import annotations
 
@@ -41,15 +41,13 @@ SIGNAL_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """An allocation, and how many registrations name it. `drafts`: large ones that are being checked and name it;
-    `left`: the last registration that named it went meanwhile.
-    """
+    """An attached allocation, and what keeps it mapped."""
 
     allocation: Allocation
     device: Device
-    uses: int = 0
-    drafts: int = 0
-    left: bool = False
+    uses: int = 0  # registrations that name it
+    drafts: int = 0  # large registrations that name it and are being checked
+    left: bool = False  # the last registration that named it was unregistered meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,16 +60,13 @@ class HeldPart:
 
 @dataclass(frozen=True, eq=False)
 class RegisteredGroup:
-    """This rank's view of a group. `held`: ascending by part; none if the rank has no part of it. What follows from
-    them is worked out once: each job asks for it.
-    """
+    """This rank's view of a group. Derived values are cached: each job uses them."""
 
     schema: GroupSchema
-    held: tuple[HeldPart, ...]
+    held: tuple[HeldPart, ...]  # ascending by part; empty if the rank has no part of the group
 
     @cached_property
     def group(self) -> int:
-        """Its number."""
         return self.schema.group
 
     @cached_property
@@ -86,7 +81,7 @@ class RegisteredGroup:
 
     @cached_property
     def descriptors(self) -> int:
-        """Of each key, all parts together."""
+        """Descriptors of each key, all held parts together."""
         return sum(len(held.plan.size) for held in self.held)
 
     @cached_property
@@ -97,30 +92,27 @@ class RegisteredGroup:
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Owned by a session. `device`: of its tensors; None: it has none. `families`: of each group, which others may
-    share bytes with it. `signals`: where its jobs say that they are ready. `running`: the jobs that use its memory;
-    `descriptors`: what its plans are charged as.
-    """
+    """A registration of one session."""
 
     id: int
-    device: Device | None
+    device: Device | None  # of its tensors; None: it has no tensors
     groups: dict[int, RegisteredGroup]
-    families: dict[int, Family]
-    allocations: frozenset[int]
-    signals: list[Allocation]
-    running: set[Job] = field(default_factory=set)
-    descriptors: int = 0
+    families: dict[int, Family]  # by group: the groups that may share bytes with it
+    allocations: frozenset[int]  # that it names
+    signals: list[Allocation]  # memory in which the worker signals that blocks are ready
+    running: set[Job] = field(default_factory=set)  # jobs that use its memory
+    descriptors: int = 0  # charged for its plans
 
     def group(self, number: int) -> RegisteredGroup:
         """Raises UnknownNameError if the group isn't registered here, or this rank has no part of it."""
-        found = self.groups.get(number)
-        if found is None:
+        group = self.groups.get(number)
+        if group is None:
             raise UnknownNameError(f"registration {self.id} has no group {number}; it has {sorted(self.groups)}")
-        if not found.held:
+        if not group.held:
             raise UnknownNameError(
                 f"registration {self.id} has no part of group {number}: it was registered without refs"
             )
-        return found
+        return group
 
     def ready(self, spec: ReadySpec) -> ReadySignal:
         """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
@@ -198,27 +190,27 @@ def find_signals(numbers: Sequence[int], attached: Mapping[int, Attachment]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """What follows from a registration's own words, and from where its memory lies."""
+    """A registration checked as far as its own message and the place of its memory allow."""
 
     groups: list[RegisteredGroup]
     families: dict[int, Family]
 
 
 def is_large(message: Register) -> bool:
-    """Whether drafting it takes so long that the event loop should not."""
+    """Whether drafting takes so long that a thread should do it."""
     specs = len(message.tensors) + sum(len(spec.refs) for spec in message.groups)
     return specs > LARGE_SPECS or plan_descriptors(message.groups) > LARGE_DESCRIPTORS
 
 
 def named(message: Register, attached: Mapping[int, Attachment]) -> dict[int, Attachment]:
-    """The allocations that it names, as far as there are such."""
+    """The attached allocations that a registration names."""
     numbers = {spec.allocation for spec in message.tensors} | set(message.signals)
     return {number: attached[number] for number in numbers if number in attached}
 
 
 def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
-    """Everything that can be checked and worked out without knowing what others have registered: in any thread.
-    `attached`: see `named`. Raises PeerErrors.
+    """Check and derive all that does not depend on other registrations. May run in any thread. `attached`: see
+    `named`. Raises PeerErrors.
     """
     located = locate(message.tensors, attached)
     tensors = Tensors.of(located)
@@ -232,9 +224,7 @@ def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
 
 
 def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, namespace: Namespace) -> None:
-    """What others have registered does not stand in the way, as far as that can be told before there is a draft.
-    Raises PeerErrors.
-    """
+    """Check against other registrations, as far as possible before there is a draft. Raises PeerErrors."""
     if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
         raise ExtentError("tensors on several devices: register those of each device apart")
     find_signals(message.signals, attached)
@@ -279,7 +269,7 @@ def _ref(spec: RefSpec) -> Ref:
 
 
 def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: Tensors) -> RegisteredGroup:
-    """One group, from its specs and the refs of each: one for each part that the rank holds."""
+    """Make one group of its specs, one for each part that the rank holds, and the refs of each."""
     schema = schema_of(specs[0])
     held: dict[int, HeldPart] = {}
     for spec, mine in zip(specs, refs, strict=True):
@@ -294,7 +284,7 @@ def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: T
 
 
 def _check_known(group: RegisteredGroup, cache: Cache, namespace: Namespace) -> None:
-    """A group against what others have said of it. Raises SchemaError, or ExtentError for payloads without a slab."""
+    """Check a group against other registrations of it. Raises SchemaError, or ExtentError for too large payloads."""
     namespace.check_schema(group.schema)
     known = namespace.keyspaces.get(group.group)
     for held in group.held:

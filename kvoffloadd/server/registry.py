@@ -1,4 +1,4 @@
-"""The memory of one session: what it attached, what it registered, and when that is unmapped."""
+"""Attached memory and registrations of one session, and when memory is unmapped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Registry:
-    """An allocation is mapped from `attach` until the last registration that names it is unregistered, or the end."""
+    """A session's attached memory and registrations. An allocation is mapped from `attach` until the last registration
+    that names it is unregistered, or the session ends.
+    """
 
     context: Context
     account: Account
@@ -54,11 +56,11 @@ class Registry:
 
     @property
     def devices(self) -> list[str]:
-        """Where that memory is."""
+        """The devices that have the attached memory."""
         return sorted({entry.device.kind for entry in self.attached.values()})
 
     def sizes_bytes(self, numbers: list[int]) -> list[int]:
-        """Of allocations that have just been attached. Raises StateError if the session has ended since."""
+        """Sizes of allocations that have just been attached. Raises StateError if the session has ended since."""
         try:
             return [self.attached[number].allocation.size_bytes for number in numbers]
         except KeyError:
@@ -67,7 +69,7 @@ class Registry:
     # --- shared memory ---
 
     def attach(self, fds: list[int], peer_uid: int) -> list[int]:
-        """Map all of them or none; returns allocation ids. `fds` stay the caller's.
+        """Map all of them or none; returns allocation ids. The caller owns `fds`.
 
         Raises MemoryKindError, LimitError.
         """
@@ -147,8 +149,8 @@ class Registry:
             return allocation
 
     def attach_vmm(self, message: AttachVmm, fds: list[int]) -> asyncio.Task[list[int]]:
-        """Map chunks; the task's result: the id of their allocation. `fds` stay the caller's, open at the call. The
-        task raises PeerErrors, LimitError, DeviceError.
+        """Map chunks; the task's result: the id of their allocation. The caller owns `fds`, which must be open at
+        the call. The task raises PeerErrors, LimitError, DeviceError.
 
         Raises MessageError, OSError.
         """
@@ -169,7 +171,7 @@ class Registry:
             try:
                 await device.add_chunks(entry.allocation, fds, sizes)
             except BaseException:
-                if not message.extends:  # nobody will ever know its number
+                if not message.extends:  # the peer will not learn its number
                     await self._unmap(number)
                 raise
             self._check_open()
@@ -178,7 +180,7 @@ class Registry:
             self.context.closer.close(self.account.uid, fds)
 
     def _duplicates(self, fds: list[int]) -> list[int]:
-        """All of them, held until the closer has closed them; or an OSError and none."""
+        """Duplicate descriptors, held until the closer has closed them. Raises OSError, with none made."""
         made: list[int] = []
         closer, uid = self.context.closer, self.account.uid
         try:
@@ -202,7 +204,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _charged(self, what: str, count: int) -> Iterator[None]:
-        """Charge for what is being made; refunded if it is not. Raises LimitError."""
+        """Charge for the block, and refund if it raises. Raises LimitError."""
         self.account.charge(what, count)
         try:
             yield
@@ -211,8 +213,8 @@ class Registry:
             raise
 
     def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> asyncio.Task[list[int]]:
-        """What is mapped is noted, whoever gives up waiting for it."""
-        return self.context.spawn(work, errors_are_told=True)
+        """Run this to its end, so that what it maps is recorded, even if the request is cancelled."""
+        return self.context.spawn(work, errors_are_handled=True)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -231,9 +233,9 @@ class Registry:
             return self._build(namespace, message, draft(message, attached), descriptors)
 
     async def register_large(self, namespace: Namespace, message: Register) -> int:
-        """As `register`; a thread makes the plans. Everything may have changed meanwhile, and is checked again by
-        `build`; but what it names stays mapped, whatever is unregistered. Whoever gives up waiting, it is charged until
-        the thread is done.
+        """As `register`, but a thread makes the plans. Everything may have changed meanwhile, and is checked again by
+        `build`; but the memory it names stays mapped, even if other registrations of it end. It is charged until the
+        thread is done, even if the request is cancelled.
         """
         descriptors = self._descriptors(message)
         attached = named(message, self.attached)
@@ -242,12 +244,12 @@ class Registry:
         for entry in attached.values():
             entry.drafts += 1
         work = self._draft_and_build(namespace, message, attached, descriptors)
-        return await asyncio.shield(self.context.spawn(work, errors_are_told=True))
+        return await asyncio.shield(self.context.spawn(work, errors_are_handled=True))
 
     async def _draft_and_build(
         self, namespace: Namespace, message: Register, attached: dict[int, Attachment], descriptors: int
     ) -> int:
-        """One of a user's at a time: the threads are there for all."""
+        """One of each user at a time: all users share the threads."""
         try:
             async with self.account.drafting:
                 self._check_open()
@@ -268,7 +270,7 @@ class Registry:
                     self.context.spawn(self._release(entry))
 
     def _descriptors(self, message: Register) -> int:
-        """What it will cost. Raises LimitError if it has too many tensors."""
+        """How many descriptors its plans will have. Raises LimitError if it has too many tensors."""
         cap = self.limits.tensors_per_registration
         if len(message.tensors) > cap:
             raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
@@ -285,21 +287,21 @@ class Registry:
 
     def registration(self, number: int) -> Registration:
         """Raises UnknownNameError if this session has no such registration."""
-        found = self.registrations.get(number)
-        if found is None:
+        registration = self.registrations.get(number)
+        if registration is None:
             raise UnknownNameError(f"this session has no registration {number}")
-        return found
+        return registration
 
     def unregister(self, number: int) -> asyncio.Task[None]:
-        """From now on no job can name it. The task waits for those that do, then unmaps what no other registration
-        names; who asks while it does so, after a deadline, waits for the same. Raises UnknownNameError.
+        """From now on no job can name this registration. The task waits for the jobs that do, then unmaps memory that
+        no other registration names. A second call meanwhile returns the same task. Raises UnknownNameError.
         """
         ending = self._ending.get(number)
         if ending is None:
             made = self.registration(number)
             del self.registrations[number]
             self.account.refund("descriptors", made.descriptors)
-            ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_told=True)
+            ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_handled=True)
             ending.add_done_callback(lambda _: self._ending.pop(number))
         return ending
 
@@ -338,5 +340,5 @@ class Registry:
     async def _release(self, entry: Attachment) -> None:
         try:
             await entry.device.unmap(entry.allocation)
-        finally:  # who waits may be cancelled; the unmapping goes on
+        finally:  # this task may be cancelled while it waits; the unmapping goes on
             self._refund(entry.allocation)

@@ -47,7 +47,7 @@ class Reload:
                 self._systemd.ready()
 
     def _adopt(self, asked: Config) -> None:
-        """Sessions keep the limits that they were told; caps hold for all, and take nothing from whoever is above."""
+        """Sessions keep the limits of their welcome; caps hold for all, but nothing is taken from users above them."""
         context = self._context
         was = context.config
         context.config, changed, waiting = reloaded(was, asked)

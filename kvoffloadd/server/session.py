@@ -1,7 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
 A handler returns the reply, or a coroutine that waits for it; whatever it raises becomes the error reply. What a
-request costs the loop is spent in its handler, in its session's turn: nobody's turn pays for what a coroutine does.
+request costs the loop is spent in its handler, in its session's turn: what a coroutine does later counts for no turn.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
     return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
 
 
-def _told(limits: LimitsConfig, config: Config) -> m.Limits:
+def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
     return m.Limits(
         frame_bytes=m.FRAME_BYTES_MAX,
         fds_per_frame=m.FDS_PER_FRAME_MAX,
@@ -77,7 +77,7 @@ def _check_price(limits: LimitsConfig, keys: int) -> None:
 
 
 class Session:
-    """From hello to the end of its last copy. `push` queues a message for the peer."""
+    """One peer's session, from its hello to the end of its last copy. `push` queues a message for the peer."""
 
     _ids = itertools.count(1)
 
@@ -91,7 +91,7 @@ class Session:
         self._outbox = outbox
         self._push = push
         self._account = context.accounts.of(peer.uid)
-        self._limits = context.config.limits  # for good: the peer is told them once
+        self._limits = context.config.limits  # for good: the welcome has announced them
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: SessionJobs | None = None
@@ -103,8 +103,8 @@ class Session:
     # --- dispatch ---
 
     def handle(self, message: m.Message, fds: list[int]) -> Answer:
-        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. `fds` stay the
-        caller's, who keeps them open until the answer is there.
+        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. The caller owns `fds`
+        and keeps them open until the answer is there.
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
@@ -118,7 +118,7 @@ class Session:
 
     @classmethod
     def answers_later(cls, message: m.Message) -> bool:
-        """Whether such a request may have begun when it is answered by a coroutine. Others that are have not."""
+        """Whether this request may have begun when `handle` returns a coroutine. Other requests have not."""
         return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
 
     @property
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def instance_id(self) -> int:
-        """Its engine's number; 0 before its hello and after its end."""
+        """The number of its instance; 0 before its hello and after its end."""
         return self._instance.id if self._instance else 0
 
     # --- hello, memory, registration ---
@@ -161,7 +161,7 @@ class Session:
             session=self.id,
             namespace=name or b"",
             epoch=self._namespace.epoch if self._namespace else 0,
-            limits=_told(self._limits, context.config),
+            limits=_limits_of(self._limits, context.config),
             features=context.features(),
         )
 
@@ -210,8 +210,8 @@ class Session:
         return self._own_pins().prefetch(message.seq, self._find(message.groups))
 
     def _touch(self, message: m.Touch) -> m.Reply:
-        shares = self._find(message.groups).shares
-        self._context.cache.use_all([(share.keyspace, share.found, share.first) for share in shares])
+        groups = self._find(message.groups).groups
+        self._context.cache.use_all([(group.keyspace, group.lookup, group.first) for group in groups])
         return m.Done(seq=message.seq)
 
     def _find(self, groups: list[m.GroupKeys]) -> Lookups:
@@ -221,16 +221,15 @@ class Session:
         namespace = self._own_namespace()
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
-        asked = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
-        _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in asked))
-        return asked
+        keys_of = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
+        _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in keys_of))
+        return keys_of
 
     def _reserve(self, message: m.Reserve) -> m.Reply:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
-        asked = self._keys_of(message.groups)
         plans = []
-        for keyspace, first, keys in asked:
+        for keyspace, first, keys in self._keys_of(message.groups):
             wanted = sorted(set(range(keyspace.schema.parts) if message.parts is None else message.parts))
             if not wanted or wanted[-1] >= keyspace.schema.parts:
                 raise SchemaError(
@@ -310,10 +309,10 @@ class Session:
         uid = None if self.privileged else self.peer.uid
         if status.is_large(self._context):
             return self._finish_status(message.seq, uid)
-        return m.Report(seq=message.seq, status=status.tell(self._context, uid))
+        return m.Report(seq=message.seq, status=status.describe(self._context, uid))
 
     async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
-        return m.Report(seq=seq, status=await status.tell_in_turns(self._context, uid))
+        return m.Report(seq=seq, status=await status.describe_in_turns(self._context, uid))
 
     def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:
@@ -352,8 +351,8 @@ class Session:
     async def close(self) -> None:
         """End what this session holds: its copies first, then its leases if it was its instance's last, then memory.
 
-        May be called by several; all return when it is done. If copies do not end, the process does: a mapping in use
-        can't be released.
+        May be called more than once; all calls return when it is done. If copies do not end, the process does: a
+        mapping in use can't be released.
         """
         if self._closing is None:
             self._closing = self._context.spawn(self._close())
@@ -364,7 +363,7 @@ class Session:
         if instance is None:
             return  # it never said hello
         copy = context.config.copy
-        # Each of these, whatever fails before it: what is in `ends` from the last to the first, then its memory.
+        # Each of these runs even if one before it fails: those in `ends` from the last to the first, then `memory`.
         async with contextlib.AsyncExitStack() as memory, contextlib.AsyncExitStack() as ends:
             ends.callback(self._leave_namespace)
             ends.push_async_callback(self._leave_instance, instance)
@@ -408,7 +407,7 @@ class Session:
         slow = self._jobs.slow(least_s) if self._jobs else []
         return [{"session": self.id, "pid": self.peer.pid, **job} for job in slow]
 
-    # --- what a session has ---
+    # --- what the session has; StateError if it has not ---
 
     def _own_namespace(self) -> Namespace:
         if self._namespace is None:

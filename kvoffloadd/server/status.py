@@ -1,4 +1,4 @@
-"""What `status` tells: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
+"""The reply to `status`: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
 
 docs/STATUS.md explains every key; a test compares them. Names are stable, new ones may come.
 """
@@ -21,30 +21,30 @@ from kvoffloadd.server.context import Context, OpenSession
 S = TypeVar("S")
 T = TypeVar("T")
 
-NAMESPACES_TOLD = 1000
-"""At most so many, since the frame is bounded."""
+NAMESPACES_MAX = 1000
+"""A reply lists at most so many, since its frame is bounded."""
 
 LARGE = 500
-"""Sessions, namespaces, engines and jobs together: more are told of over several turns of the loop."""
+"""Sessions, namespaces, engines and jobs together: with more of them a report takes several turns of the loop."""
 
 STEP_ITEMS = 64
-"""What is told of in one step: a fraction of a millisecond."""
+"""Sessions or namespaces that one step describes: a fraction of a millisecond."""
 
-SLOW_JOBS_TOLD = 20
+SLOW_JOBS_MAX = 20
 SLOW_S = 0.5
-"""A job that has been under way for longer is told of: copies take milliseconds."""
+"""A job that has been under way for longer is listed: copies take milliseconds."""
 
 
-def tell(context: Context, uid: int | None = None) -> dict[str, Any]:
-    """Everything; or what one user may know: that user's own figures, and of the daemon only what nobody else's doings
-    change (how late the loop is, everybody can measure).
+def describe(context: Context, uid: int | None = None) -> dict[str, Any]:
+    """The whole report; or with `uid` what this user may know: the user's own figures, and of the daemon only what does
+    not depend on other users (how late the loop is can be measured anyway).
     """
     return _to_the_end(steps(context, uid))
 
 
-async def tell_in_turns(context: Context, uid: int | None = None) -> dict[str, Any]:
-    """The same over several turns of the loop, where thousands of sessions or namespaces would take one too long: each
-    figure is of its own moment.
+async def describe_in_turns(context: Context, uid: int | None = None) -> dict[str, Any]:
+    """`describe` over several turns of the loop, for thousands of sessions or namespaces. Each figure is of its own
+    moment.
     """
     walk = steps(context, uid)
     turn_ends = time.monotonic() + TURN_S
@@ -52,21 +52,21 @@ async def tell_in_turns(context: Context, uid: int | None = None) -> dict[str, A
         try:
             next(walk)
         except StopIteration as end:
-            told: dict[str, Any] = end.value
-            return told
+            report: dict[str, Any] = end.value
+            return report
         if time.monotonic() >= turn_ends:
             await asyncio.sleep(0)
             turn_ends = time.monotonic() + TURN_S
 
 
 def is_large(context: Context) -> bool:
-    """Whether it takes more than some milliseconds to tell."""
+    """Whether `describe` would take more than some milliseconds."""
     jobs = len(context.jobs.running)
     return len(context.sessions) + len(context.cache.namespaces) + len(context.instances) + jobs > LARGE
 
 
 Steps = Generator[None, None, T]
-"""A walk that yields now and then, so that the loop can turn, and returns what it has found."""
+"""A generator that yields now and then, so that the loop can turn, and returns its result."""
 
 
 def _to_the_end(walk: Steps[T]) -> T:
@@ -74,14 +74,14 @@ def _to_the_end(walk: Steps[T]) -> T:
         try:
             next(walk)
         except StopIteration as end:
-            found: T = end.value
-            return found
+            result: T = end.value
+            return result
 
 
 def steps(context: Context, uid: int | None) -> Steps[dict[str, Any]]:
-    """See `tell`."""
+    """`describe` as a generator."""
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
-    told = {
+    report = {
         "version": __version__,
         "boot_id": context.boot_id.hex(),
         "pid": os.getpid(),
@@ -90,28 +90,28 @@ def steps(context: Context, uid: int | None) -> Steps[dict[str, Any]]:
         **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
     }
     yield
-    told["leases"] = asdict(context.instances.held(uid))
-    told["loop"] = context.lag.figures()
-    told["accounts"] = _accounts(context, uid)
+    report["leases"] = asdict(context.instances.held(uid))
+    report["loop"] = context.lag.figures()
+    report["accounts"] = _accounts(context, uid)
     yield
-    told["sessions"] = yield from _each(sessions, lambda session: session.figures())
+    report["sessions"] = yield from _each(sessions, lambda session: session.figures())
     slow = yield from _each(sessions, lambda session: session.slow_jobs(SLOW_S))
-    told["slow_jobs"] = slowest([job for jobs in slow for job in jobs])
+    report["slow_jobs"] = slowest([job for jobs in slow for job in jobs])
     yield
-    told["lookups"] = context.cache.lookups.figures(uid)
+    report["lookups"] = context.cache.lookups.figures(uid)
     yield
-    mine = (n for n in list(context.cache.namespaces.values()) if uid in (None, n.uid))
-    told["namespaces"] = yield from _each(list(itertools.islice(mine, NAMESPACES_TOLD)), _namespace)
-    return told
+    namespaces = (n for n in list(context.cache.namespaces.values()) if uid in (None, n.uid))
+    report["namespaces"] = yield from _each(list(itertools.islice(namespaces, NAMESPACES_MAX)), _namespace)
+    return report
 
 
 def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
-    found = []
+    rows = []
     for number, item in enumerate(items):
         if number % STEP_ITEMS == 0:
             yield
-        found.append(figures(item))
-    return found
+        rows.append(figures(item))
+    return rows
 
 
 def _all_users(context: Context) -> dict[str, Any]:
@@ -135,13 +135,13 @@ def _all_users(context: Context) -> dict[str, Any]:
 
 def _one_user(context: Context, uid: int, sessions: Sequence[OpenSession]) -> dict[str, Any]:
     cache = context.cache
-    mine = [namespace for namespace in cache.namespaces.values() if namespace.uid == uid]
+    namespaces = [namespace for namespace in cache.namespaces.values() if namespace.uid == uid]
     return {
         "memory": {
             "capacity_bytes": cache.tier.capacity_bytes,
-            "used_bytes": sum(namespace.bytes for namespace in mine),
+            "used_bytes": sum(namespace.bytes for namespace in namespaces),
         },
-        "cache": {**cache.lookups.totals(uid), "keys": sum(namespace.keys for namespace in mine)},
+        "cache": {**cache.lookups.totals(uid), "keys": sum(namespace.keys for namespace in namespaces)},
         "running": {"jobs": context.accounts.of(uid).used.get("jobs", 0)},
         "server": {"requests": sum(session.requests for session in sessions)},
     }
@@ -149,7 +149,7 @@ def _one_user(context: Context, uid: int, sessions: Sequence[OpenSession]) -> di
 
 def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The longest of them, the longest first."""
-    return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_TOLD]
+    return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_MAX]
 
 
 def _lanes(context: Context) -> dict[str, dict[str, int | float]]:

@@ -11,37 +11,34 @@ from kvoffloadd.protocol.messages import Gap, Push
 from kvoffloadd.server.outbox import Outbox
 
 FRAME_BYTES = 256
-"""Of a frame, beside the keys that it names."""
+"""Bytes of a frame beside the keys that it names."""
 
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """`push` queues a message for the peer; `events_max` frames may wait. `namespace`: whose events it hears; None: of
-    none.
-    """
+    """A session's subscription to the events of its namespace."""
 
     outbox: Outbox
-    push: Callable[[Push | Encoded], None]
-    events_max: int
-    namespace: Namespace | None = None
-    missed: bool = False
+    push: Callable[[Push | Encoded], None]  # queues a message for the peer
+    events_max: int  # frames that may wait in the outbox
+    namespace: Namespace | None = None  # None: not subscribed
+    missed: bool = False  # events were dropped, and the peer does not know yet
 
     def begin(self, namespace: Namespace) -> None:
-        """Hear the events of this namespace, from now on. Pair with `end`."""
+        """Subscribe to the events of this namespace, from now on. Pair with `end`."""
         if self.namespace is None:
             self.namespace = namespace
             namespace.listeners += 1
 
     def end(self) -> None:
-        """Hear nothing more."""
         if self.namespace is not None:
             self.namespace.listeners -= 1
             self.namespace = None
 
-    def tell(self, event: Encoded) -> None:
-        """An event of the namespace; dropped, with a `gap`, when the peer reads too slowly."""
+    def send(self, event: Encoded) -> None:
+        """Send an event of the namespace; when the peer reads too slowly it is dropped, and a `gap` follows later."""
         if self._has_room(len(event.frame)):
-            self.tell_gap()
+            self.send_gap()
             self.push(event)
         else:
             self.missed = True
@@ -50,8 +47,8 @@ class Subscription:
         """Events were lost before they reached any session."""
         self.missed = self.namespace is not None
 
-    def tell_gap(self) -> None:
-        """If events were dropped and the peer reads again, say so."""
+    def send_gap(self) -> None:
+        """Send a `gap` if events were dropped and the peer reads again."""
         if self.missed and self._has_room(0):
             self.missed = False
             self.push(Gap())

@@ -1,7 +1,7 @@
-"""The loop's time for requests: shared by user, then engine, then session, as lanes share theirs.
+"""Fair sharing of the event loop between requests: by user, then engine, then session, as lanes share theirs.
 
 A loop that served each readable socket as it comes would share by the number of sockets, and a turn of it would take
-as long as a request of each: many sessions that ask for much would keep everybody, and all completions, waiting.
+as long as a request of each: many sessions with large requests would delay all others, and all completions.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ ROUND_S = 0.002
 
 
 class Served(Protocol):
-    """A connection with requests that have arrived. `flow`: its user, its engine, itself. `turn_us`: what its last turn
-    took, which it pays for with the next one.
-    """
+    """A connection with requests that have arrived."""
 
-    turn_us: int
+    turn_us: int  # what its last turn took, which it pays for with the next one
 
     def __hash__(self) -> int: ...
 
     @property
-    def flow(self) -> tuple[int, int, int]: ...
+    def flow(self) -> tuple[int, int, int]:
+        """Its user, its engine, itself."""
 
     def serve(self) -> None:
-        """One turn."""
+        """Serve some of its requests: one turn."""
 
 
 class Turns:
-    """Event loop only."""
+    """The queue of connections that wait for their turn. Event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -45,7 +44,7 @@ class Turns:
         self._scheduled = False
 
     def begin(self, served: Served) -> bool:
-        """Serves it once, at once, where nobody waits and this turn of the loop has time left. False: it has to queue,
+        """Serves it at once if no other waits and this turn of the loop has time left. False: it has to queue,
         and should read nothing more until its turn has come.
         """
         if self._scheduled and (len(self._queue) or time.monotonic() >= self._round_ends):
@@ -62,7 +61,7 @@ class Turns:
             self._schedule()
 
     def forget(self, served: Served) -> None:
-        """It has ended."""
+        """Remove a connection that has ended."""
         self._queue.remove(served)
 
     def _schedule(self) -> None:

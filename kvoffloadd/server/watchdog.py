@@ -1,5 +1,5 @@
-"""Whether the daemon still does its work, found out as a client and a copy would: only then the service manager's
-watchdog hears of it. A loop that is blocked asks nothing, so that it tells nothing either.
+"""Self-tests for the service manager's watchdog: it gets a beat only while a client can connect and the lanes finish
+work. A loop that is blocked sends no beat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ_BYTES = 64 << 10
 
 class Watchdog:
     """Calls `beat` once in each round in which a ping through the socket at `path` is answered, and the lanes that move
-    bytes of memory take and finish work. `patience_s`: without a beat for so long, somebody kills us.
+    bytes of memory take and finish work. `patience_s`: without a beat for so long, the service manager kills us.
 
     Lanes of disks are asked too, but what they do only makes a warning: the daemon serves without a disk that hangs,
     and can't be killed while a thread of it is inside the kernel.
@@ -48,7 +48,6 @@ class Watchdog:
         self._disks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """For ever."""
         loop = self._context.loop
         while True:
             ends = loop.time() + self._round_s
@@ -95,7 +94,7 @@ class Watchdog:
                     log.warning("disk %s: does not answer; the longest I/O takes %.0f s", name, self._oldest_s(lane))
                 else:
                     # Closed lanes are no event: they go with their root, or with the daemon.
-                    self._disks[name] = self._context.spawn(_ask(lane), errors_are_told=True)
+                    self._disks[name] = self._context.spawn(_ask(lane), errors_are_handled=True)
 
     def _oldest_s(self, lane: Lane) -> float:
         return lane.oldest_running_s(self._context.loop.time())
@@ -103,7 +102,7 @@ class Watchdog:
     # --- as a client ---
 
     async def _ping(self) -> None:
-        """Connect, greet, ping, say goodbye. An error reply is an answer too: who is draining is alive.
+        """Connect, greet, ping, say goodbye. An error reply is an answer too: a daemon that drains is alive.
 
         Raises:
             OSError: the daemon hangs up.
@@ -113,7 +112,7 @@ class Watchdog:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            # As below: whoever is connected is served.
+            # As below: connected peers are served.
             log.warning("no descriptors are left, nobody can connect: %s", error.strerror)
             return
         with sock:
@@ -121,7 +120,7 @@ class Watchdog:
                 if not await self._connect(sock):
                     return
             except (FileNotFoundError, ConnectionRefusedError) as error:
-                # Whoever is connected is served; to kill us would take that away from him.
+                # Connected peers are served; to kill the daemon would end that.
                 log.warning("nobody can connect any more, restart the service: %s: %s", self._path, error.strerror)
                 return
             protocol = Connection(daemon=False)
@@ -137,7 +136,7 @@ class Watchdog:
         while True:
             try:
                 sock.connect(str(self._path))
-            except BlockingIOError:  # nobody says when it no longer is full
+            except BlockingIOError:  # there is no event for when it no longer is full
                 await asyncio.sleep(CONNECT_RETRY_S)
                 if self._context.accepts > before:
                     return False

@@ -1,14 +1,14 @@
-"""The file behind the memory tier: the arena, and before it all that another process needs to go on with it.
+"""The file behind the memory tier: the arena, and before it what a successor needs to take it over.
 
 It is a memfd, which systemd can keep for the next start, or a file that has a path. In order:
 
     header      one page: what the rest is for
-    names       twice `NAMES_BYTES`: who the keys belong to; written where they are not, then wiped where they were
+    names       twice `NAMES_BYTES`: saved namespaces; written where they are not, then wiped where they were
     slabs       u32 each: pages of a slot, 0: unassigned
     records     64 bytes for each page of the arena, see `slotrecords`
     arena       from a multiple of 2 MiB on
 
-Whoever writes it may be killed between any two instructions: each part is valid or not by itself. Event loop only.
+The writer may be killed between any two instructions: each part is valid or not by itself. Event loop only.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 MOUNTS = Path("/proc/self/mountinfo")
 
 END_S = 30.0
-"""How long the process that had the pool before may take to end, once it is being killed."""
+"""How long the former owner of the file may take to end, once it is being killed."""
 
 
 class ArenaFile:
     """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte.
 
-    `is_old`: somebody else filled it. `seed`: secret of the process that made it.
+    `is_old`: another process made and filled it. `seed`: secret of the process that made it.
     """
 
     def __init__(self, fd: int, capacity_bytes: int, slab_bytes: int, *, is_old: bool) -> None:
@@ -101,19 +101,19 @@ class ArenaFile:
 
     # --- starts that fail ---
 
-    def note_attempt(self) -> None:
-        """What is in it is about to be taken over. If that ends the process again and again, it becomes `unfit`."""
+    def record_attempt(self) -> None:
+        """Count a take-over that begins. If it ends the process again and again, the file becomes `unfit`."""
         self._attempts[0] += 1
 
     def withdraw_attempt(self) -> None:
-        """It is not taken over now, for a reason that lies elsewhere."""
+        """The take-over does not happen now, for a reason that lies elsewhere."""
         self._attempts[0] -= 1
 
-    def note_success(self) -> None:
-        """It was taken over."""
+    def record_success(self) -> None:
+        """The take-over has succeeded."""
         self._attempts[0] = 0
 
-    # --- who the keys belong to ---
+    # --- saved namespaces ---
 
     @property
     def names_bytes_max(self) -> int:
@@ -147,7 +147,7 @@ class ArenaFile:
         return (sequence, kept) if valid else (0, b"")
 
     def close(self) -> None:
-        """Unmap and let the descriptor go; whoever else has the file keeps its contents."""
+        """Unmap the file and close the descriptor; other processes that have the file keep its contents."""
         self._mapping.close()
         os.close(self.fd)
 
@@ -157,7 +157,7 @@ def inherit(
 ) -> ArenaFile | None:
     """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit.
 
-    `check_fits` is told how many bytes of it have yet to be found, and raises if there are not so many.
+    `check_fits` is called with the bytes that the kernel has yet to provide, and raises if there are not so many.
     """
     if fd is None:
         return None
@@ -175,7 +175,7 @@ def inherit(
 
 
 def discard(fd: int) -> None:
-    """Close a pool that nobody uses, and free its memory now: whoever else has the descriptor may keep it for long."""
+    """Close an unused arena file, and free its memory now: another process may keep the descriptor for long."""
     try:
         with mmap.mmap(fd, 0) as whole:
             whole.madvise(mmap.MADV_REMOVE)

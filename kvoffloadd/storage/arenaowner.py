@@ -1,4 +1,4 @@
-"""Which process writes to a pool, so that its successor can wait for its end.
+"""The record of which process owns an arena file, so that its successor can wait for its end.
 
 A killed process lets go of its locks before its GPUs have let go of its memory: what they still copy then would land in
 what the successor has long given to another key. The kernel reports a process as dead only after both.
@@ -11,7 +11,7 @@ import select
 import struct
 from pathlib import Path
 
-_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: nobody
+_OWNER = struct.Struct("<QQ16s")  # pid, start in clock ticks since the boot, which boot; zeros: no owner
 OWNER_BYTES = _OWNER.size
 _NOBODY = bytes(16)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -2,7 +2,7 @@
 
 A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are
 exact: a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab whose slots are all
-free can be given to another size. This file knows places, not keys: who is in a slot is the caller's `owner` number.
+free can be given to another size. This file knows places, not keys: what is in a slot is the caller's `owner` number.
 
 Event loop only, but for `prefault`.
 """
@@ -221,7 +221,7 @@ class MemoryTier:
         return (at + first).astype(np.uint32), owner[at] - np.uint32(1)
 
     def check_slots(self, pages: U32Array, sizes: I64Array, owners: U32Array) -> list[str]:
-        """Audit against what the caller believes of these slots: that they are taken, by whom, their sizes in pages."""
+        """Audit: compare with what the caller knows of these taken slots: their owners, and sizes in pages."""
         findings = []
         if (self._owner[pages] != owners + np.uint32(1)).any():
             findings.append("memory: a slot's owner differs from its part")

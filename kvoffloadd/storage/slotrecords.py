@@ -1,6 +1,6 @@
-"""What is in each slot of the arena, written where it outlives the process: key, checksum, whose and which part.
+"""Slot records: key, checksum, keyspace and part of each slot, in memory that outlives the process.
 
-A slot's record is written when its payload is sealed, and erased before the slot, or the key, is anybody else's. A
+A slot's record is written when its payload is sealed, and erased before the slot, or the key, changes hands. A
 record is 8 u64:
 
     0..3  the key          4..5  xxh3_128 of the payload, high half first
@@ -25,24 +25,21 @@ _ORDERS = 1 << 31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveredSlots:
-    """Records that are whole, one row each. `pages`: first page of the slot; `sizes`: its pages; `orders`: in which
-    they were written; `damaged`: records that were not whole.
-    """
+    """Records that are whole: arrays with one item for each."""
 
-    pages: U32Array
-    sizes: I64Array
+    pages: U32Array  # first page of the slot
+    sizes: I64Array  # pages of the slot
     keys: U64Array
     digests: U64Array
     keyspaces: I64Array
     parts: I64Array
-    orders: I64Array
-    damaged: int
+    orders: I64Array  # in which they were written
+    damaged: int  # number of records that were not whole
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def only(self, which: BoolArray | I64Array) -> RecoveredSlots:
-        """Those."""
         return RecoveredSlots(
             self.pages[which],
             self.sizes[which],
@@ -70,7 +67,7 @@ class SlotRecords:
         self._slabs[slab] = size
 
     def write(self, pages: U32Array, keys: U64Array, digests: U64Array, keyspaces: I64Array, parts: I64Array) -> None:
-        """These slots hold sealed payloads. They are written together, and later than all before."""
+        """Write the records of slots with sealed payloads. They share an order number above all before."""
         if not len(pages):
             return
         self._order = (self._order + 1) % _ORDERS
@@ -83,11 +80,11 @@ class SlotRecords:
         self._records[at, _CHECK] = self._checks(at, words)
 
     def erase(self, pages: U32Array) -> None:
-        """These slots hold nothing that may be found again."""
+        """Erase the records of these slots."""
         self._records[self._places(pages), _CHECK] = 0
 
     def read(self) -> RecoveredSlots:
-        """All that a predecessor has left; records that are not whole are erased."""
+        """Read the records that a predecessor has left; those that are not whole are erased."""
         at, pages, sizes = self._slots(range(len(self._slabs)))
         written = self._records[at, _CHECK] != 0
         at, pages, sizes = at[written], pages[written], sizes[written]
@@ -112,7 +109,7 @@ class SlotRecords:
     def check(
         self, pages: U32Array, keys: U64Array, digests: U64Array, keyspaces: I64Array, parts: I64Array
     ) -> list[str]:
-        """Audit against what the caller believes: what these slots hold, which are sealed and can be found."""
+        """Audit: compare records with what the caller knows of these slots, which are sealed and can be found."""
         at = self._places(pages)
         words = self._records[at]
         same = (words[:, :4] == keys).all(axis=1) & (words[:, 4:6] == digests).all(axis=1)

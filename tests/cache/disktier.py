@@ -237,7 +237,7 @@ class Tier:
         if pool.is_old:
             self.disk.demotion.adopted(adopt(self.cache, saved))
         else:
-            self.cache.remember()
+            self.cache.save_state()
         return self
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

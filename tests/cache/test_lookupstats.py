@@ -47,8 +47,8 @@ def ask(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
     found = cache.find(keyspace, keys)
     disk = cache.lower
     on_disk = disk.on_disk(keyspace, keys, found) if isinstance(disk, DiskTier) else np.zeros(len(keys), bool)
-    cache.lookups.note(keyspace, keys, found, on_disk)
-    cache.lookups.look()
+    cache.lookups.record(keyspace, keys, found, on_disk)
+    cache.lookups.classify_misses()
 
 
 def told(cache: Cache) -> dict[str, Any]:
@@ -198,8 +198,10 @@ class Replay:
         """Ask, then store what is missing."""
         held, keys = self._held[ids], self._keys[ids]
         rows = np.where(held, 0, -1)
-        self.lookups.note(self._space, keys, LookupResult(rows, held.astype(np.uint8), held), np.zeros(len(ids), bool))
-        self.lookups.look()
+        self.lookups.record(
+            self._space, keys, LookupResult(rows, held.astype(np.uint8), held), np.zeros(len(ids), bool)
+        )
+        self.lookups.classify_misses()
         self._store(ids[~held], keys[~held])
 
     def _store(self, ids: I64Array, keys: U64Array) -> None:

@@ -99,7 +99,7 @@ def test_a_clear_holds_from_its_first_step_on() -> None:
     store(cache, keyspace, keys_of(1))
     cache.epochs.advance(NAME)
     next(cache.clear(namespace))
-    cache.remember()
+    cache.save_state()
     store(cache, namespace.keyspaces[0], keys_of(2))
     after, saved = heir(cache)
     adopt(after, saved)

@@ -84,7 +84,7 @@ def test_chunks_are_made_as_they_are_taken() -> None:
     moved = []
     while (chunk := chunks.take()) is not None:
         moved += bytes_of(chunk)
-        chunks.note_moved(chunk)
+        chunks.add_moved(chunk)
     assert max(seen) <= chunks_module.PIECE_DESCRIPTORS
     assert sum(seen) == work.descriptors == chunks.descriptors == chunks.copies == 4000 * 32
     assert len(moved) == len(set(moved)) == work.total_bytes == chunks.bytes
@@ -96,7 +96,7 @@ def test_a_key_of_many_descriptors_is_made_in_parts() -> None:
     seen: list[int] = []
     chunks = Chunks(big(2, 3 * chunks_module.PIECE_DESCRIPTORS), Direction.STORE, cutter(seen), 1 << 30)
     while (chunk := chunks.take()) is not None:
-        chunks.note_moved(chunk)
+        chunks.add_moved(chunk)
     assert max(seen) == chunks_module.PIECE_DESCRIPTORS
     assert chunks.complete
 
@@ -108,7 +108,7 @@ def test_dropped_chunks_are_neither_taken_nor_made() -> None:
     assert first is not None
     chunks.drop()
     assert (chunks.take(), chunks.left, len(seen)) == (None, False, 1)
-    chunks.note_moved(first)
+    chunks.add_moved(first)
     assert not chunks.complete
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.server.closer import SPARE, STUCK_LOOKS, Closer
+from kvoffloadd.server.closer import SPARE, STUCK_CHECKS, Closer
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
 from scripts.harness.wait import until
@@ -75,10 +75,10 @@ async def test_who_sends_what_does_not_close_waits_alone(closer: Closer, stuck: 
 
 async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Closer, stuck: Lingering) -> None:
     done = begin(closer, stuck)
-    for _ in range(STUCK_LOOKS):
+    for _ in range(STUCK_CHECKS):
         closer.admit(THEIRS)
         closer.check(THEIRS, CAP)
-        closer._look()
+        closer._check_stuck()
     with pytest.raises(LimitError, match="does not let itself be closed"):
         closer.admit(THEIRS)
     with pytest.raises(LimitError, match="does not let itself be closed"):
@@ -88,7 +88,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Clos
     stuck.release()
     async with asyncio.timeout(20):
         await done.wait()
-    closer._look()
+    closer._check_stuck()
     closer.admit(THEIRS)
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import FramingError, UsageError
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.connection import PARTIAL_LOOKS, PeerConnection
+from kvoffloadd.server.connection import PARTIAL_CHECKS, PeerConnection
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
@@ -125,7 +125,7 @@ async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
     refused: list[FramingError] = []
     made._refuse = refused.append  # type: ignore[method-assign, assignment]
     made._watch_partial()
-    for _ in range(PARTIAL_LOOKS - 1):
+    for _ in range(PARTIAL_CHECKS - 1):
         fire(made)
         assert refused == []
     fire(made)

@@ -26,13 +26,13 @@ class FakeSession:
         self.namespace, self.events = hears, self
         self.told: list[Any] = []
 
-    def tell(self, event: Encoded) -> None:
+    def send(self, event: Encoded) -> None:
         self.told.append(event)
 
     def miss(self) -> None:
         self.told.append("missed")
 
-    def tell_gap(self) -> None:
+    def send_gap(self) -> None:
         self.told.append("gap, if any")
 
 

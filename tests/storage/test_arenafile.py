@@ -89,12 +89,12 @@ def test_starts_that_fail_make_it_unfit(pool: ArenaFile) -> None:
     def attempt() -> None:
         successor = heir(pool)
         assert successor is not None
-        successor.note_attempt()
+        successor.record_attempt()
         successor.close()
 
     for _ in range(ATTEMPTS_MAX - 1):
         attempt()
-    pool.note_success()
+    pool.record_success()
     for _ in range(ATTEMPTS_MAX):
         attempt()
     assert heir(pool) is None

@@ -1,27 +1,26 @@
-"""Roots come, go and come back: what they hold is found, and what they know of clears holds from then on.
+"""Taking roots in at start and when they come back: recover their keys, merge what their manifests know of clears.
 
 A root comes in five steps:
 
 1. its directory is taken and its manifest read (`Root.open`);
-2. the clears that it knows of are learnt, and disk keyspaces of older epochs go;
-3. all its segments are looked at (`Root.recover`);
-4. what its records testify of clears is learnt; those that count by what is known by then come into the catalog, and
-   the root is OK;
-5. its manifest is told, and those of the others.
+2. the clears in its manifest are merged, and disk keyspaces of older epochs go;
+3. all its segments are scanned (`Root.recover`);
+4. the clears that its records prove are merged; records of current epochs come into the catalog, and the root is OK;
+5. the merged epochs are written to its manifest, and to those of the others.
 
 The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
-the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one learns, disk keyspaces
+the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one merges, disk keyspaces
 of old epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and
-outlive it.
+outlive the clear.
 
 The order holds whatever happens between the steps:
 
 - *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
   pause, so that the clear closes the disk keyspaces of those that were there before it, and later ones do not count.
-- *Another root is heard.* As a clear; the lock keeps its learning whole.
+- *Another root's clears are merged.* As a clear; the lock keeps the merge whole.
 - *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
-  were accepted before. Of two copies the second is let go; the clears that it knows of are learnt all the same.
-- *The root goes again.* It is OFF before the end of step 4, so that nobody reads or writes there. I/O that fails ends
+  were accepted before. Of two copies the second is let go; the clears in its manifest are merged all the same.
+- *The root goes again.* It is OFF before the end of step 4, so that nothing reads or writes there. I/O that fails ends
   its coming with nothing in the catalog, and it begins anew with step 1. I/O that hangs keeps it OFF, and it alone.
 """
 
@@ -52,9 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """Sees to every root for as long as the daemon runs; event loop only. `coming`: those that are between step 1 and
-    the end of step 5.
-    """
+    """Takes roots in, and watches them for as long as the daemon runs. Event loop only."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class Arrivals:
         promotion: Promotion,
         reclaim: Reclaim,
     ) -> None:
-        self.coming: set[Root] = set()
+        self.coming: set[Root] = set()  # roots between step 1 and the end of step 5
         self._disk = disk
         self._clears = clears
         self._demotion = demotion
@@ -74,32 +71,32 @@ class Arrivals:
         self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Take in the roots, in their order: of two copies the first is used. Who does not answer comes in later."""
+        """Take in the roots, in their order: of two copies the first is used. One that does not answer comes later."""
         opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
         for root, opened in opening.items():
             came = asyncio.Event()
-            spawn(self._see_to(root, opened, came))
+            spawn(self._watch(root, opened, came))
             await root.probe.wait_for(came)
 
-    async def _see_to(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
-        """For ever: take a root in, notice when it goes, and when it comes back."""
+    async def _watch(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
+        """Take a root in, and notice when it goes off and when it comes back, until cancelled."""
         try:
-            await self._try(root, self._arrive(root, opened))
+            await self._log_errors(root, self._arrive(root, opened))
         finally:
             came.set()
         while True:
             await root.probe.pause()
-            await self._try(root, self.look_after(root))
+            await self._log_errors(root, self.check(root))
 
     @staticmethod
-    async def _try(root: Root, work: Coroutine[Any, Any, None]) -> None:
+    async def _log_errors(root: Root, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except (OSError, KvOffloadError) as error:
             log.warning("disk %s: %s", root.path, error)
 
-    async def look_after(self, root: Root) -> None:
-        """See whether a root still is what it was; take it off if it is not, and in again if it is back."""
+    async def check(self, root: Root) -> None:
+        """Check that a root answers and is the same directory; if not, take it off, and in again when it is back."""
         disk = self._disk
         if await root.probe.check():
             disk.numbers.changes.notify_all()
@@ -118,65 +115,65 @@ class Arrivals:
         """All five steps, or as many as it gets to; `opened` is the first."""
         self.coming.add(root)
         try:
-            known = await opened
-            if known is None:
+            manifest = await opened
+            if manifest is None:
                 return
-            await self._hear(root, known)
+            await self._accept(root, manifest)
             if root.accepted:
-                await self._take_in(root)
+                await self._recover(root)
             await self._clears.save_epochs(
-                [one for one in self._disk.roots if one is root or one.state != RootState.OFF]
+                [other for other in self._disk.roots if other is root or other.state != RootState.OFF]
             )
         finally:
             self.coming.discard(root)
 
-    async def _hear(self, root: Root, known: Manifest) -> None:
-        """Learn what a root knows of clears, whether it is used or not: it is `opened` then."""
-        same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == known.root_uuid]
+    async def _accept(self, root: Root, manifest: Manifest) -> None:
+        """Accept or reject an opened root, and merge the clears in its manifest in both cases."""
+        same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == manifest.root_uuid]
         if same:
             root.directory.reject()
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.directory.accepted = True
         async with self._changing:
-            await self._learn(known.base_epoch, known.last_epoch, known.epochs)
+            await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
 
-    async def _take_in(self, root: Root) -> None:
-        """Put what a root holds into the catalog."""
+    async def _recover(self, root: Root) -> None:
+        """Read what a root holds, and put it into the catalog: steps 3 and 4."""
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
             root.health.become(RootState.OFF, describe_error(error))
             await root.detach()
             return
-        records = sum(len(one.entries) for _, one in found)
+        records = sum(len(recovered.entries) for _, recovered in found)
         async with self._changing:
-            # A record of an epoch that no manifest knows: a clear that could not be noted, and holds all the same.
-            await self._learn(0, 0, root.epochs)
+            # A record of an epoch that no manifest knows: its clear could not be saved, but is valid all the same.
+            await self._merge_epochs(0, 0, root.epochs)
             self._disk.catalog.index.expect(records)
-            for segment, one in found:
-                self._load(segment, one)
+            for segment, recovered in found:
+                self._add_to_catalog(segment, recovered)
                 await asyncio.sleep(0)
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
 
-    def _load(self, segment: Segment, found: Recovered) -> None:
-        for number, name in enumerate(found.keyspaces):
+    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> None:
+        for number, name in enumerate(recovered.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
             disk_keyspace = self._disk.catalog.disk_keyspace(name)
-            mine = found.entries[found.entries["space"] == number]
-            mine = mine[mine["part"] < name.parts]
-            if disk_keyspace is not None and len(mine):
-                parts = mine["part"].astype(np.uint16)
-                keys = np.ascontiguousarray(mine["key"])
-                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, mine["page"])
+            entries = recovered.entries[recovered.entries["space"] == number]
+            entries = entries[entries["part"] < name.parts]
+            if disk_keyspace is not None and len(entries):
+                parts = entries["part"].astype(np.uint16)
+                keys = np.ascontiguousarray(entries["key"])
+                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])
 
-    async def _learn(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
-        """Somebody came late, and knows of clears that nobody here has heard of. What may be older than they are goes:
-        what came from a pool or a disk, what is on disk of older epochs, and if another daemon has cleared since this
-        run began, what was stored in it.
+    async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
+        """Merge clears that a late root knows of and this daemon does not. Keys that may be older than such a clear go:
+        those that came from an arena file or a disk, those on disk of older epochs, and if another daemon has cleared
+        since this run began, those that were stored in this run.
         """
         cache, catalog = self._cache, self._disk.catalog
         later = cache.epochs.merged(base, last, by_namespace)
@@ -185,7 +182,7 @@ class Arrivals:
         for disk_keyspace in catalog.disk_keyspaces.values():
             if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
                 catalog.close(disk_keyspace)  # nothing more is promoted from it
-        cache.epochs.last = later.last  # a clear meanwhile must be later than all that was learnt
+        cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
         # Before the new epoch is written down, for a successor must not find these keys in it.
         for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
             for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
@@ -193,8 +190,8 @@ class Arrivals:
         cache.epochs.merge(base, last, by_namespace)
         for namespace in cache.namespaces.values():
             self._renew(namespace)
-        if cache.namespaces:  # at a start the pool still has the names of those that are adopted next
-            cache.remember()
+        if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
+            cache.save_state()
         await self._clears.empty(self._clears.begin(None))
 
     def _renew(self, namespace: Namespace) -> None:

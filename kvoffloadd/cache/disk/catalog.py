@@ -27,26 +27,23 @@ _FREE = 0xFFFF
 """`missing` of a row that is free: more than any disk keyspace has parts."""
 
 AUDIT_RECORDS = 32_768
-"""Records that one step of the audit looks at."""
+"""Records that one step of the audit checks."""
 
 STEP_RECORDS = 4096
-"""Records that one step of a walk takes out, so that none holds the loop for more than a few milliseconds."""
+"""Records that one step of a walk removes, so that no step blocks the loop for more than a few milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskKeyspace:
-    """`rows` counts its rows, complete or not; `keys` the complete ones. A closed disk keyspace takes no more records.
-    `part_bytes`: payload size of each part; empty until somebody has told them since the start. `uid`: whose it is;
-    None until then.
-    """
+    """The keys of one group in one epoch of a namespace, on disk."""
 
     id: int
     name: KeyspaceId
-    rows: int = 0
-    keys: int = 0
-    open: bool = True
-    part_bytes: tuple[int, ...] = ()
-    uid: int | None = None
+    rows: int = 0  # of keys that are complete or not
+    keys: int = 0  # complete ones
+    open: bool = True  # a closed one takes no more records
+    part_bytes: tuple[int, ...] = ()  # payload size of each part; empty until the group is registered
+    uid: int | None = None  # its user; None until the group is registered
 
 
 class Catalog:
@@ -55,12 +52,14 @@ class Catalog:
     def __init__(self, max_records: int, seed: int) -> None:
         self.index = Index(max_records, seed)
         self.runs = RunAllocator(max_records)
-        self.first: U32Array = reserve_array((max_records,), np.uint32)
-        self.missing: U16Array = reserve_array((max_records,), np.uint16)
-        self.used: U8Array = reserve_array((max_records,), np.uint8)
+        # Columns, by row.
+        self.first: U32Array = reserve_array((max_records,), np.uint32)  # its first record number
+        self.missing: U16Array = reserve_array((max_records,), np.uint16)  # parts without a place; or _FREE
+        self.used: U8Array = reserve_array((max_records,), np.uint8)  # 1: read since it was written
+        # Columns, by record number.
         self.row: U32Array = reserve_array((max_records,), np.uint32)
-        self.segment: U32Array = reserve_array((max_records,), np.uint32)
-        self.page: U32Array = reserve_array((max_records,), np.uint32)
+        self.segment: U32Array = reserve_array((max_records,), np.uint32)  # ordinal
+        self.page: U32Array = reserve_array((max_records,), np.uint32)  # 0: it has no place
         self.records = 0
         self.disk_keyspaces: dict[int, DiskKeyspace] = {}
         self._by_name: dict[KeyspaceId, DiskKeyspace] = {}
@@ -71,8 +70,7 @@ class Catalog:
     # --- disk keyspaces ---
 
     def disk_keyspace(self, name: KeyspaceId, uid: int | None = None) -> DiskKeyspace | None:
-        """The disk keyspace of this name, made if it is new; None if there are too many. `uid`: whose it is, if that is
-        known.
+        """The disk keyspace of this name, made if it is new; None if there are too many. `uid`: its user, if known.
 
         A user has at most as many as there are left for all others then: disk keyspaces stay as long as they have keys,
         also when their namespaces are forgotten, and whatever some users do, the next one finds room.
@@ -96,7 +94,7 @@ class Catalog:
         self._by_name.pop(disk_keyspace.name, None)
 
     def discard(self, disk_keyspace: DiskKeyspace) -> None:
-        """Forget a disk keyspace without keys; its number may be another's. Who still writes to it finds it closed."""
+        """Forget a disk keyspace without keys, whose number may be reused. A write under way finds it closed."""
         self.close(disk_keyspace)
         self._take_down(disk_keyspace)
 

@@ -1,4 +1,4 @@
-"""Clears on disk: what they leave there is not found any more, and a successor is told of them. Event loop only."""
+"""Clears on disk: cleared keys are not found any more, and the new epochs go into the manifests. Event loop only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class DiskClears:
-    """All clears that the disks take part in. `stuck_s`: a root that takes longer to note one does not answer."""
+    """All clears that the disks take part in. A root that takes longer than `stuck_s` to write one does not answer."""
 
     def __init__(self, contents: DiskContents, stuck_s: float) -> None:
         self._contents = contents
@@ -25,8 +25,8 @@ class DiskClears:
         self._emptying: set[int] = set()
 
     def begin(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
-        """The epochs of these namespaces (fingerprints; None: of all) have advanced: what is on disk of older ones is
-        not found from now on. Pair with `finish`.
+        """The epochs of these namespaces (fingerprints; None: of all) have advanced: close disk keyspaces of older
+        epochs, so that their keys are not found any more. Returns them for `finish`.
         """
         old = []
         for disk_keyspace in self._contents.catalog.disk_keyspaces.values():
@@ -41,10 +41,10 @@ class DiskClears:
         return old
 
     async def finish(self, disk_keyspaces: list[DiskKeyspace]) -> None:
-        """Make it durable, then free what the disk keyspaces take.
+        """Make a clear durable, then free what the closed disk keyspaces take.
 
         Raises:
-            NotDurableError: it holds here, but a root could not note it: after a restart the keys might be back.
+            NotDurableError: a root could not save it: the keys might be back after a restart.
         """
         failed = await self.save_epochs(self._contents.roots)
         await self.empty(disk_keyspaces)
@@ -63,15 +63,15 @@ class DiskClears:
             try:
                 keyspace = self._contents.remove_keyspace(disk_keyspace)
                 for keys in self._contents.catalog.empty(disk_keyspace):
-                    self._contents.note_ghosts(disk_keyspace, keys, Reason.CLEARED)
+                    self._contents.record_miss_reason(disk_keyspace, keys, Reason.CLEARED)
                     if keyspace is not None and keyspace.namespace.listeners:
-                        self._contents.note_gone(keyspace, keys)
+                        self._contents.emit_removed(keyspace, keys)
                     await asyncio.sleep(0)
-            finally:  # whoever asked may be gone; the next clear goes on with it
+            finally:  # if this task is cancelled, the next clear goes on with it
                 self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
-        """Make durable what was cleared. Returns where that failed, and why: `Arrivals.look_after` tries it again."""
+        """Write the epochs to these roots' manifests. Returns where that failed, and why; `Arrivals.check` retries."""
         failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
         self._contents.numbers.changes.notify_all()  # what was stored since may be written now
         return failed

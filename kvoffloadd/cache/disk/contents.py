@@ -1,4 +1,4 @@
-"""What is on the disks, and whose it is: roots, segments, the catalog, and the keyspaces in memory that belong to it.
+"""Roots, segments and the catalog, and which keyspace in memory has its keys in which disk keyspace.
 
 Event loop only. What moves keys there and back is built on it: see `disktier`.
 """
@@ -44,13 +44,13 @@ class DiskContents:
         records = sum(root.capacity_bytes for root in roots) // (2 * PAGE_BYTES) + 1
         self.catalog = Catalog(min(records, RECORDS_MAX), seed)
         self._opened: WeakKeyDictionary[Keyspace, DiskKeyspace] = WeakKeyDictionary()
-        self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that has been opened last for it
-        self._told: set[int] = set()  # users who have too many disk keyspaces
+        self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that was opened last for it
+        self._warned_uids: set[int] = set()  # users with too many disk keyspaces
 
     # --- names ---
 
     def of(self, keyspace: Keyspace) -> DiskKeyspace | None:
-        """Where its keys are on disk; None before the sizes of all its parts are known, or if its user has too many."""
+        """Its disk keyspace; None before the sizes of all its parts are known, or if its user has too many."""
         return self._opened.get(keyspace)
 
     def open_keyspace(self, keyspace: Keyspace) -> None:
@@ -71,8 +71,8 @@ class DiskContents:
             disk_keyspace.part_bytes = tuple(keyspace.part_bytes)
             self._opened[keyspace] = disk_keyspace
             self._keyspaces[disk_keyspace.id] = keyspace
-        elif namespace.uid not in self._told:
-            self._told.add(namespace.uid)
+        elif namespace.uid not in self._warned_uids:
+            self._warned_uids.add(namespace.uid)
             log.warning("disk: uid %d has so many groups there that new ones of it are not written", namespace.uid)
 
     def reopen_keyspace(self, keyspace: Keyspace) -> None:
@@ -88,7 +88,7 @@ class DiskContents:
             self.discard_unused(disk_keyspace)
 
     def discard_unused(self, disk_keyspace: DiskKeyspace) -> None:
-        """A disk keyspace that nobody has open gives its number back once it has no keys."""
+        """Free the number of a disk keyspace that has no keys and no open keyspace in memory."""
         if disk_keyspace.open and not disk_keyspace.rows and disk_keyspace.id not in self._keyspaces:
             self.catalog.discard(disk_keyspace)
 
@@ -100,7 +100,7 @@ class DiskContents:
         return keyspace
 
     def payload_bytes(self, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array | None:
-        """Size of each record's payload; None if nobody has told the sizes since the start."""
+        """Size of each record's payload; None if the group was not registered since the start."""
         if not disk_keyspace.part_bytes:
             return None
         parts = records - self.catalog.first[self.catalog.row[records]]
@@ -108,7 +108,7 @@ class DiskContents:
         return sizes
 
     def namespaces(self) -> set[bytes]:
-        """Fingerprints of those that a root which is there may have something of."""
+        """Fingerprints of the namespaces that may have keys on disk."""
         return {
             disk_keyspace.name.fingerprint
             for disk_keyspace in self.catalog.disk_keyspaces.values()
@@ -116,18 +116,18 @@ class DiskContents:
         }
 
     def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
-        """Where a segment lies; None if its root is off."""
+        """The segment and its root; None if the root is off."""
         for root in self.roots:
             segment = root.pool.segments.get(ordinal)
             if segment is not None and root.holds(segment):
                 return root, segment
         return None
 
-    # --- questions ---
+    # --- lookups ---
 
     def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
-        """Which keys are complete on disk; also on a disk keyspace that is being emptied, which tells of their end
-        itself.
+        """Which keys are complete on disk; also in a disk keyspace that is being emptied, since the events of their
+        removal are emitted there.
         """
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is None or self._keyspaces.get(disk_keyspace.id) is not keyspace:
@@ -135,8 +135,8 @@ class DiskContents:
         return self.catalog.complete(disk_keyspace, keys)
 
     def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
-        """Packed keys that are on disk, from a catalog row on; and the next row, 0 at the end. Also those in memory:
-        one that was brought there since memory was listed would be missing otherwise.
+        """List packed keys on disk from the catalog row `cursor` on. Returns them and the next row, 0 at the end.
+        Includes keys that memory has, too: one that was read since memory was listed would be missing otherwise.
         """
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is None or not disk_keyspace.open:
@@ -145,10 +145,10 @@ class DiskContents:
         after = cursor + count
         return pack(keys, keyspace.namespace.key_bytes), after if after < self.catalog.index.rows_end else 0
 
-    # --- what goes ---
+    # --- removal ---
 
     def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:
-        """These records are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
+        """Drop records that are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
         catalog = self.catalog
         listened = [s for s in self._keyspaces.values() if s.namespace.listeners]
         keys = {}
@@ -157,28 +157,28 @@ class DiskContents:
             rows = rows[catalog.missing[rows] == 0]
             of_row = catalog.index.keyspace[rows]
             opened = [disk_keyspace for s in listened if (disk_keyspace := self.of(s)) is not None]
-            keys = {one.id: catalog.index.keys[rows[of_row == one.id]] for one in opened}
+            keys = {k.id: catalog.index.keys[rows[of_row == k.id]] for k in opened}
         lost = catalog.forget(records)
         of_lost = catalog.index.keyspace[lost]
         for number in distinct(of_lost).tolist():
-            self.note_ghosts(catalog.disk_keyspaces[number], catalog.index.keys[lost[of_lost == number]], why)
-        for number, gone in keys.items():
-            self.note_gone(self._keyspaces[number], gone)
+            self.record_miss_reason(catalog.disk_keyspaces[number], catalog.index.keys[lost[of_lost == number]], why)
+        for number, removed in keys.items():
+            self.emit_removed(self._keyspaces[number], removed)
         for number in distinct(of_lost).tolist():
             self.discard_unused(catalog.disk_keyspaces[number])
         return lost
 
     def remove_keyspace(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
-        """It is about to be emptied. Returns the keyspace in memory that had it open, whose keys it may have yet."""
+        """The disk keyspace is about to be emptied. Returns the keyspace in memory that has it open, if any."""
         return self._keyspaces.pop(disk_keyspace.id, None)
 
-    def note_ghosts(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
-        """Remember how these keys went. Those that memory still holds are not missed, and their own end comes later."""
+    def record_miss_reason(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
+        """Remember why these keys went. Those that memory still holds are no misses, and recorded when they go."""
         self.cache.entries.ghosts.went(disk_keyspace.name.fingerprint, disk_keyspace.name.group, keys, why)
 
-    def note_gone(self, keyspace: Keyspace, keys: U64Array) -> None:
-        """These keys are not on disk any more: an event for those that are not in memory."""
+    def emit_removed(self, keyspace: Keyspace, keys: U64Array) -> None:
+        """Emit an event for those keys, removed from disk, that are not in memory either."""
         held = self.cache.entries.find(keyspace, keys)
         resident = held >= 0
         resident[resident] = self.cache.entries.complete(held[resident])
-        self.cache.entries.note(keyspace, keys[~resident], added=False)
+        self.cache.entries.emit_event(keyspace, keys[~resident], added=False)

@@ -35,28 +35,26 @@ BATCH_SHARE = 64
 """What one write takes at most: bytes, keys, and a fraction (1/n) of memory, since what is written can't be evicted."""
 
 LOOK_AHEAD_S = 0.05
-"""How often the next victims of the memory tier are looked at."""
+"""How often the next victims of the memory tier are inspected."""
 
 LOOK_AHEAD_KEYS = 4096
 ROOM_S = 5.0
 """How long a batch waits for a segment before it is dropped."""
 
 OFFERS_PER_TURN = 64
-"""Offers that one turn of the loop looks at: after a clear all that wait may be void."""
+"""Batches that one turn of the loop inspects: after a clear all that wait may be void."""
 
 ADMISSION_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSettings:
-    """How the disk tier is used. `on_evict`: write only what memory is about to evict; `second_use`: only keys that
-    were used again. Budgets of 0 are none.
-    """
+    """How the disk tier is used."""
 
-    on_evict: bool
-    second_use: bool
-    write_bytes_per_s: int
-    write_ops_per_s: int
+    on_evict: bool  # write only keys that memory is about to evict
+    second_use: bool  # write only keys that were used again
+    write_bytes_per_s: int  # 0: no limit
+    write_ops_per_s: int  # 0: no limit
     backlog_bytes: int
     rewrite_hot: bool
     retry_s: float
@@ -65,31 +63,29 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemotionBatch:
-    """Keys to be written: memory rows, and what tells that a row still is the same key. `tries` so far."""
+    """Keys to be written."""
 
     keyspace: Keyspace
-    rows: U32Array
-    generations: U16Array
-    tries: int = 0
+    rows: U32Array  # of memory
+    generations: U16Array  # of each key's first part: if it has changed, the row is another key's
+    tries: int = 0  # so far
 
 
 @dataclass(slots=True, eq=False)
 class DemotionWrite:
-    """One batch under way: the offer's rows are held until all `left` records are written. One that is `dropped` lacks
-    some; `again`: since no root took any.
-    """
+    """One batch under way. Its rows are held until all records are written."""
 
     offer: DemotionBatch
     disk_keyspace: DiskKeyspace
-    left: int
+    left: int  # records that are not written yet
     failed: bool = False
-    dropped: bool = False
-    again: bool = False
+    dropped: bool = False  # some records were not taken by any root
+    again: bool = False  # and the keys are to be offered again
 
 
 @dataclass(slots=True)
 class Budget:
-    """A bucket of tokens: `bytes_per_s` and `ops_per_s`, 0: without limit. May go into debt for one batch."""
+    """A token bucket for bytes and operations a second; 0: no limit. May go into debt for one batch."""
 
     bytes_per_s: int
     ops_per_s: int
@@ -100,7 +96,7 @@ class Budget:
         return max(0.0, self.free_at_s - now)
 
     def spend(self, num_bytes: int, ops: int, now: float) -> None:
-        """A batch begins."""
+        """Count a batch that begins now."""
         for_bytes = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
         for_ops = ops / self.ops_per_s if self.ops_per_s else 0.0
         self.free_at_s = max(self.free_at_s, now) + max(for_bytes, for_ops)
@@ -108,16 +104,16 @@ class Budget:
 
 @dataclass(slots=True)
 class DemotionCounters:
-    """Since the start. `not_demoted`: keys that were to be written and were not, by reason."""
+    """What was written since the start."""
 
     keys: int = 0
     records: int = 0
     bytes: int = 0
-    not_demoted: Counter[str] = field(default_factory=Counter)
+    not_demoted: Counter[str] = field(default_factory=Counter)  # keys that were to be written and were not, by reason
 
 
 class Demotion:
-    """What waits to be written, and what is being written."""
+    """The backlog of keys that wait to be written, and the writes under way."""
 
     def __init__(self, disk: DiskContents, settings: DiskSettings) -> None:
         self._disk = disk
@@ -127,7 +123,7 @@ class Demotion:
         self.backlog_bytes = 0
         self._queue: deque[DemotionBatch] = deque()
         self._writes: set[DemotionWrite] = set()
-        # Of each row of memory whether it waits to be written.
+        # By row of memory: 1 if it waits to be written.
         self._demoting: U8Array = reserve_array((disk.cache.entries.max_rows,), np.uint8)
         self._queue_changes = Changes()
         self._again: set[Keyspace] = set()
@@ -143,10 +139,10 @@ class Demotion:
 
     @property
     def unwritten_bytes(self) -> int:
-        """What waits to be written or is being written."""
+        """Bytes that wait to be written or are being written."""
         return self.backlog_bytes + sum(sum(w.offer.keyspace.part_bytes) * len(w.offer.rows) for w in self._writes)
 
-    # --- what comes in ---
+    # --- offers ---
 
     def reset(self, rows: U32Array) -> None:
         """These rows are used for new keys."""
@@ -177,26 +173,26 @@ class Demotion:
     def offer(self, rows: U32Array) -> None:
         """Write these keys, if they are complete, sealed and not on disk."""
         rows = self._cache.entries.live(rows)
-        for keyspace, at in self._cache.entries.by_keyspace(rows):
-            mine = rows[at]
-            wanted = mine[self._writable(keyspace, mine)]
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            offered = rows[indices]
+            wanted = offered[self._writable(keyspace, offered)]
             if len(wanted):
                 self._enqueue(keyspace, wanted, 0)
 
     def offer_again(self, keyspace: Keyspace) -> None:
-        """Keys of it were not written, or what was written is void: offer all that memory alone has, as soon as some
-        root may take it.
+        """Keys of this keyspace were not written, or what was written is void: offer all keys that only memory has, as
+        soon as some root may take them.
         """
         if not self._settings.on_evict:  # then they are offered before they are evicted
             self._again.add(keyspace)
             self._again_changes.notify_all()
 
     def _whole(self, rows: U32Array) -> U32Array:
-        """Those of the keys whose parts are all sealed."""
+        """The subset of the keys whose parts are all sealed."""
         rows = self._cache.entries.live(rows)
         whole = np.zeros(len(rows), bool)
-        for keyspace, at in self._cache.entries.by_keyspace(rows):
-            whole[at] = self._sealed(keyspace, rows[at])
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            whole[indices] = self._sealed(keyspace, rows[indices])
         return rows[whole]
 
     def _sealed(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
@@ -206,7 +202,7 @@ class Demotion:
         return sealed
 
     def _admitted(self, rows: U32Array) -> U32Array:
-        """Count a use of each key; those that were used before."""
+        """Count a use of each key. Returns the subset that was used before."""
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
@@ -217,7 +213,7 @@ class Demotion:
         return rows[known]
 
     def _known(self, rows: U32Array) -> U32Array:
-        """Those of the keys that have been used twice, where that is asked for."""
+        """The subset of the keys that were used twice; all, if `second_use` is off."""
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
@@ -241,19 +237,19 @@ class Demotion:
         self._queue_changes.notify_all()
 
     def _writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-        """Complete, sealed, and not on disk."""
+        """Which keys are complete, sealed and not on disk."""
         disk_keyspace = self._disk.of(keyspace)
         if disk_keyspace is None or not disk_keyspace.open:
             return np.zeros(len(rows), bool)
-        ready = self._sealed(keyspace, rows)
-        at = np.flatnonzero(ready)
-        ready[at] = self._disk.catalog.find(disk_keyspace, self._cache.entries.index.keys[rows[at]]) < 0
-        return ready
+        flags = self._sealed(keyspace, rows)
+        sealed = np.flatnonzero(flags)
+        flags[sealed] = self._disk.catalog.find(disk_keyspace, self._cache.entries.index.keys[rows[sealed]]) < 0
+        return flags
 
-    # --- what goes out ---
+    # --- writing ---
 
     async def run(self) -> None:
-        """Write what is offered, for ever."""
+        """Write what is offered, until cancelled."""
         while True:
             offer = self._take()
             if offer is not None:
@@ -265,18 +261,18 @@ class Demotion:
                 self._look_ahead()
 
     async def run_again(self) -> None:
-        """See to what `offer_again` was told, for ever."""
+        """Offer the keyspaces of `offer_again` as soon as they may be written, until cancelled."""
         while True:
             await self._again_changes.wait_for(lambda: bool(self._again))
             ready = [keyspace for keyspace in self._again if keyspace.retired or self._may_write(keyspace)]
             for keyspace in ready:
-                self._again.discard(keyspace)  # who falls out from now on brings it back
+                self._again.discard(keyspace)  # a write that fails from now on adds it again
                 await self._offer_all(keyspace, math.inf)
             if not ready:
                 await self._disk.numbers.changes.wait(self._settings.retry_s)
 
     def _may_write(self, keyspace: Keyspace) -> bool:
-        """Some root works that has noted the keyspace's epoch."""
+        """Whether a root works whose manifest has the keyspace's epoch."""
         disk_keyspace = self._disk.of(keyspace)
         return disk_keyspace is not None and any(
             r.state == RootState.OK and r.directory.has_epoch(disk_keyspace.name) for r in self._disk.roots
@@ -295,7 +291,7 @@ class Demotion:
         return sum(left_bytes.values()) + self.unwritten_bytes
 
     async def _left_bytes(self, keyspace: Keyspace) -> int:
-        """What memory alone has of a keyspace, without what waits or is being written."""
+        """Bytes of a keyspace that only memory has, without those that wait or are being written."""
         left, entries = 0, self._cache.entries
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
@@ -305,8 +301,8 @@ class Demotion:
         return left * sum(keyspace.part_bytes)
 
     async def _offer_all(self, keyspace: Keyspace, until: float) -> int:
-        """Offer what memory alone has of a keyspace, as the backlog has room for it; no more after `until`. Returns the
-        bytes that it has not offered.
+        """Offer the keys of a keyspace that only memory has, as the backlog has room, until the loop time `until`.
+        Returns the bytes that were not offered.
         """
         left = 0
         entries, size = self._cache.entries, max(sum(keyspace.part_bytes), 1)
@@ -324,15 +320,15 @@ class Demotion:
         return left * size
 
     async def _until(self, backlog_bytes: int, until: float) -> None:
-        """Wait until no more than this waits to be written; 0: and nothing is being written. Or until `until`."""
+        """Wait until no more than this waits to be written (0: nor is being written), or until loop time `until`."""
         while self._disk.loop.time() < until:
             if self.backlog_bytes <= backlog_bytes and (backlog_bytes or not self._writes):
                 return
             await self._disk.numbers.changes.wait(LOOK_AHEAD_S)
 
     def _take(self) -> DemotionBatch | None:
-        """The next keys to write: of one keyspace, still the same, not more than one write takes. None: there are none,
-        or not among the first that wait.
+        """Take the next keys to write out of the queue: of one keyspace, still the same keys, no more than one write
+        takes. None: there are none, at least not among the first batches.
         """
         for _ in range(min(OFFERS_PER_TURN, len(self._queue))):
             offer = self._queue.popleft()
@@ -347,8 +343,8 @@ class Demotion:
             entries = self._cache.entries
             same = entries.state[rows] == RowState.LIVE
             same &= entries.index.keyspace[rows] == offer.keyspace.id
-            at = np.flatnonzero(same)
-            same[at] = entries.parts.generation[entries.first[rows[at]]] == generations[at]
+            live = np.flatnonzero(same)
+            same[live] = entries.parts.generation[entries.first[rows[live]]] == generations[live]
             self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())
             rows, generations = rows[same], generations[same]
             writable = self._writable(offer.keyspace, rows)
@@ -405,12 +401,12 @@ class Demotion:
             begin += took
 
     def _why_not(self) -> str:
-        """Why no root takes anything of a keyspace."""
+        """Why no root takes keys of a keyspace: a label of the metric."""
         states = {root.state for root in self._disk.roots}
         return "clear not noted" if RootState.OK in states else "no room" if RootState.FULL in states else "no disk"
 
     async def _append(self, write: DemotionWrite, batch: WriteBatch) -> int:
-        """Give the head of a batch to the root that has the least to do; 0 if none has room for too long."""
+        """Append the head of a batch to the root with the least load. Returns how many records it took; 0: no room."""
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
@@ -470,7 +466,7 @@ class Demotion:
         """Offer what the memory tier would evict next."""
         tier, entries = self._cache.tier, self._cache.entries
         for size, queue in self._cache.eviction.queues.items():
-            # As its keys have them: what a keyspace might store, nobody else has to make room for.
+            # Slots per key as the keys have them now, not as they might have at most.
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:

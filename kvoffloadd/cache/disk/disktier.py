@@ -1,4 +1,4 @@
-"""The disk tier as the cache sees it: what is there, what moves which way, what was cleared. Event loop only."""
+"""The disk tier below memory, which puts together catalog, demotion, promotion, reclaim and scrub. Event loop only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
 
 
 class DiskTier(DiskContents):
-    """What is on the disks, and the ways there and back: the tier below memory."""
+    """The `LowerTier` on disk."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DiskTier(DiskContents):
     # --- life ---
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
-        """Find what the disks hold; then keep them going. `spawn` runs a task that the daemon owns."""
+        """Take the roots in, and start the background tasks. `spawn` runs a task that the daemon owns."""
 
         def keep(work: Coroutine[Any, Any, None]) -> None:
             self._tasks.append(spawn(work))
@@ -69,51 +69,48 @@ class DiskTier(DiskContents):
         keep(self.demotion.run_again())
 
     async def close(self, flush_s: float, deadline_s: float) -> bool:
-        """Write what is in memory alone, seal, and let the roots go. False: some I/O does not end."""
+        """Write what is in memory alone, seal, and close the roots. False: some I/O does not end."""
         if left := await self.demotion.flush(flush_s):
             log.warning("%d bytes were not written to disk in time; they are lost with this process", left)
         for task in self._tasks:
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
 
-    # --- what memory tells ---
+    # --- calls from memory, see `LowerTier` ---
 
     def reset(self, rows: U32Array) -> None:
-        """See `LowerTier`."""
         self.promotion.reset(rows)
         self.demotion.reset(rows)
 
     def sealed(self, parts: I64Array) -> None:
-        """See `LowerTier`."""
         self.demotion.sealed(parts)
 
     def used(self, rows: U32Array) -> None:
-        """See `LowerTier`."""
         self.demotion.used(rows)
 
-    # --- questions ---
+    # --- lookups ---
 
-    def on_disk(self, keyspace: Keyspace, keys: U64Array, found: LookupResult) -> BoolArray:
-        """Which keys of a lookup can be brought into memory, or are on their way: their state becomes PENDING."""
+    def on_disk(self, keyspace: Keyspace, keys: U64Array, lookup: LookupResult) -> BoolArray:
+        """Which keys of a lookup are on disk, or on their way from there. Sets their state in `lookup` to PENDING."""
         on_disk = np.zeros(len(keys), bool)
-        misses = np.flatnonzero(found.states == KeyState.MISS)
+        misses = np.flatnonzero(lookup.states == KeyState.MISS)
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is not None and len(misses):
             on_disk[misses] = self.catalog.find(disk_keyspace, keys[misses]) >= 0
-        waiting = np.flatnonzero(found.states == _PENDING)
+        waiting = np.flatnonzero(lookup.states == _PENDING)
         if len(waiting):
-            on_disk[waiting] = self.promotion.under_way(found.rows[waiting])
-        found.states[on_disk] = _PENDING
+            on_disk[waiting] = self.promotion.under_way(lookup.rows[waiting])
+        lookup.states[on_disk] = _PENDING
         return on_disk
 
     # --- audit ---
 
     def check(self) -> list[str]:
-        """What is wrong; nothing: an empty list."""
-        return [finding for found in self.steps() for finding in found]
+        """The audit in one go: a list of what is wrong."""
+        return [finding for findings in self.steps() for finding in findings]
 
     def steps(self) -> Iterator[list[str]]:
-        """The same, bit by bit, each true of its moment."""
+        """The audit in steps. Each yields what is wrong at its moment."""
         yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.pool.segments})
         yield [
             f"disk: {root.path} uses {root.pool.used_bytes} bytes of {root.capacity_bytes}"
@@ -141,39 +138,39 @@ class DiskTier(DiskContents):
 
 
 def keys_on_disk(keyspace: Keyspace, keys: U64Array, first: int, on_disk: BoolArray) -> KeysOnDisk:
-    """The keys that are away, each of them once, with their places in the prompt."""
-    at = np.flatnonzero(on_disk)
-    once = np.unique(keys[at].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
-    at = at[np.sort(once)]
-    return KeysOnDisk(keyspace, np.ascontiguousarray(keys[at]), (at + first).astype(np.uint32))
+    """The distinct keys of the mask, with their positions in the prompt. `first`: the position of the first key."""
+    indices = np.flatnonzero(on_disk)
+    once = np.unique(keys[indices].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
+    indices = indices[np.sort(once)]
+    return KeysOnDisk(keyspace, np.ascontiguousarray(keys[indices]), (indices + first).astype(np.uint32))
 
 
 def find_on_disk(
-    disk: DiskTier, asked: Sequence[tuple[Keyspace, U64Array]], found: Sequence[LookupResult]
+    disk: DiskTier, groups: Sequence[tuple[Keyspace, U64Array]], lookups: Sequence[LookupResult]
 ) -> list[BoolArray]:
     """`DiskTier.on_disk` of each keyspace's keys, in one go."""
-    if len(asked) < 2:
-        return [disk.on_disk(keyspace, keys, one) for (keyspace, keys), one in zip(asked, found, strict=True)]
+    if len(groups) < 2:
+        return [disk.on_disk(keyspace, keys, lookup) for (keyspace, keys), lookup in zip(groups, lookups, strict=True)]
     # Of keyspaces without a disk keyspace that is open nothing is looked up.
-    disk_keyspaces = [its if (its := disk.of(keyspace)) is not None and its.open else None for keyspace, _ in asked]
-    counts = [len(keys) for _, keys in asked]
+    disk_keyspaces = [its if (its := disk.of(keyspace)) is not None and its.open else None for keyspace, _ in groups]
+    counts = [len(keys) for _, keys in groups]
     numbers = np.repeat(
         np.array([disk_keyspace.id if disk_keyspace else 0 for disk_keyspace in disk_keyspaces], np.uint16), counts
     )
-    states = np.concatenate([one.states for one in found])
+    states = np.concatenate([lookup.states for lookup in lookups])
     on_disk = np.zeros(len(states), bool)
     misses = np.flatnonzero(
         (states == _MISS) & np.repeat([disk_keyspace is not None for disk_keyspace in disk_keyspaces], counts)
     )
     if len(misses):
-        keys = join_keys(keys for _, keys in asked)
+        keys = join_keys(keys for _, keys in groups)
         on_disk[misses] = disk.catalog.find_all(numbers[misses], keys[misses]) >= 0
     waiting = np.flatnonzero(states == _PENDING)
     if len(waiting):
-        rows = np.concatenate([one.rows for one in found])
+        rows = np.concatenate([lookup.rows for lookup in lookups])
         on_disk[waiting] = disk.promotion.under_way(rows[waiting])
-    split = [on_disk[at] for at in spans(counts)]
+    masks = [on_disk[span] for span in spans(counts)]
     if on_disk.any():
-        for one, gone in zip(found, split, strict=True):
-            one.states[gone] = _PENDING
-    return split
+        for lookup, mask in zip(lookups, masks, strict=True):
+            lookup.states[mask] = _PENDING
+    return masks

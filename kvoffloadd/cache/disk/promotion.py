@@ -1,11 +1,11 @@
 """Promotion: keys on disk are read into memory slots, verified, and only then served.
 
 Event loop only. The read lanes of the disk's roots write into slots that are reserved here, and nowhere else; until a
-payload is verified its part is in state WRITING, which nobody can read.
+payload is verified its part is in state WRITING, which no lookup hits.
 
-A disk may never answer. What it could keep is bounded by windows. Reads that nobody waits for any more are cancelled,
-and when their root goes off nobody waits: their slots are free at once. A read that a thread is inside can't be
-cancelled: it may write into its slots at any time, so that they are quarantined until it ends.
+A disk may never answer. The slots that it could keep are bounded by windows. A read is cancelled when no fetch waits
+for it any more, and when its root goes off no fetch waits: its slots are free at once. A read that a thread is inside
+can't be cancelled: it may write into its slots at any time, so that they are quarantined until it ends.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 
 
 class Urgency:
-    """Of reads of one engine: what a job waits for, what a lease waits for, the rest. Plain ints."""
+    """The order among the reads of one engine. Plain ints."""
 
-    LOAD: Final = 0
-    PIN: Final = 1
+    LOAD: Final = 0  # a job waits
+    PIN: Final = 1  # a lease waits
     PREFETCH: Final = 2
-    REWRITE: Final = 3
+    REWRITE: Final = 3  # of a segment that is reclaimed
 
 
 WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
@@ -65,89 +65,79 @@ WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysOnDisk:
-    """Keys of a keyspace that are on disk, or on their way from there; `positions`: where each stands in its prompt."""
+    """Keys of a keyspace that are on disk, or on their way from there."""
 
     keyspace: Keyspace
     keys: U64Array
-    positions: U32Array
+    positions: U32Array  # of each key in its prompt
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Somebody waits for keys. `slices`: what it has not begun with; `idle`: it has seen that there are none.
-    `readings`: what it waits for, each with keys to be looked at again after it. `rows`: what came, held until `done`
-    has returned. `ended`: `done` was called, or never will be.
-    """
+    """A request's wait for keys on disk."""
 
     urgent: int
     done: Callable[[], None]
-    slices: deque[KeysOnDisk]
+    slices: deque[KeysOnDisk]  # keys that it has not begun with
     flow: Flow
-    readings: dict[ReadBatch, list[KeysOnDisk]] = field(default_factory=dict)
-    rows: list[U32Array] = field(default_factory=list)
-    idle: bool = False
-    ended: bool = False
+    readings: dict[ReadBatch, list[KeysOnDisk]] = field(default_factory=dict)  # with keys to begin anew after each
+    rows: list[U32Array] = field(default_factory=list)  # what came, held until `done` has returned
+    idle: bool = False  # it has found `slices` empty
+    ended: bool = False  # `done` was called, or never will be
 
 
 @dataclass(slots=True, eq=False)
 class ReadBatch:
-    """Parts of one keyspace that are being read. `rows` are held until its end; `left` parts are not settled yet, among
-    them those of `pieces`. `cancelled`: some of its parts will not come, since nobody waited for it, or a root does
-    not answer.
-    """
+    """Parts of one keyspace that are being read."""
 
     id: int
     urgent: int
     flow: Flow
     keyspace: Keyspace
-    rows: U32Array
-    left: int
+    rows: U32Array  # held until its end
+    left: int  # parts that are not settled yet
     waiters: list[Fetch]
     pieces: dict[PendingRead, Ticket] = field(default_factory=dict)
-    cancelled: bool = False
+    cancelled: bool = False  # some parts will not come: no fetch waited for it, or a root does not answer
 
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
-    """What one ticket reads: `parts`, from `records` of the catalog in one `segment`, as `reads` says. `window`: of
-    which its slots take `num_bytes`. `quarantined`: nobody waits for it any more, but the disk may still write.
-    """
+    """What one ticket of a read lane reads."""
 
     root: Root
     segment: int
-    parts: I64Array
-    records: I64Array
-    reads: np.ndarray
+    parts: I64Array  # where to: record numbers in memory
+    records: I64Array  # where from: record numbers of the catalog, in this segment
+    reads: np.ndarray  # the same for the lane: an array of READ
     window: Window[Fetch]
-    num_bytes: int
-    quarantined: bool = False
+    num_bytes: int  # of the window
+    quarantined: bool = False  # no fetch waits for it any more, but the disk may still write
 
 
 @dataclass(slots=True)
 class PromotionCounters:
-    """Since the start. Of records that did not come: `damaged` did not verify; for `unreadable` the disk gave an error;
-    `cancelled` were not read, since nobody waited any more or the root did not answer; for `no_resources` the system
-    had no descriptors or memory. The last two are still on disk.
-    """
+    """What was read since the start."""
 
     keys: int = 0
     bytes: int = 0
-    without_space: int = 0
-    damaged: int = 0
-    unreadable: int = 0
-    cancelled: int = 0
-    no_resources: int = 0
+    without_space: int = 0  # keys that memory had no room for
+    # Records that did not come.
+    damaged: int = 0  # they did not verify
+    unreadable: int = 0  # the disk gave an error
+    cancelled: int = 0  # not read, and still on disk: no fetch waited any more, or the root did not answer
+    no_resources: int = 0  # not read, and still on disk: the system had no descriptors or memory
 
 
 class Promotion:
-    """All that is on its way from disk to memory."""
+    """All reads from disk to memory that are under way."""
 
     def __init__(self, disk: DiskContents) -> None:
         self._disk = disk
         self._cache = disk.cache
         self.counters = PromotionCounters()
         self._readings: dict[int, ReadBatch] = {}
-        # Of each row of memory the number of the reading that fills it; 0: none.
+        # By row of memory: the number of the reading that fills it; 0: none.
         self._reading: U32Array = reserve_array((disk.cache.entries.max_rows,), np.uint32)
         self._fetches: set[Fetch] = set()
         self._quarantine: set[PendingRead] = set()
@@ -162,7 +152,7 @@ class Promotion:
 
     @property
     def holds(self) -> int:
-        """Rows held for what is being read, and for whoever waits."""
+        """Rows held for readings and for fetches."""
         readings = sum(len(reading.rows) for reading in self._readings.values())
         return readings + sum(len(rows) for fetch in self._fetches for rows in fetch.rows)
 
@@ -174,7 +164,7 @@ class Promotion:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of slots that nobody can use before a disk has answered."""
+        """Bytes of slots that can't be used before a disk has answered."""
         return sum(piece.num_bytes for piece in self._quarantine)
 
     def reset(self, rows: U32Array) -> None:
@@ -183,27 +173,27 @@ class Promotion:
 
     def under_way(self, rows: I64Array) -> BoolArray:
         """Which of these memory rows are being read from disk."""
-        found: BoolArray = self._reading[rows] != 0
-        return found
+        mask: BoolArray = self._reading[rows] != 0
+        return mask
 
     def fetch(self, on_disk: list[KeysOnDisk], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
-        """Bring these keys into memory, as far as there is room. `done()` is called once, later: what came is held
-        meanwhile, and looked up again tells what it was. Pair with `cancel` if nobody waits any more. `flow`: who asks.
+        """Bring these keys into memory, as far as there is room. `done()` is called once, later: during the call what
+        came is held, and a new lookup finds it. Call `cancel` to wait no longer. `flow`: whose share of the lanes.
         """
         slices: deque[KeysOnDisk] = deque()
-        for one in on_disk:
+        for group in on_disk:
             limit_bytes = min(window.limit_bytes for (_, of), window in self._windows.items() if of == urgent)
-            step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(one.keyspace.part_bytes))))
-            for at in range(0, len(one.keys), step):
+            step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(group.keyspace.part_bytes))))
+            for at in range(0, len(group.keys), step):
                 span = slice(at, at + step)
-                slices.append(KeysOnDisk(one.keyspace, one.keys[span], one.positions[span]))
+                slices.append(KeysOnDisk(group.keyspace, group.keys[span], group.positions[span]))
         fetch = Fetch(urgent, done, slices, flow)
         self._fetches.add(fetch)
         self._disk.loop.call_soon(self._advance, fetch)
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
-        """`done` is not called any more. What nobody else waits for is not read, unless a thread is at it."""
+        """`done` is not called any more. Reads without another fetch are cancelled, unless a thread is at them."""
         if fetch.ended:
             return
         fetch.ended = True
@@ -217,7 +207,7 @@ class Promotion:
         self._let_go(fetch)
 
     def give_up(self, root: Root) -> None:
-        """This root does not answer: nobody waits for what it was to read any more."""
+        """This root does not answer: no fetch waits for its reads any more."""
         for reading in list(self._readings.values()):
             for piece, ticket in list(reading.pieces.items()):
                 if piece.root is root:
@@ -228,7 +218,7 @@ class Promotion:
     # --- one slice a turn ---
 
     def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
-        """`woken`: the window that it has waited for; its turn is over when this returns."""
+        """Begin with the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
         full = None
         if not fetch.slices:
             fetch.idle = True
@@ -246,15 +236,15 @@ class Promotion:
                 self._wake(window)
 
     def _wake(self, window: Window[Fetch]) -> None:
-        """There is more room in it than before, or it is somebody else's turn."""
+        """There is more room in the window, or a turn is over: the next fetch goes on."""
         while (fetch := window.next()) is not None:
             if not fetch.ended:
                 self._disk.loop.call_soon(self._advance, fetch, window)
                 return
 
     def _start(self, fetch: Fetch, on_disk: KeysOnDisk, woken: Window[Fetch] | None) -> Window[Fetch] | None:
-        """Bring what is on disk of a slice, and wait for what others bring. Returns a window that has no room for it:
-        then nothing was done.
+        """Begin to read the keys of a slice, and join readings that others have begun. Returns a window that has no
+        room for it: then nothing was done.
         """
         cache, keyspace = self._cache, on_disk.keyspace
         if keyspace.retired:
@@ -272,13 +262,13 @@ class Promotion:
                 window = self._windows[root, fetch.urgent]
                 if not window.has_room(num_bytes) or (window.is_busy and woken is None):
                     return window
-        if len(found.hit_rows):  # somebody brought them meanwhile
+        if len(found.hit_rows):  # read or stored meanwhile
             self._hold(fetch, found.hit_rows)
         held = np.flatnonzero((found.rows >= 0) & ~found.hits)
         numbers = self._reading[found.rows[held]]
         for number in distinct(numbers[numbers != 0]).tolist():
-            mine = held[numbers == number]
-            self._join(fetch, self._readings[number], KeysOnDisk(keyspace, on_disk.keys[mine], on_disk.positions[mine]))
+            same = held[numbers == number]
+            self._join(fetch, self._readings[number], KeysOnDisk(keyspace, on_disk.keys[same], on_disk.positions[same]))
         if len(at):
             self._disk.catalog.mark_used(rows)
             self._read(fetch, KeysOnDisk(keyspace, on_disk.keys[at], on_disk.positions[at]), rows)
@@ -287,7 +277,7 @@ class Promotion:
     def _needed(
         self, keyspace: Keyspace, disk_keyspace: DiskKeyspace, rows: U32Array
     ) -> tuple[BoolArray, Counter[Root]]:
-        """Which keys of the catalog lie on roots that work, and how many bytes each root is to read for them."""
+        """Which of these catalog rows are on roots that work, and how many bytes each root is to read for them."""
         catalog = self._disk.catalog
         segments = catalog.segment[catalog.places(disk_keyspace, rows)]
         sizes = np.asarray(keyspace.part_bytes, np.int64)
@@ -307,7 +297,7 @@ class Promotion:
         cache, catalog, keyspace = self._cache, self._disk.catalog, on_disk.keyspace
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
         reservation = cache.reserve(keyspace, on_disk.keys, wanted, 0, positions=on_disk.positions)
-        mine = reservation.states == _RESERVED
+        reserved = reservation.states == _RESERVED
         self.counters.without_space += int((reservation.states > _RESERVED).sum())
         parts = reservation.parts
         if not len(parts):
@@ -322,23 +312,23 @@ class Promotion:
         cache.hold(rows)
         self._join(fetch, reading, None)
         # Which key each part belongs to: rows are distinct, since the keys are.
-        of_key = cache.entries.find(keyspace, on_disk.keys[mine])
+        of_key = cache.entries.find(keyspace, on_disk.keys[reserved])
         order = np.argsort(of_key)
         key_of_part = order[np.searchsorted(of_key[order], cache.entries.parts.row[parts])]
         numbers = parts - cache.entries.first[cache.entries.parts.row[parts]]
-        records = catalog.first[catalog_rows[mine]][key_of_part].astype(np.int64) + numbers
+        records = catalog.first[catalog_rows[reserved]][key_of_part].astype(np.int64) + numbers
         reads = np.zeros(len(parts), READ)
         reads["page"] = catalog.page[records]
         reads["part"] = numbers
         reads["payload_bytes"] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
         reads["address"] = cache.payload_addresses(parts)
-        reads["key"] = on_disk.keys[mine][key_of_part]
+        reads["key"] = on_disk.keys[reserved][key_of_part]
         for segment, at in pieces(catalog.segment[records], reads, self._piece_bytes):
             self._submit(reading, segment, parts[at], records[at], reads[at])
 
     def _submit(self, reading: ReadBatch, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray) -> None:
         place, disk_keyspace = self._disk.segment(segment), self._disk.of(reading.keyspace)
-        if place is None or disk_keyspace is None:  # it goes
+        if place is None or disk_keyspace is None:  # its root went off, or it was cleared
             self._disk.loop.call_soon(self._not_submitted, reading, parts)
             return
         root, found = place
@@ -370,27 +360,27 @@ class Promotion:
             self.counters.bytes += int(piece.reads["payload_bytes"][good].sum())
         if not good.all():
             self._abort(reading, piece.parts[~good])
-            self._note_failures(reading, piece, status)
+            self._count_failures(reading, piece, status)
         self._leave(reading, piece)
 
     def _abort(self, reading: ReadBatch, parts: I64Array) -> None:
-        """These parts did not come."""
+        """Free the slots of parts that did not come."""
         rows = distinct(self._cache.entries.parts.row[parts])
         self._cache.abort(parts)
         self._let_retired_go(reading, rows)
 
     def _let_retired_go(self, reading: ReadBatch, rows: U32Array) -> None:
-        """Do not hold those of these keys that are gone until the reading ends: once they are without slots, their rows
-        would be more than there may be.
+        """Unhold those of these keys that are retired before the reading ends: rows that have no slots any more are not
+        bounded by memory.
         """
         entries = self._cache.entries
-        gone = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
-        reading.rows = np.setdiff1d(reading.rows, gone)
-        self._reading[gone] = 0
-        self._cache.unhold(gone)
+        retired = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
+        reading.rows = np.setdiff1d(reading.rows, retired)
+        self._reading[retired] = 0
+        self._cache.unhold(retired)
 
-    def _note_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
-        """Count what did not come. Records that are bad are dropped; the others can be tried again."""
+    def _count_failures(self, reading: ReadBatch, piece: PendingRead, status: U8Array) -> None:
+        """Count records that did not come. Bad ones are dropped; the others can be tried again."""
         catalog, counters = self._disk.catalog, self.counters
         damaged, unreadable, cancelled, starved = (
             int((status == reason).sum()) for reason in (DAMAGED, FAILED, NOT_READ, NO_RESOURCES)
@@ -412,7 +402,7 @@ class Promotion:
             log.warning("disk: %d records were not read: the system has no descriptors or memory to spare", starved)
 
     def _put_in_quarantine(self, reading: ReadBatch, piece: PendingRead) -> None:
-        """Its keys are misses, and can be stored again in other slots; those it has stay taken until the read ends."""
+        """Keep the slots of a read that does not end. Its keys are misses, and can be stored again in other slots."""
         piece.quarantined = True
         self._quarantine.add(piece)
         self.counters.cancelled += len(piece.parts)
@@ -447,10 +437,10 @@ class Promotion:
         for fetch in reading.waiters:
             self._check_end(fetch)
 
-    # --- who waits ---
+    # --- fetches ---
 
     def _join(self, fetch: Fetch, reading: ReadBatch, on_disk: KeysOnDisk | None) -> None:
-        """`on_disk`: which keys of it, where another fetch has begun it."""
+        """Have a fetch wait for a reading. `on_disk`: its keys in it, if another fetch has begun the reading."""
         joined = reading in fetch.readings
         again = fetch.readings.setdefault(reading, [])
         if on_disk is not None and reading.cancelled:
@@ -464,8 +454,8 @@ class Promotion:
                 piece.root.reader.lane.raise_priority(ticket, fetch.flow, fetch.urgent)
 
     def _look_again(self, fetch: Fetch, on_disk: list[KeysOnDisk]) -> None:
-        """What had been given up before the fetch came is begun anew. Only that: what could not be read has been tried
-        for everybody. Each time somebody has to come and give up again, so that it ends.
+        """Begin anew with keys whose reading was cancelled before this fetch joined. Only these: what could not be read
+        would fail again. It ends, since each time another fetch must have begun a reading and cancelled it.
         """
         fetch.slices.extend(on_disk)
         if on_disk and fetch.idle:
@@ -484,7 +474,7 @@ class Promotion:
         self._let_go(fetch)
 
     def keep(self, fetch: Fetch, rows: U32Array) -> None:
-        """Hold what the same request names and memory has, as long as the fetch goes on: it makes no room for it."""
+        """Hold these rows as long as the fetch goes on: it must not evict what the same request names."""
         self._hold(fetch, rows)
 
     def _let_go(self, fetch: Fetch) -> None:
@@ -496,13 +486,15 @@ class Promotion:
 
 
 def pieces(segments: U32Array, reads: np.ndarray, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, I64Array]]:
-    """Indices of what one ticket reads: one segment, by page, a bounded number of bytes and records."""
+    """Split reads into pieces for one ticket each: of one segment, by page, with bounded bytes and records. Returns the
+    segment of each piece and the indices of its reads.
+    """
     order = np.lexsort((reads["page"], segments))
     ordered = segments[order]
     sizes = reads["payload_bytes"][order].astype(np.int64)
     begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    found = []
+    split = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
         turns = in_turns(order[begin:end], sizes[begin:end], max(piece_bytes, 1), PIECE_RECORDS)
-        found += [(int(ordered[begin]), piece) for piece in turns]
-    return found
+        split += [(int(ordered[begin]), piece) for piece in turns]
+    return split

@@ -1,4 +1,4 @@
-"""Reclaim: whole segments are given up for new ones, the oldest first; what was used since it was written moves on.
+"""Reclaim: the oldest segments are reused for new ones; records that were used since they were written are rewritten.
 
 Event loop only, one task per root.
 """
@@ -25,10 +25,10 @@ from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
 
 REWRITE_BYTES = 8 << 20
-"""What is read and written again in one go."""
+"""Bytes that are read and written again in one go."""
 
 REWRITE_SHARE = 4
-"""At most this fraction (1/n) of a segment moves on, so that giving it up always gains room."""
+"""At most this fraction (1/n) of a segment is rewritten, so that reclaiming it always gains room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Staging:
 
 
 class Reclaim:
-    """Keeps a segment ready for whatever is written next."""
+    """Keeps an empty segment ready for the next writes of each root."""
 
     def __init__(self, disk: DiskContents, demotion: Demotion, *, rewrite_hot: bool) -> None:
         self._disk = disk
@@ -47,11 +47,11 @@ class Reclaim:
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
         self.records_rewritten = 0
-        # What threads read to and write from belongs to whoever outlives them, not to a task that can be cancelled.
+        # Threads read to and write from this memory: a task that can be cancelled must not own it.
         self._staging: set[Staging] = set()
 
     async def keep(self, root: Root, retry_s: float) -> None:
-        """For ever: whenever the root has no segment ahead, make one."""
+        """Whenever the root has no segment ahead, make one, until cancelled."""
         changes = self._disk.numbers.changes
         while True:
             if not root.pool.wants_segment:
@@ -73,11 +73,11 @@ class Reclaim:
         return oldest.ordinal in root.pool.segments and await root.pool.recycle(oldest)
 
     async def give_up(self, root: Root, segment: Segment) -> None:
-        """Nothing of this segment is found any more, after what is in use has moved on."""
+        """Drop all records of this segment from the catalog, after those in use were rewritten."""
         catalog = self._disk.catalog
         again = []
         if self._rewrite_hot:
-            # What is written meanwhile must not take the room: then all that is used would be lost.
+            # Other writes meanwhile must not take the room: then all records in use would be lost.
             root.writer.reserved_pages = segment.size_bytes // REWRITE_SHARE // PAGE_BYTES
             try:
                 again = await self._rewrite(root, segment)
@@ -90,8 +90,8 @@ class Reclaim:
             self._demotion.offer(rows)
 
     async def forget(self, ordinal: int) -> list[np.ndarray]:
-        """Drop every record of a segment from the catalog, some at a time. Returns the keys that went, by their rows,
-        which may be in use again already.
+        """Drop every record of a segment from the catalog, some at a time. Returns the catalog rows of the keys that
+        were dropped, which other keys may have by now.
         """
         lost = []
         records = self._disk.catalog.in_segment(ordinal)
@@ -102,7 +102,7 @@ class Reclaim:
             await asyncio.sleep(0)
         return lost
 
-    # --- what moves on ---
+    # --- rewriting ---
 
     async def _rewrite(self, root: Root, segment: Segment) -> list[np.ndarray]:
         """Write the used records of a segment again. Returns memory rows of keys that are better written from there."""
@@ -115,10 +115,9 @@ class Reclaim:
             if disk_keyspace is None or not disk_keyspace.open:
                 continue  # cleared, before this or while others were moved
             # From disk even where memory has them: it may evict them before they are written from there.
-            mine = self._complete(segment, disk_keyspace)
-            moved = await self._move_used(
-                root, segment, disk_keyspace, mine[catalog.used[catalog.row[mine]] != 0], left
-            )
+            complete = self._complete(segment, disk_keyspace)
+            used = complete[catalog.used[catalog.row[complete]] != 0]
+            moved = await self._move_used(root, segment, disk_keyspace, used, left)
             if moved is None:
                 break
             left -= moved
@@ -136,16 +135,16 @@ class Reclaim:
         catalog = self._disk.catalog
         records = catalog.in_segment(segment.ordinal)
         rows = catalog.row[records]
-        found: I64Array = records[(catalog.index.keyspace[rows] == disk_keyspace.id) & (catalog.missing[rows] == 0)]
-        return found
+        subset: I64Array = records[(catalog.index.keyspace[rows] == disk_keyspace.id) & (catalog.missing[rows] == 0)]
+        return subset
 
     def _resident(self, keyspace: Keyspace, records: I64Array) -> U32Array:
-        """Memory rows of the keys of these records that are there, too."""
+        """Memory rows of those keys of these records that memory has, too."""
         entries = self._disk.cache.entries
         rows = entries.find(keyspace, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
         rows = rows[rows >= 0]
-        found: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
-        return found
+        resident: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
+        return resident
 
     async def _move_used(
         self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, left: int
@@ -153,7 +152,7 @@ class Reclaim:
         """Write as many of these records again as `left` bytes take. Returns their bytes; None: there is no room."""
         sizes = self._disk.payload_bytes(disk_keyspace, records)
         if sizes is None:
-            return 0  # nobody has registered this group since the start: nobody has used it either
+            return 0  # the group was not registered since the start, so its keys were not used either
         costs = record_pages(sizes) * PAGE_BYTES
         fits = np.cumsum(costs) <= left
         records, sizes = records[fits], sizes[fits]

@@ -15,15 +15,15 @@ FINDINGS_MAX = 1000
 
 
 class Scrub:
-    """Reads behind all that anybody waits for."""
+    """The scrub of all roots; its reads come behind all others."""
 
     def __init__(self, disk: DiskContents, counters: PromotionCounters) -> None:
         self._disk = disk
         self._counters = counters
 
     async def run(self, *, repair: bool) -> tuple[int, list[str]]:
-        """Records read, and what is wrong with them; with `repair` the bad ones are dropped. What goes or moves
-        meanwhile is not judged.
+        """Read all records. Returns their number and what is wrong; with `repair` bad records are dropped. Records that
+        are dropped or rewritten meanwhile are not judged.
         """
         catalog, count = self._disk.catalog, 0
         findings: list[str] = []
@@ -54,8 +54,8 @@ class Scrub:
         return count, findings
 
     def _sizes(self, segment: Segment, records: I64Array) -> I64Array:
-        """Bytes from each of these records of a segment, which come by page, to the next; nobody may have told more
-        since the start. All of them together are no more than the segment.
+        """Bytes from each of these records of a segment, which come by page, to the next: an upper bound of its size,
+        which may not be known since the start. All of them together are no more than the segment.
         """
         ends = np.append(self._disk.catalog.page[records], segment.size_bytes // PAGE_BYTES).astype(np.int64)
         sizes: I64Array = np.diff(ends) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""How many bytes of slots may be reserved at once for what one root is to read. Event loop only."""
+"""A read window: the bytes of slots that may be reserved at once for the reads of one root. Event loop only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Window(Generic[T]):
-    """`used_bytes` are reserved. Whoever finds no room waits, and users and engines have their turns in fairness."""
+    """A bound on reserved bytes. A fetch that finds no room waits; users and engines take turns."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -27,17 +27,17 @@ class Window(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Others wait for room: whoever comes now waits behind them."""
+        """Whether others wait for room: a newcomer has to wait behind them."""
         return bool(self.used_bytes and (self._first or len(self._waiting)))
 
-    def wait(self, who: T, flow: Flow, num_bytes: int) -> None:
-        """Until there is room for so much."""
-        self._waiting.push(((flow.uid, flow.divisor), (flow.instance, 1)), who, max(num_bytes, 1))
+    def wait(self, waiter: T, flow: Flow, num_bytes: int) -> None:
+        """Queue a waiter that wants so many bytes."""
+        self._waiting.push(((flow.uid, flow.divisor), (flow.instance, 1)), waiter, max(num_bytes, 1))
 
-    def wait_first(self, who: T) -> None:
-        """There was no room yet for the one that `next` has given."""
-        self._first.append(who)
+    def wait_first(self, waiter: T) -> None:
+        """Queue a waiter that `next` has returned, and for which there was no room yet, before all others."""
+        self._first.append(waiter)
 
     def next(self) -> T | None:
-        """Whose turn it is."""
+        """Take the waiter whose turn it is out of the queue; None: none waits."""
         return self._first.popleft() if self._first else self._waiting.take()

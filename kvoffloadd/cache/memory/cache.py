@@ -1,4 +1,4 @@
-"""The door of this room: what is where, and who holds it.
+"""The memory cache: namespaces, lookups, holds, and the reserve / commit / abort of slots.
 
 Event loop only, no locks, nothing here waits. Keys are (n, WORDS) u64, as `keys_array` makes them. A method that
 raises has changed nothing.
@@ -69,13 +69,14 @@ _RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
 
 
 def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
-    """Rows of what hits, each once, where each stands in its prompt, and where each group begins; each has a hit."""
-    at = [np.flatnonzero(found.hits) for _, found, _ in groups]
-    hits = list(zip(groups, at, strict=True))
-    rows = _joined([found.rows[mine] for (_, found, _), mine in hits])
-    places = _joined([mine + first for (_, _, first), mine in hits])
-    begins = begins_of([(keyspace, len(mine)) for (keyspace, _, _), mine in hits])
-    if len(distinct(rows)) < len(rows):  # a policy is told of each key once, where the prompt has it first
+    """Rows of the keys that hit, each once, the position of each in its prompt, and where each group begins in them.
+    Every group has a hit.
+    """
+    hits = [(group, np.flatnonzero(group[1].hits)) for group in groups]
+    rows = _joined([lookup.rows[indices] for (_, lookup, _), indices in hits])
+    places = _joined([indices + first for (_, _, first), indices in hits])
+    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits])
+    if len(distinct(rows)) < len(rows):  # a policy takes each key once, where the prompt has it first
         once = first_of_each(rows)
         rows, places = rows[once], places[once]
         begins = None if begins is None else np.searchsorted(once, begins)
@@ -87,9 +88,7 @@ def _joined(arrays: list[I64Array]) -> I64Array:
 
 
 class Cache:
-    """Namespaces, lookups, leases' holds, reservations. `make_policy(capacity_rows, max_rows)` makes an eviction
-    policy.
-    """
+    """The memory tier's keys. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
 
     def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
         self.tier = tier
@@ -101,12 +100,12 @@ class Cache:
         self.epochs = Epochs()
         self.lower: LowerTier = self.entries.lower
         self.namespaces: dict[bytes, Namespace] = {}
-        self._told_of_names = False
-        self._names_differ = False
+        self._warned_of_names = False
+        self._state_changed = False
         self._tick = 0
 
     def attach(self, lower: LowerTier) -> None:
-        """There is a tier below memory."""
+        """Put a tier below memory."""
         self.lower = self.entries.lower = lower
 
     # --- namespaces and groups ---
@@ -123,7 +122,7 @@ class Cache:
         return namespace
 
     def close_namespace(self, namespace: Namespace) -> None:
-        """A session has left. A namespace that nobody uses is forgotten once it has no keys."""
+        """A session has left. A namespace without sessions is forgotten once it has no keys."""
         namespace.sessions -= 1
         self._reap_namespaces()
 
@@ -154,30 +153,30 @@ class Cache:
         return keyspace
 
     def set_part_bytes(self, keyspace: Keyspace, payload_bytes: dict[int, int]) -> None:
-        """A rank has told the payload sizes of its parts. Raises SchemaError if another rank told another one."""
+        """A rank has registered its parts with these payload sizes. Raises SchemaError if another rank's differ."""
         for part, size in payload_bytes.items():
             keyspace.check_part(part, size)
         new = {part: size for part, size in payload_bytes.items() if keyspace.part_bytes[part] != size}
         for part, size in new.items():
             keyspace.part_bytes[part] = size
         if new:
-            self._names_differ = True
+            self._state_changed = True
             self.admit(keyspace, new.values())
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """The payload sizes of these parts of it are known now, too."""
+        """Make room in queues and below for parts whose payload sizes, `known`, have just become known."""
         self.eviction.admit(keyspace, known)
         self.lower.open_keyspace(keyspace)
 
-    def remember(self) -> None:
-        """Write down whose the keys are, for a successor: before a key of a group that has changed is, and at once if
-        something was cleared.
+    def save_state(self) -> None:
+        """Save namespaces and epochs for a successor: before the slot record of a key whose group has changed is
+        written, and at once after a clear.
         """
-        self._names_differ = False
+        self._state_changed = False
         names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
         self.tier.pool.save_names(names)
-        if left_out and not self._told_of_names:
-            self._told_of_names = True
+        if left_out and not self._warned_of_names:
+            self._warned_of_names = True
             log.warning(
                 "memory: uid %(uid)d has too many groups to be written down: a restart would be a cold one for it",
                 {"uid": left_out[0]},
@@ -198,19 +197,19 @@ class Cache:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
         retired since the caller got hold of it, all is a miss.
         """
-        return self._found(self.entries.find(keyspace, keys))
+        return self._lookup_result(self.entries.find(keyspace, keys))
 
-    def find_all(self, asked: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
+    def find_all(self, groups: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
         """`find` of each keyspace's keys, in one go: some hundred groups of a request cost little more than one."""
-        if len(asked) < 2:
-            return [self.find(keyspace, keys) for keyspace, keys in asked]
-        counts = [(keyspace, len(keys)) for keyspace, keys in asked]
-        found = self._found(self.entries.find_all(counts, join_keys(keys for _, keys in asked)))
+        if len(groups) < 2:
+            return [self.find(keyspace, keys) for keyspace, keys in groups]
+        counts = [(keyspace, len(keys)) for keyspace, keys in groups]
+        joined = self._lookup_result(self.entries.find_all(counts, join_keys(keys for _, keys in groups)))
         return [
-            LookupResult(found.rows[at], found.states[at], found.hits[at]) for at in spans(count for _, count in counts)
+            LookupResult(joined.rows[s], joined.states[s], joined.hits[s]) for s in spans(count for _, count in counts)
         ]
 
-    def _found(self, rows: I64Array) -> LookupResult:
+    def _lookup_result(self, rows: I64Array) -> LookupResult:
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
@@ -230,15 +229,15 @@ class Cache:
         self.eviction.readmit(rows)
 
     def use_all(self, used: Sequence[tuple[Keyspace, LookupResult, int]]) -> None:
-        """Tell the policy that a request uses the keys that hit, of each of its groups; the number is the position of
-        the group's first key in its prompt.
+        """A request uses the keys that hit, of each of its groups: count the use in the policies. The number is the
+        position of the group's first key in its prompt.
         """
         queues: dict[int, tuple[Queue, list[tuple[Keyspace, LookupResult, int]]]] = {}
-        for one in used:
-            if one[0].queue is not None and one[1].hits.any():
-                queues.setdefault(id(one[0].queue), (one[0].queue, []))[1].append(one)
-        for queue, some in queues.values():
-            rows, places, begins = _used(some)
+        for keyspace, lookup, first in used:
+            if keyspace.queue is not None and lookup.hits.any():
+                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append((keyspace, lookup, first))
+        for queue, groups in queues.values():
+            rows, places, begins = _used(groups)
             queue.policy.touch(rows, places, begins)
             self.lower.used(rows)
             self._touch_slots(self.entries.first[rows].astype(np.int64))
@@ -248,16 +247,16 @@ class Cache:
         self.tier.touch(self.entries.parts.page[parts], self._tick)
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
-        """Where the payloads are; valid while the parts are held."""
+        """u64 addresses of the parts' payloads, valid while the parts are held."""
         return self.tier.addresses(self.entries.parts.page[parts])
 
     def payload_bytes(self, parts: I64Array) -> I64Array:
         """Size of each part's payload."""
         rows = self.entries.parts.row[parts]
         sizes = np.zeros(len(parts), np.int64)
-        for keyspace, at in self.entries.by_keyspace(rows):
-            numbers = parts[at] - self.entries.first[rows[at]]
-            sizes[at] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
+        for keyspace, indices in self.entries.by_keyspace(rows):
+            numbers = parts[indices] - self.entries.first[rows[indices]]
+            sizes[indices] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
         return sizes
 
     # --- writing: reserve, begin, then commit or abort ---
@@ -274,12 +273,12 @@ class Cache:
         """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
         names. Its groups are distinct.
 
-        States: RESERVED; HIT (these parts are there); PENDING (another one reserved some of them); NO_SPACE for the
-        keys of a group behind the last one that could be served, and for all if the index can't hold those that are
+        States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
+        the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
         new.
 
         Raises:
-            SchemaError: no rank has told the payload size of a wanted part yet.
+            SchemaError: no rank has registered a wanted part yet.
             InternalError: a keyspace is retired.
         """
         for wanted in request:
@@ -296,18 +295,18 @@ class Cache:
                 alike[-1].append(wanted)
             else:
                 alike.append([wanted])
-        joined = [Joined.of(some, self.entries.index) for some in alike]
-        rows = [self.entries.find_all(some.keyspaces, some.keys, some.hashes) for some in joined]
-        named = np.concatenate([NO_ROWS, *(found[found >= 0].astype(np.uint32) for found in rows)])
-        if len(named):
-            self.hold(named)
-        made = [self._reserve(some, found) for some, found in zip(joined, rows, strict=True)]
-        if len(named):
-            self.unhold(named)
-        return [one for some, reserved in zip(joined, made, strict=True) for one in some.split(reserved)]
+        joined = [Joined.of(groups, self.entries.index) for groups in alike]
+        rows = [self.entries.find_all(groups.keyspaces, groups.keys, groups.hashes) for groups in joined]
+        present = np.concatenate([NO_ROWS, *(r[r >= 0].astype(np.uint32) for r in rows)])
+        if len(present):
+            self.hold(present)
+        reserved = [self._reserve(*groups_and_rows) for groups_and_rows in zip(joined, rows, strict=True)]
+        if len(present):
+            self.unhold(present)
+        return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
 
     def _reserve(self, wanted: Joined, rows: I64Array) -> Reservation:
-        """Of groups that are alike, whose keys have these rows so far."""
+        """`reserve_all` of groups that are alike. `rows` of their keys, -1 for new ones, which get theirs here."""
         states = np.full(len(rows), _RESERVED, np.uint8)
         empty = np.ones((len(rows), len(wanted.parts)), bool)
         held = np.flatnonzero(rows >= 0)
@@ -317,19 +316,19 @@ class Cache:
             states[held[~empty[held].any(axis=1)]] = _HIT
             writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
             states[held[writing]] = _PENDING
-        at = np.flatnonzero(states == _RESERVED)
-        served = self._reserve_slots(wanted, rows, empty, at)
-        states[at[served:]] = _NO_SPACE
-        self.counters.keys_without_space += len(at) - served
-        at = at[:served]
-        which, columns = np.nonzero(empty[at])
-        return Reservation(self.entries.records(rows[at], wanted.parts)[which, columns], at[which], columns, states)
+        unserved = np.flatnonzero(states == _RESERVED)
+        num_served = self._reserve_slots(wanted, rows, empty, unserved)
+        states[unserved[num_served:]] = _NO_SPACE
+        self.counters.keys_without_space += len(unserved) - num_served
+        keys = unserved[:num_served]
+        which, columns = np.nonzero(empty[keys])
+        return Reservation(self.entries.records(rows[keys], wanted.parts)[which, columns], keys[which], columns, states)
 
     def _reserve_slots(self, wanted: Joined, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
-        """Slots for the `empty` wanted parts of the keys at `at`, in order; inserts new keys into `rows`. Returns how
-        many of the keys got all of theirs; the others got none.
+        """Reserve slots for the `empty` wanted parts of the keys with indices `at`, in order; new keys get their
+        `rows`. Returns how many of the keys got all their slots; the others got none.
 
-        One slot size after the other, each one's slots taken before the next one looks for room.
+        One slot size after the other: the slots of one are taken before room is made for the next.
         """
         keyspace, keys, parts = wanted.keyspaces[0][0], wanted.keys, wanted.parts
         sizes = np.array([slot_pages(keyspace.part_bytes[p]) for p in parts.tolist()], np.int64)
@@ -348,7 +347,7 @@ class Cache:
                         wanted.counts(new), keys[new], wanted.hashes[new], wanted.positions[new]
                     )
                 except LimitError:
-                    return 0  # for the index has no room for them, though memory has
+                    return 0  # the index has no room for them, though memory has
                 inserted = True
             else:
                 self._undo(self.entries.records(rows[at[fits:served]], parts)[empty[at[fits:served]]])
@@ -363,7 +362,7 @@ class Cache:
         self.counters.parts_reserved += len(records)
 
     def _undo(self, records: I64Array) -> None:
-        """Give back what was reserved of these parts; some have no slot yet."""
+        """Free the slots that were reserved for these parts; some have none yet."""
         self.abort(records[self.entries.parts.state[records] == PartState.RESERVED])
 
     def begin(self, parts: I64Array) -> None:
@@ -381,7 +380,7 @@ class Cache:
         kept: I64Array = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
         rows = distinct(entries.parts.row[parts])
         live = entries.live(rows)
-        entries.tell(live[entries.complete(live)], added=True)
+        entries.record_change(live[entries.complete(live)], added=True)
         entries.free_retired(rows)
         self.eviction.readmit(rows)
         return kept
@@ -404,14 +403,14 @@ class Cache:
         columns.digest[parts[same]] = digests[same]
         columns.state[parts[same]] = PartState.SEALED
         self.counters.parts_sealed += int(same.sum())
-        self._note(parts[same])
+        self._write_slot_records(parts[same])
 
-    def _note(self, parts: I64Array) -> None:
-        """Write down what a successor may take over."""
+    def _write_slot_records(self, parts: I64Array) -> None:
+        """Write slot records of sealed parts, for a successor."""
         entries = self.entries
         parts = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
-        if self._names_differ and len(parts):
-            self.remember()
+        if self._state_changed and len(parts):
+            self.save_state()
         rows = entries.parts.row[parts]
         self.tier.slot_records.write(
             entries.parts.page[parts],
@@ -432,8 +431,8 @@ class Cache:
             log.warning("memory: %d keys did not match their checksums; they are misses now", len(live))
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
-        """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees
-        some: (keys, bytes). See `clearing.clear`, which writes it down.
+        """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees some
+        keys, and yields (keys, bytes). See `clearing.clear`, which makes it durable.
         """
         namespace.epoch = self.epochs.of(namespace.fingerprint)
         old = list(namespace.keyspaces.values())
@@ -448,8 +447,8 @@ class Cache:
                 yield keys - keyspace.keys, held_bytes - keyspace.bytes
 
     def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
-        """A clear of the namespace has become known, by its number: what may have been stored before it goes, some a
-        step. Of a clear from before this run that is what was not stored in this run.
+        """Drop keys that may have been stored before a clear, which has become known by its number `epoch`; some each
+        step. If the clear was before this run, these are the keys that were not stored in this run.
         """
         anything = epoch > self.epochs.began
         for keyspace in list(namespace.keyspaces.values()):
@@ -461,13 +460,13 @@ class Cache:
                 yield
 
     def forget_clears(self) -> None:
-        """If there are too many clears to remember, forget those of namespaces of which nothing is left here."""
+        """If too many clears are remembered, forget those of namespaces of which nothing is left here."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
             self.epochs.forget(self.namespaces.keys() | self.lower.namespaces())
 
     def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
-        """Packed complete keys from row `cursor` on, and the next cursor (0: the end); those of the tier below come
-        last. A keyspace that was retired has none.
+        """List packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
+        tier below come last. A retired keyspace has none.
         """
         if keyspace.retired:
             return b"", 0
@@ -482,7 +481,7 @@ class Cache:
         return packed, _IN_LOWER if keyspace.namespace.fingerprint in self.lower.namespaces() else 0
 
     def figures(self) -> dict[str, int]:
-        """Counters and gauges of this room."""
+        """Counters and gauges, for `status`."""
         return {
             **self.lookups.totals(),
             **asdict(self.counters),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 REMEMBERED_MAX = 4096
-"""Clears of namespaces of which nothing is left that are remembered one by one. A manifest, and what a pool is told,
-list them all.
+"""How many clears are remembered one by one of namespaces of which nothing is left. Manifests and the saved state list
+them all.
 """
 
 LEAP_US = 1 << 16
@@ -33,15 +33,15 @@ class Epochs:
     The number of a clear is the time at which it happened, so that clears order even where they are remembered in
     places that never met, and no number is given out twice, also not by a daemon that has forgotten.
 
-    `base`: the epoch of namespaces that `by_namespace`, by fingerprint, does not list. `last`: the highest number that
-    anybody has heard of. `began`: when this run did; somebody else's clear that is later was while it stored.
     """
 
-    base: int = 0
-    last: int = 0
-    by_namespace: dict[bytes, int] = field(default_factory=dict)
+    base: int = 0  # the epoch of namespaces that `by_namespace` does not list
+    last: int = 0  # the highest number that is known to have been given out
+    by_namespace: dict[bytes, int] = field(default_factory=dict)  # by fingerprint
     clock: Callable[[], int] = field(default=unix_time_us, compare=False)
-    began: int = field(default_factory=unix_time_us, compare=False)
+    began: int = field(
+        default_factory=unix_time_us, compare=False
+    )  # a later clear by another daemon was during this run
 
     def of(self, fingerprint: bytes) -> int:
         """The epoch of a namespace, whether it is open or not."""
@@ -57,7 +57,7 @@ class Epochs:
         self.by_namespace = {}  # a manifest may be about to be made of the one before
 
     def merge(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> None:
-        """Take over what somebody else remembers: each namespace's later epoch holds."""
+        """Merge clears that a manifest or saved state remembers: each namespace's later epoch holds."""
         names = self.by_namespace.keys() | by_namespace.keys()
         later = {name: max(self.of(name), by_namespace.get(name, base)) for name in names}
         self.base = max(self.base, base)
@@ -65,15 +65,15 @@ class Epochs:
         self.by_namespace = {name: epoch for name, epoch in later.items() if epoch != self.base}
 
     def merged(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> Epochs:
-        """What `merge` would make of it."""
+        """A copy after `merge`."""
         copy = replace(self)
         copy.merge(base, last, by_namespace)
         return copy
 
     def forget(self, kept: Collection[bytes]) -> None:
-        """Remember clears of namespaces that are not `kept` in one number, if there are too many: they, and all that
-        nobody has heard of, begin anew in an epoch that nothing was ever stored in. Whatever of them is put back is
-        void. Those that are kept stay in their epochs.
+        """If there are too many clears of namespaces that are not `kept`, remember them in one number: these and all
+        unknown namespaces begin anew in an epoch in which nothing was stored yet. If a root with keys of theirs comes
+        back, its keys are void. The namespaces that are `kept` stay in their epochs.
         """
         if len(self.by_namespace.keys() - set(kept)) > REMEMBERED_MAX:
             epochs = {fingerprint: self.of(fingerprint) for fingerprint in kept}

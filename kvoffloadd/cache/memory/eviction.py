@@ -1,4 +1,4 @@
-"""Room for new slots: who has to go. Event loop only."""
+"""Eviction: making room for new slots, within one slot size and between sizes. Event loop only."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NO_ROWS = np.zeros(0, np.uint32)
 
 SLABS_TRIED = 8
 RECORDS_MAX = 1 << 18
-"""Part records of keys that one request evicts, about: it ends with the room that there is then. Keys of thousands of
-parts, of which few are there, would take hundreds of milliseconds. And of keys that it looks at: from then on it takes
-over slabs.
+"""A bound on the work of one request, in part records. When keys with about so many are evicted, it ends with the room
+that there is: keys of thousands of parts, of which few are there, would take hundreds of milliseconds. When so many
+were looked at in vain, it takes over slabs instead.
 """
 QUEUES_MAX = 64
-"""Each takes memory and mappings of its own. Engines have few sizes; what comes above shares the queue next in size."""
+"""Each takes memory and mappings. Engines have few slot sizes; one too many shares the queue that is next in size."""
 
 
 class Eviction:
@@ -46,12 +46,12 @@ class Eviction:
         self.slabs_taken_over = 0
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """The payload sizes of these parts of it are known now, too; with the first ones a keyspace gets its queue."""
+        """Count parts whose payload sizes, `known`, have become known; with the first a keyspace gets its queue."""
         known, before = list(known), self.num_sizes
         if keyspace.queue is None:
             keyspace.queue = self._queue_for([slot_pages(size) for size in known])
             keyspace.queue.join(keyspace)
-        keyspace.queue.learn(keyspace, known)
+        keyspace.queue.add_parts(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
@@ -60,12 +60,12 @@ class Eviction:
             )  # fmt: skip
 
     def _queue_for(self, sizes: list[int]) -> Queue:
-        """Of the first of these sizes of slots."""
+        """The queue for keys with slots of these sizes: the first decides."""
         size = sizes[0]
         if size not in self.queues:
-            self.queues = {known: queue for known, queue in self.queues.items() if queue.num_spaces}
+            self.queues = {pages: queue for pages, queue in self.queues.items() if queue.num_spaces}
         if size not in self.queues and len(self.queues) >= QUEUES_MAX:
-            size = min(self.queues, key=lambda known: abs(known - size))
+            size = min(self.queues, key=lambda pages: abs(pages - size))
         if size not in self.queues:
             capacity_rows = max(1, self._tier.num_pages // sum(sizes))
             policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
@@ -74,12 +74,12 @@ class Eviction:
 
     @property
     def num_sizes(self) -> int:
-        """Slot sizes of the keyspaces that there are."""
+        """How many slot sizes the keyspaces use."""
         return len(self.sizes)
 
     def make_room(self, size: int, wanted: int) -> int:
-        """Evict until `wanted` slots of `size` pages are free; fewer if no more can go. Returns how many of them
-        are.
+        """Evict until `wanted` slots of `size` pages are free. Returns how many of them are: fewer if no more keys can
+        be evicted.
         """
         free = self._tier.num_free(size)
         looked_at, evicted, tries = 0, 0, 1
@@ -97,26 +97,26 @@ class Eviction:
         return min(free, wanted)
 
     def readmit(self, rows: U32Array) -> None:
-        """Somebody has let go of these rows, given in prompt order: those that nobody holds may go again."""
+        """These rows, in prompt order, were unheld: those that are evictable now enter their queues again."""
         if not any(queue.policy.num_aside for queue in self.queues.values()):
             return
         rows = rows[first_of_each(rows)]
         rows = rows[self._entries.evictable(rows)]
-        for queue, at in self._entries.by_queue(rows):
-            queue.policy.readmit(rows[at])
+        for queue, indices in self._entries.by_queue(rows):
+            queue.policy.readmit(rows[indices])
 
     def _victims(self, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
-        """Keys whose end frees up to so many slots: at least one, if one that may go is found among keys of
-        `records_max` parts, about. And the parts of the keys that were looked at.
+        """Choose keys whose eviction frees up to so many slots: at least one key, if one that may be evicted is among
+        the next keys of about `records_max` parts. Returns the rows, and how many parts the inspected keys have.
 
-        Keys may have fewer slots than the most that their queue knows of, or none: such keys stay. So each further try
-        looks at more of them than would do if all had the most, and further ahead as long as all that it finds have
-        none; what turns out not to be needed is left out.
+        Keys may have fewer slots than the most that their queue counts with, or none: keys without any stay. So each
+        further try inspects more keys than would be enough if all had the most, and looks further ahead as long as no
+        key has any; those that turn out not to be needed are left out.
         """
         looked_at = 0
         queues = [queue for queue in self.queues.values() if queue.most_per_key(size) and len(queue.policy)]
         for after, queue in zip(reversed(range(len(queues))), queues, strict=True):
-            until = looked_at + (records_max - looked_at) // (1 + after)  # so that none keeps all from the others
+            until = looked_at + (records_max - looked_at) // (1 + after)  # so that no queue uses up all
             ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
             while looked_at < until:
                 left = until - looked_at if seen else RECORDS_MAX
@@ -133,18 +133,18 @@ class Eviction:
         return NO_ROWS, looked_at
 
     def _records(self, rows: U32Array) -> int:
-        """Parts of all these keys together."""
+        """How many parts all these keys have together."""
         return int(self._entries.widths(rows).sum())
 
     def _slots(self, rows: U32Array, size: int) -> I64Array:
         """How many slots of this size each key has."""
         entries = self._entries
-        found = np.zeros(len(rows), np.int64)
-        for keyspace, at in entries.by_keyspace(rows):
-            right = np.array([slot_pages(part_bytes) == size for part_bytes in keyspace.part_bytes])
-            records = entries.parts.run(entries.first[rows[at]], keyspace.schema.parts)
-            found[at] = ((entries.parts.state[records] != PartState.EMPTY) & right).sum(axis=1)
-        return found
+        counts = np.zeros(len(rows), np.int64)
+        for keyspace, indices in entries.by_keyspace(rows):
+            fits = np.array([slot_pages(part_bytes) == size for part_bytes in keyspace.part_bytes])
+            records = entries.parts.run(entries.first[rows[indices]], keyspace.schema.parts)
+            counts[indices] = ((entries.parts.state[records] != PartState.EMPTY) & fits).sum(axis=1)
+        return counts
 
     def _take_colder_slab(self, size: int) -> bool:
         own = self._tier.coldest_touch(size)
@@ -164,16 +164,16 @@ class Eviction:
         return False
 
     def _resize(self, size: int) -> None:
-        """Slabs have changed hands, one is this size's now: tell the policies how many keys they are to expect. By the
-        sizes that somebody stores, and not fewer than there are: what others might store is no reason to forget.
+        """A slab has become one of `size`: set how many keys each policy has to expect. Only slot sizes in use count,
+        and no policy is set below the keys that it has.
         """
-        slots = {known: self._tier.num_slots(known) for known in {*self._tier.sizes(), size}}
+        slots = {pages: self._tier.num_slots(pages) for pages in {*self._tier.sizes(), size}}
         for queue in self.queues.values():
-            rows = [count // most for known, count in slots.items() if (most := queue.most_per_key(known))]
+            rows = [count // most for pages, count in slots.items() if (most := queue.most_per_key(pages))]
             if rows:
                 queue.policy.resize(max(1, min(rows), len(queue.policy)))
 
     def drop(self, rows: U32Array) -> None:
-        """These rows go, which are evictable."""
+        """Evict these rows, which must be evictable."""
         self.keys_evicted += len(rows)
         self._entries.retire(rows)

@@ -6,7 +6,7 @@ costs a few segments at a time, however many keys are held. All columns are rese
 lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its keyspace, which are
 compared before a row is ever answered: two keys are never taken for each other, whatever their hashes.
 
-Equal hashes can't be told apart by splitting. Nobody who does not know the seed can choose such keys (see `keyhash`);
+Equal hashes can't be told apart by splitting. Without the seed such keys can't be chosen (see `keyhash`);
 and if there were some, all work stays bounded: a segment splits only so often, and takes no more keys than it has room
 for.
 

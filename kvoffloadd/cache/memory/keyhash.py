@@ -1,4 +1,4 @@
-"""A hash of keys that nobody can steer without its secret, over whole arrays at a time. Pure."""
+"""A keyed hash over arrays of keys: without its secret, colliding keys can't be chosen. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeyHash:
     Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
     keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
     hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
-    them with chance 2**-b, however the keys were chosen by somebody who does not know the secret. Sums of whole words
+    them with chance 2**-b, however the keys were chosen without knowing the secret. Sums of whole words
     would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
 
     What follows is a bijection with secret factors, which takes the sums' linearity away: who learns of two keys that

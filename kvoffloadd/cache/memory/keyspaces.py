@@ -1,8 +1,8 @@
-"""Which keyspace has which number, and how many each user may have. Event loop only.
+"""The table of keyspaces by number, and the cap on how many each user may have. Event loop only.
 
 Rows, and the records that outlive them in a pool, name their keyspace by its number alone. So a number is given out
 again only when nothing refers to the `Keyspace` that had it any more: not the table, which keeps a keyspace as long as
-it has rows, and nobody who got hold of it earlier, such as a pin that waits for the disk.
+it has rows, nor a request that found it earlier, such as a pin that waits for the disk.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NUMBERS = 1 << 16
 
 
 class Keyspaces(dict[int, Keyspace]):
-    """Keyspaces by number. One is added current; it is retired when its namespace is cleared or forgotten, and off the
-    table when its last row has gone, too. Until then it counts against the cap of its user, `groups_max`.
+    """Keyspaces by number. A keyspace is retired when its namespace is cleared or forgotten, and leaves the table when
+    its last row is free, too. Until then it counts against the cap of its user, `groups_max`.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Keyspaces(dict[int, Keyspace]):
         return self.get(keyspace.id) is keyspace
 
     def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
-        """Raises LimitError if a user may not have so many more. `cleared`: they come in place of others, which may be
-        held for a while. A user who is at the cap can clear, but not for ever keep what was cleared.
+        """Raises LimitError if a user may not have so many more. `cleared`: they replace others, which may be held a
+        while: a user at the cap can clear, but leases can't keep any number of cleared keyspaces.
         """
         cap = 2 * self.groups_max if cleared else self.groups_max
         if (held := self.by_uid[uid]) + count > cap:
@@ -49,17 +49,17 @@ class Keyspaces(dict[int, Keyspace]):
         self.check_numbers(count)
 
     def check_numbers(self, count: int) -> None:
-        """Raises LimitError if there can't be so many more, whoever has them."""
+        """Raises LimitError if all users together can't have so many more."""
         if len(self._referred) + count > NUMBERS:
             raise LimitError(f"all users together have as many groups as there can be, {NUMBERS}")
 
     def add(
         self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None
     ) -> Keyspace:
-        """A keyspace that is current from now on; `number`: the one that its rows in a pool have. Caps are the caller's
-        to check.
+        """Add a current keyspace. `number`: the one that its slot records in the arena name. The caller has checked
+        the user's cap.
 
-        Raises LimitError if no number is left, ValueError if the one that is asked for is another's.
+        Raises LimitError if no number is left, ValueError if `number` is another keyspace's.
         """
         self.check_numbers(1)
         if number is None:
@@ -74,7 +74,7 @@ class Keyspaces(dict[int, Keyspace]):
         return keyspace
 
     def retire(self, keyspace: Keyspace) -> None:
-        """No lookup finds its keys from now on, and none come to it."""
+        """No lookup finds its keys from now on, and none are added."""
         keyspace.retired = True
         self.let_go(keyspace)
 

@@ -1,7 +1,7 @@
-"""The life of a key: its row in the index, its part records, its slots, from insertion to the last thing that holds it.
+"""The table of keys: each key's row in the index, part records and slots, from insertion to the end of its last lease.
 
 Event loop only. A key that is retired (evicted, cleared, corrupt) is out of the index at once, but its slots stay
-until no lease holds it and no copy writes it; then it is buried and its row number can be used again.
+until no lease holds it and no copy writes it; then they are freed, and its row number can be used again.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from kvoffloadd.storage.memory import MemoryTier
 
 EVENTS_MAX = 65_536
 SCAN_ROWS, STEP_ROWS = 65_536, 8192
-"""Rows that one step of a walk looks at, so that none holds the loop for long: to tell of them, and to change them."""
+"""Rows per step of a walk that reads them, and of one that changes them, so that no step blocks the loop for long."""
 
 
 class RowState:
-    """FREE: the number is unused. LIVE: in the index. RETIRED: out of it, but still held by somebody. Plain ints."""
+    """The state of a row number. Plain ints."""
 
-    FREE: Final = 0
-    LIVE: Final = 1
-    RETIRED: Final = 2
+    FREE: Final = 0  # unused
+    LIVE: Final = 1  # in the index
+    RETIRED: Final = 2  # out of the index, but still held by a lease or a copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """Keys (packed, of one namespace and group) that became complete, or went."""
+    """Keys of one namespace and group became complete, or were removed."""
 
     namespace: Namespace
     group: int
-    added: bytes
-    removed: bytes
+    added: bytes  # packed keys
+    removed: bytes  # packed keys
 
 
 class KeyTable:
-    """All keys held. Rows and part records are plain numbers; what they mean is in the columns here."""
+    """All keys held. Rows and part records are plain numbers; their data is in the columns here."""
 
     def __init__(self, tier: MemoryTier, seed: int) -> None:
         # Every row has at least one slot, and a slot at least one page.
@@ -61,11 +61,14 @@ class KeyTable:
         # Four times what complete keys could ever take, which have a page for each record: see `scarcity`.
         self.parts = PartTable(4 * max_rows + (1 << 16))
         self.records_by_uid: Counter[int] = Counter()
-        self.first: U32Array = reserve_array((max_rows,), np.uint32)
-        self.missing: U16Array = reserve_array((max_rows,), np.uint16)
-        self.leases: U32Array = reserve_array((max_rows,), np.uint32)
-        self.state: U8Array = reserve_array((max_rows,), np.uint8)
-        self.inherited: U8Array = reserve_array((max_rows,), np.uint8)  # not stored in this run: from a pool or a disk
+        # Columns, by row.
+        self.first: U32Array = reserve_array((max_rows,), np.uint32)  # its first part record
+        self.missing: U16Array = reserve_array((max_rows,), np.uint16)  # parts that are not committed
+        self.leases: U32Array = reserve_array((max_rows,), np.uint32)  # how often it is held
+        self.state: U8Array = reserve_array((max_rows,), np.uint8)  # a `RowState`
+        self.inherited: U8Array = reserve_array(
+            (max_rows,), np.uint8
+        )  # 1: not stored in this run, but by an earlier one
         self.lower: LowerTier = NoLowerTier()
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()
@@ -76,11 +79,11 @@ class KeyTable:
     def insert(
         self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, hashes: U64Array, positions: U32Array
     ) -> U32Array:
-        """New live rows with EMPTY parts, for keys that are not held: of each keyspace in turn so many. All have as
-        many parts and the same queue, and there is room for rows and parts. `hashes`: what the index says of them.
+        """Make live rows with EMPTY parts for keys that are not held: of each keyspace in turn so many. All have as
+        many parts and the same queue, and there is room for rows and parts. `hashes`: those of `Index.hash`.
 
         Raises:
-            InternalError: a keyspace is retired: nobody would find its keys, and nothing would end them.
+            InternalError: a keyspace is retired: its keys would never be found, nor freed.
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
         for keyspace, _ in keyspaces:
@@ -101,25 +104,25 @@ class KeyTable:
         return rows
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
-        """(rows, parts) record numbers."""
-        found: I64Array = self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
-        return found
+        """Record numbers, shape (rows, parts)."""
+        records: I64Array = self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
+        return records
 
     def check_current(self, keyspace: Keyspace) -> None:
-        """Raises InternalError if the keyspace is not one that keys may come to: whoever asks should have known."""
+        """Raises InternalError if no keys may be added to the keyspace: the caller should have known."""
         if keyspace.retired or self.keyspaces.get(keyspace.id) is not keyspace:
             raise InternalError(f"space {keyspace.id} of {keyspace.namespace.label} is retired")
 
-    # --- questions, one answer per row ---
+    # --- queries, one result per row ---
 
     def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        """The row of each key, or -1; in a keyspace that is retired there are none."""
+        """The row of each key, or -1. Keys of a retired keyspace have no rows."""
         return np.full(len(keys), -1, np.int64) if keyspace.retired else self.index.find(keyspace.id, keys)
 
     def find_all(
         self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, hashes: U64Array | None = None
     ) -> I64Array:
-        """The same for keys of several keyspaces: of each in turn so many; `hashes` as in `Index.find`."""
+        """`find` for keys of several keyspaces: of each in turn so many. `hashes`: as in `Index.find`."""
         rows = self.index.find(numbers_of(keyspaces), keys, hashes)
         begin = 0
         for keyspace, count in keyspaces:
@@ -129,35 +132,36 @@ class KeyTable:
         return rows
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
-        """All parts committed."""
-        found: BoolArray = self.missing[rows] == 0
-        return found
+        """Whether all parts of each key are committed."""
+        flags: BoolArray = self.missing[rows] == 0
+        return flags
 
     def in_flight(self, rows: I64Array | U32Array) -> BoolArray:
-        """A part is reserved or being written."""
+        """Whether a part of each key is reserved or being written."""
         flags = np.zeros(len(rows), bool)
         unready = np.flatnonzero(self.missing[rows] > 0)
-        for width, at in self.by_width(rows[unready]):
-            state = self.parts.state[self.parts.run(self.first[rows[unready[at]]], width)]
-            flags[unready[at]] = ((state == PartState.RESERVED) | (state == PartState.WRITING)).any(axis=1)
+        for width, indices in self.by_width(rows[unready]):
+            state = self.parts.state[self.parts.run(self.first[rows[unready[indices]]], width)]
+            flags[unready[indices]] = ((state == PartState.RESERVED) | (state == PartState.WRITING)).any(axis=1)
         return flags
 
     def evictable(self, rows: U32Array) -> BoolArray:
-        """Live, not leased, not in flight."""
-        yes: BoolArray = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
-        at = np.flatnonzero(yes)
-        yes[at] = ~self.in_flight(rows[at])
-        return yes
+        """Whether each key is live, not held and not in flight."""
+        flags: BoolArray = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
+        unheld = np.flatnonzero(flags)
+        flags[unheld] = ~self.in_flight(rows[unheld])
+        return flags
 
     def vacant(self, rows: U32Array) -> BoolArray:
-        """No part has a slot."""
+        """Whether no part of each key has a slot."""
         flags = np.zeros(len(rows), bool)
-        for width, at in self.by_width(rows):
-            flags[at] = (self.parts.state[self.parts.run(self.first[rows[at]], width)] == PartState.EMPTY).all(axis=1)
+        for width, indices in self.by_width(rows):
+            states = self.parts.state[self.parts.run(self.first[rows[indices]], width)]
+            flags[indices] = (states == PartState.EMPTY).all(axis=1)
         return flags
 
     def owners(self, records: I64Array) -> I64Array:
-        """The row of the key that has each of these records, or -1: one that is free names whose it was."""
+        """The row of the key that has each of these records; -1 for a free record, which still names its former row."""
         rows = self.parts.row[records].astype(np.int64)
         rows[self.state[rows] == RowState.FREE] = -1
         used = np.flatnonzero(rows >= 0)
@@ -167,49 +171,49 @@ class KeyTable:
         return rows
 
     def live(self, rows: U32Array) -> U32Array:
-        """Those of the rows that are live."""
-        found: U32Array = rows[self.state[rows] == RowState.LIVE]
-        return found
+        """The subset of the rows that are live."""
+        subset: U32Array = rows[self.state[rows] == RowState.LIVE]
+        return subset
 
-    # --- the end ---
+    # --- removal ---
 
     def retire(self, rows: U32Array, why: int = Reason.EVICTED) -> None:
-        """No lookup finds these live keys any more; what is held or being written stays until it is let go."""
+        """Take these live keys out of the index. Slots that are held or being written are freed later."""
         if not len(rows):
             return
-        self.tell(rows[self.complete(rows)], added=False, why=why)
+        self.record_change(rows[self.complete(rows)], added=False, why=why)
         self.index.remove(rows)
-        for queue, at in self.by_queue(rows):
-            queue.policy.remove(rows[at])
+        for queue, indices in self.by_queue(rows):
+            queue.policy.remove(rows[indices])
         self.state[rows] = RowState.RETIRED
         self.free_retired(rows)
         held = rows[self.state[rows] == RowState.RETIRED]
-        for width, at in self.by_width(held):  # their slots are not given back yet, but nobody may inherit them
-            records = self.parts.run(self.first[held[at]], width).ravel()
+        for width, indices in self.by_width(held):  # their slots are not free yet, but a successor may not find them
+            records = self.parts.run(self.first[held[indices]], width).ravel()
             self.tier.slot_records.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
 
     def free_retired(self, rows: U32Array) -> None:
-        """Free the retired ones of these rows that nothing holds: their slots, records and numbers."""
-        gone = self.state[rows] == RowState.RETIRED
-        if not gone.any():
+        """Free slots, records and numbers of those of these rows that are retired and not held."""
+        retired = self.state[rows] == RowState.RETIRED
+        if not retired.any():
             return
-        rows = distinct(rows[gone & (self.leases[rows] == 0)])
+        rows = distinct(rows[retired & (self.leases[rows] == 0)])
         rows = rows[~self.in_flight(rows)]
         if not len(rows):
             return
-        for width, at in self.by_width(rows):
-            records = self.parts.run(self.first[rows[at]], width).ravel()
+        for width, indices in self.by_width(rows):
+            records = self.parts.run(self.first[rows[indices]], width).ravel()
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
-            self.parts.free(width, self.first[rows[at]])
-        for keyspace, at in self.by_keyspace(rows):
-            self.records_by_uid[keyspace.namespace.uid] -= len(at) * keyspace.schema.parts
-            keyspace.rows -= len(at)
+            self.parts.free(width, self.first[rows[indices]])
+        for keyspace, indices in self.by_keyspace(rows):
+            self.records_by_uid[keyspace.namespace.uid] -= len(indices) * keyspace.schema.parts
+            keyspace.rows -= len(indices)
             self.keyspaces.let_go(keyspace)
         self.state[rows] = RowState.FREE
         self.index.free(rows)
 
     def vacate(self, parts: I64Array) -> None:
-        """Free the slots of these parts, whatever they hold."""
+        """Free the slots of these parts, in whatever state they are."""
         if not len(parts):
             return
         valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
@@ -220,43 +224,46 @@ class KeyTable:
         self.parts.unverified[parts] = 0
         self.parts.generation[parts] += np.uint16(1)
 
-    # --- accounts ---
+    # --- counts and events ---
 
     def account(self, parts: I64Array, sign: int) -> None:
-        """Committed bytes of each keyspace, `parts` being committed (+1) or vacated (-1)."""
+        """Count the committed bytes of each keyspace: `parts` are being committed (+1) or vacated (-1)."""
         rows = self.parts.row[parts]
-        for keyspace, at in self.by_keyspace(rows):
+        for keyspace, indices in self.by_keyspace(rows):
             if keyspace.schema.parts == 1:
-                keyspace.bytes += sign * len(at) * keyspace.part_bytes[0]
+                keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
                 continue
-            numbers = parts[at] - self.first[rows[at]]
+            numbers = parts[indices] - self.first[rows[indices]]
             keyspace.bytes += sign * int(np.asarray(keyspace.part_bytes, np.int64)[numbers].sum())
 
-    def tell(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
-        """Count complete keys that came or went, and note the event for namespaces that somebody listens to."""
+    def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
+        """Complete keys were added or removed: update the counts and the reasons of later misses, and emit an event if
+        the namespace has listeners.
+        """
         by_namespace: dict[bytes, list[tuple[Keyspace, I64Array]]] = {}
-        for keyspace, at in self.by_keyspace(rows):
-            keyspace.keys += len(at) if added else -len(at)
-            by_namespace.setdefault(keyspace.namespace.fingerprint, []).append((keyspace, at))
+        for keyspace, indices in self.by_keyspace(rows):
+            keyspace.keys += len(indices) if added else -len(indices)
+            by_namespace.setdefault(keyspace.namespace.fingerprint, []).append((keyspace, indices))
         for fingerprint, keyspaces in by_namespace.items():
-            group = groups_of([(keyspace, len(at)) for keyspace, at in keyspaces])
-            keys = self.index.keys[rows[np.concatenate([at for _, at in keyspaces])]]
+            group = groups_of([(keyspace, len(indices)) for keyspace, indices in keyspaces])
+            keys = self.index.keys[rows[np.concatenate([indices for _, indices in keyspaces])]]
             if added:
                 self.ghosts.came(keyspaces[0][0].namespace.uid, fingerprint, group, keys)
             else:
                 self.ghosts.went(fingerprint, group, keys, why)
-            for keyspace, at in keyspaces if keyspaces[0][0].namespace.listeners else ():
-                mine = self.index.keys[rows[at]]
-                mine = mine[~self.lower.holds_keys(keyspace, mine)]  # they did not come, and do not go
-                self.note(keyspace, mine, added=added)
+            for keyspace, indices in keyspaces if keyspaces[0][0].namespace.listeners else ():
+                changed = self.index.keys[rows[indices]]
+                # Keys that the lower tier holds could be served before, and can be served after.
+                changed = changed[~self.lower.holds_keys(keyspace, changed)]
+                self.emit_event(keyspace, changed, added=added)
 
-    def note(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
-        """An event for those who listen: these keys can be served from now on, or no more."""
+    def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
+        """Queue an event for subscribed sessions: these keys can be served from now on, or no longer."""
         if not len(keys):
             return
         packed = pack(keys, keyspace.namespace.key_bytes)
-        came, went = (packed, b"") if added else (b"", packed)
-        self.events.append(Event(keyspace.namespace, keyspace.schema.group, came, went))
+        pair = (packed, b"") if added else (b"", packed)
+        self.events.append(Event(keyspace.namespace, keyspace.schema.group, *pair))
         if len(self.events) > EVENTS_MAX:
             self.events.popleft()
             self.events_lost += 1
@@ -282,11 +289,11 @@ class KeyTable:
     def scan_step(self, keyspace: Keyspace, start: int, count: int) -> U32Array:
         """Rows of a keyspace that are not free, among the `count` rows from `start` on."""
         end = min(start + count, self.index.rows_end)
-        mine = (self.index.keyspace[start:end] == keyspace.id) & (self.state[start:end] != RowState.FREE)
-        return (np.flatnonzero(mine) + start).astype(np.uint32)
+        used = (self.index.keyspace[start:end] == keyspace.id) & (self.state[start:end] != RowState.FREE)
+        return (np.flatnonzero(used) + start).astype(np.uint32)
 
     def by_keyspace(self, rows: I64Array | U32Array) -> Iterator[tuple[Keyspace, I64Array]]:
-        """Positions in `rows`, by keyspace."""
+        """Group rows by keyspace: yields each keyspace with the indices of its rows in `rows`."""
         keyspaces = self.index.keyspace[rows]
         if not len(keyspaces):
             return
@@ -297,26 +304,26 @@ class KeyTable:
         ordered = keyspaces[order]
         begins = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
         numbers = ordered[np.append(0, begins)].tolist()
-        for number, at in zip(numbers, np.split(order, begins), strict=True):
-            yield self.keyspaces[number], at
+        for number, indices in zip(numbers, np.split(order, begins), strict=True):
+            yield self.keyspaces[number], indices
 
     def by_queue(self, rows: U32Array) -> Iterator[tuple[Queue, I64Array]]:
-        """Positions in `rows`, by the queue that their keyspace has, if it has one."""
+        """Group rows by the queue of their keyspace, as `by_keyspace`; without rows of keyspaces that have no queue."""
         queues: dict[int, tuple[Queue, list[I64Array]]] = {}
-        for keyspace, at in self.by_keyspace(rows):
+        for keyspace, indices in self.by_keyspace(rows):
             if keyspace.queue:
-                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append(at)
-        for queue, places in queues.values():
-            yield queue, np.concatenate(places)
+                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append(indices)
+        for queue, groups in queues.values():
+            yield queue, np.concatenate(groups)
 
     def widths(self, rows: I64Array | U32Array) -> U16Array:
         """How many parts each key has."""
-        found: U16Array = self.keyspaces.widths[self.index.keyspace[rows]]
-        return found
+        widths: U16Array = self.keyspaces.widths[self.index.keyspace[rows]]
+        return widths
 
     def by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:
-        """Positions in `rows`, by the number of parts that a key has."""
-        widths: U16Array = self.keyspaces.widths[self.index.keyspace[rows]]
+        """Group rows by the number of parts of their keys, as `by_keyspace`."""
+        widths = self.widths(rows)
         if len(widths) and (widths == widths[0]).all():
             yield int(widths[0]), np.arange(len(widths))
             return
@@ -324,18 +331,18 @@ class KeyTable:
             yield width, np.flatnonzero(widths == width)
 
 
-# --- keys of several groups of one request as one list, one group behind the other: what they cost is paid once ---
+# --- keys of several groups of a request as one array, one group behind the other: fixed costs are paid once ---
 
 
 def numbers_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U16Array:
-    """The number of the keyspace, if it is one; else of each key's: of each keyspace in turn so many keys."""
+    """The number of the keyspace if there is only one; else one per key, for so many keys of each keyspace in turn."""
     if len(keyspaces) == 1:
         return keyspaces[0][0].id
     return np.repeat(np.array([keyspace.id for keyspace, _ in keyspaces], np.uint16), [count for _, count in keyspaces])
 
 
 def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
-    """The same with the numbers that groups have in their namespace."""
+    """`numbers_of` with the numbers that groups have in their namespace."""
     if len(keyspaces) == 1:
         return keyspaces[0][0].schema.group
     return np.repeat(
@@ -344,7 +351,7 @@ def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
 
 
 def begins_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> I64Array | None:
-    """Where the keys of each keyspace begin that has some; None: there is one keyspace."""
+    """Where the keys of each keyspace begin, for those that have keys; None: there is only one keyspace."""
     if len(keyspaces) == 1:
         return None
     counts = np.array([count for _, count in keyspaces if count], np.int64)

@@ -1,4 +1,7 @@
-"""What an instance holds: keys to read, slots to write. Ends by release, commit, abort, or the instance's end."""
+"""Leases of an instance: keys held for reading, slots reserved for writing.
+
+A lease ends by release, when jobs have taken all of it, or with its instance.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import I64Array, U32Array
 
 LEASE_KEYS = 64
-"""What a lease counts for, beside its keys or parts, until it ends. Its objects take some 300 bytes, a key under it 4
+"""What a lease is charged, beside its keys or parts, until it ends. Its objects take some 300 bytes, a key under it 4
 and a part 8: if only keys counted, a user could hold a hundred times as much memory in leases of one key, and any
 amount in leases that have been filled.
 """
@@ -24,35 +27,33 @@ _NO_ROWS, _NO_PARTS = np.zeros(0, np.uint32), np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Rows that may not be evicted. A row counts once for each time it is named. While `growing`,
-    keys that come from disk are about to join it.
-    """
+    """Rows that may not be evicted."""
 
     id: int
-    rows: U32Array
-    growing: bool = False
+    rows: U32Array  # a row is in it as often as it was named
+    growing: bool = False  # keys that come from disk are about to join
 
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Reserved parts that no job fills yet: sorted record numbers. Jobs take theirs out of it."""
+    """Reserved parts that no job fills yet. A store takes its parts out of the lease."""
 
     id: int
-    parts: I64Array
+    parts: I64Array  # record numbers, sorted
 
 
 @dataclass(slots=True)
 class Holdings:
-    """Leases to read and the keys under them, once for each; leases to write and their parts that no job fills yet."""
+    """What all leases of an instance hold."""
 
-    read: int = 0
-    keys: int = 0
-    write: int = 0
-    parts: int = 0
+    read: int = 0  # read leases
+    keys: int = 0  # keys under them, counted once for each lease
+    write: int = 0  # write leases
+    parts: int = 0  # parts under them that no job fills yet
 
 
 class LetGo(NamedTuple):
-    """What leases hold no more: rows, parts, and what they counted for."""
+    """What leases have let go of: the caller unholds the rows, aborts the parts and refunds the charge."""
 
     rows: U32Array
     parts: I64Array
@@ -60,10 +61,10 @@ class LetGo(NamedTuple):
 
 
 class Leases:
-    """The leases of one instance, by id. Ids begin anywhere: they tell nothing of how many others have, and an id of
-    another instance, named by mistake, is most likely none of this one.
+    """The leases of one instance, by id. Ids begin at a random number: they don't show how many leases others have, and
+    an id of another instance, named by mistake, is most likely unknown here.
 
-    `held` is what they hold now, all together. The caller counts rows in the cache, and charges its user.
+    `held` sums up what they hold. The caller holds the rows in the cache, and charges the user.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,6 @@ class Leases:
         return len(self._leases)
 
     def add_read(self, rows: U32Array) -> ReadLease:
-        """Hold rows."""
         lease = ReadLease(next(self._ids), rows)
         self._leases[lease.id] = lease
         self.held.read += 1
@@ -83,7 +83,6 @@ class Leases:
         return lease
 
     def add_write(self, parts: I64Array) -> WriteLease:
-        """Hold reserved parts."""
         lease = WriteLease(next(self._ids), np.sort(parts))
         self._leases[lease.id] = lease
         self.held.write += 1
@@ -91,13 +90,13 @@ class Leases:
         return lease
 
     def grow(self, lease: ReadLease, rows: U32Array) -> None:
-        """These rows join a lease that has not ended."""
+        """Add rows to a lease that has not ended."""
         lease.rows = np.concatenate([lease.rows, rows])
         self.held.keys += len(rows)
 
     def fill(self, lease: WriteLease, parts: I64Array) -> None:
-        """A job fills these parts of a lease that has not ended. What is left stays until its release, also if it is
-        nothing: another rank may yet name the lease, for parts that were there before.
+        """A job takes these parts out of a lease that has not ended. The lease stays until its release, even when it is
+        empty: another rank may yet name it, for parts that were stored before.
         """
         lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
         self.held.parts -= len(parts)
@@ -128,20 +127,20 @@ class Leases:
         return self._cut(lease, sys.maxsize)
 
     def end_some(self, most: int) -> LetGo:
-        """End the oldest leases: so many that they have at most `most` rows and parts, where each lease counts for one
-        more. One that has more than there is room for loses its last ones, and ends another time.
+        """End the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A
+        lease that has more than is left of `most` only loses its last ones.
         """
         cuts: list[LetGo] = []
         while most > 0 and self._leases:
             cut = self._cut(next(iter(self._leases.values())), most)
             most -= 1 + len(cut.rows) + len(cut.parts)
             cuts.append(cut)
-        cuts.reverse()  # what comes first is evicted last: the youngest lease, and of each the beginning of its prompt
+        cuts.reverse()  # the first rows are evicted last: the youngest lease's, and of each the beginning of its prompt
         rows, parts, charged = zip(*cuts, strict=True) if cuts else ((_NO_ROWS,), (_NO_PARTS,), ())
         return LetGo(np.concatenate(rows), np.concatenate(parts), sum(charged))
 
     def _cut(self, lease: ReadLease | WriteLease, most: int) -> LetGo:
-        """Take at most so many rows or parts out of the lease, its last ones. If none is left it ends."""
+        """Take up to `most` rows or parts out of the lease, the last ones. It ends if none is left."""
         rows, parts = _NO_ROWS, _NO_PARTS
         if isinstance(lease, ReadLease):
             rows, lease.rows = lease.rows[-most:], lease.rows[:-most]

@@ -1,4 +1,4 @@
-"""Where keys stand, and which prefixes of a prompt can be restored from those that hit. Pure."""
+"""Lookup results, and the prefixes of a prompt that can be restored from the keys that hit. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TOKENS_MAX = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupResult:
-    """An answer per key: `rows` (-1: none), `states` (`model.KeyState` as u8), `hits` (whether it hits)."""
+    """The result of a lookup: three arrays with one item for each key."""
 
-    rows: I64Array
-    states: U8Array
+    rows: I64Array  # -1: the key has none
+    states: U8Array  # `model.KeyState`
     hits: BoolArray
 
     @property
@@ -27,13 +27,11 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupHits:
-    """One group's answer: `hits[i]` tells whether key `first + i` of the prompt hits. Keys before `first` are held
-    locally.
-    """
+    """One group's part of a lookup."""
 
     schema: GroupSchema
-    first: int
-    hits: BoolArray
+    first: int  # position of the first key in its prompt; the engine has the keys before it
+    hits: BoolArray  # whether key `first + i` hits
 
 
 def restorable_boundaries(groups: list[GroupHits]) -> U32Array:

@@ -1,4 +1,4 @@
-"""What the memory tier tells the tier below it, and asks of it. Memory knows no more of it than this."""
+"""The interface between the memory tier and the tier below it (disk, or none)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 
 class LowerTier(Protocol):
-    """A tier that takes what memory has, and brings it back. For the event loop; nothing here waits."""
+    """A tier to which keys in memory are written, and from which they are read back. Event loop only; nothing waits."""
 
     def open_keyspace(self, keyspace: Keyspace) -> None:
-        """Payload sizes of some parts of it have become known."""
+        """Payload sizes of some of its parts have become known."""
 
     def close_keyspace(self, keyspace: Keyspace) -> None:
         """Its namespace is forgotten. What the tier has of it stays."""
 
     def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys: whatever the tier has noted of them was of others."""
+        """These rows are used for new keys: forget what the tier has recorded by row."""
 
     def sealed(self, parts: I64Array) -> None:
         """The checksums of these parts are known now."""
@@ -32,10 +32,10 @@ class LowerTier(Protocol):
         """Which of the keys the tier can serve."""
 
     def namespaces(self) -> set[bytes]:
-        """Fingerprints of those that it may have something of."""
+        """Fingerprints of the namespaces of which the tier may have keys."""
 
     def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
-        """Packed keys that it has, from `cursor` on, out of about `count` places; and the next cursor, 0 at the end."""
+        """List packed keys among `count` rows from `cursor` on. Returns them and the next cursor, 0 at the end."""
 
 
 class NoLowerTier:

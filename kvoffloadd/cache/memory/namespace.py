@@ -1,4 +1,4 @@
-"""Who may share: namespaces, and the keyspaces that their groups' keys live in."""
+"""Namespaces (keys that engines may share), their keyspaces (one per group), and the queues that evict keyspaces."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction. `sizes`: keyspaces by the size in pages of slots that
-    they use, of all queues together.
-    """
+    """Keys that compete for the same slots, in order of eviction."""
 
     policy: Policy
+    # How many keyspaces use slots of each size, in pages; one Counter, which all queues share.
     sizes: Counter[int] = field(default_factory=Counter)
     _keyspaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
     _widths: Counter[int] = field(default_factory=Counter)  # keyspaces by the parts of their keys
 
     def most_per_key(self, size: int) -> int:
-        """Slots of this size of one key, at most; 0: no space has any."""
+        """The most slots of this size that one key has; 0: no keyspace uses them."""
         return max(self._keyspaces.get(size, ()), default=0)
 
     @property
     def num_spaces(self) -> int:
-        """Keyspaces whose keys are here."""
+        """Keyspaces whose keys are in this queue."""
         return self._widths.total()
 
     @property
     def widest(self) -> int:
-        """Parts of one key, at most."""
+        """The most parts that one key has."""
         return max(self._widths, default=1)
 
     def join(self, keyspace: Keyspace) -> None:
-        """Keys of this keyspace come here from now on."""
+        """Keys of this keyspace enter this queue from now on."""
         self._widths[keyspace.schema.parts] += 1
 
-    def learn(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """The payload sizes of these parts of a keyspace are known now, too."""
+    def add_parts(self, keyspace: Keyspace, known: Iterable[int]) -> None:
+        """Count the slots of parts whose payload sizes, `known`, have become known."""
         for size, more in Counter(map(slot_pages, known)).items():
             before = keyspace.slots.get(size, 0)
             if before:
@@ -53,9 +52,9 @@ class Queue:
             self._count(size, before + more, 1)
 
     def leave(self, keyspace: Keyspace) -> None:
-        """A keyspace is no more: what it uses is not to be expected from now on."""
+        """A keyspace is gone: it uses no slots any more."""
         self._widths[keyspace.schema.parts] -= 1
-        self._widths += Counter()  # without those that there are none of
+        self._widths += Counter()  # drops zeros
         for size, slots in keyspace.slots.items():
             self._count(size, slots, -1)
 
@@ -71,26 +70,19 @@ class Queue:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Keyspace:
-    """The keys of one group in one epoch of a namespace. `id` is what the index knows: no other keyspace has the same
-    while this object lives, see `Keyspaces`. One that is `retired` was cleared, or its namespace is forgotten.
+    """The keys of one group in one epoch of a namespace."""
 
-    `part_bytes[p]` is the payload size of part p, 0 until a rank that has the part registers; `queue` is chosen by the
-    first size that is told; `slots`: slots per key, by size in pages, of the parts that the queue knows. `noted`: what
-    a pool is told of it, and in which epoch. `rows` counts rows in any state, `keys` complete ones that can hit,
-    `bytes` committed payload.
-    """
-
-    id: int
+    id: int  # in the index; no other keyspace has the same while this object lives, see `Keyspaces`
     namespace: Namespace
     schema: GroupSchema
-    part_bytes: list[int]
-    queue: Queue | None = None
-    retired: bool = False
-    slots: dict[int, int] = field(default_factory=dict)
-    noted: tuple[int, bytes] | None = None
-    rows: int = 0
-    keys: int = 0
-    bytes: int = 0
+    part_bytes: list[int]  # payload size of each part; 0 until a rank that has the part registers
+    queue: Queue | None = None  # chosen by the first payload size that becomes known
+    retired: bool = False  # it was cleared, or its namespace is forgotten
+    slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
+    packed: tuple[int, bytes] | None = None  # for `savedstate`: the epoch when it was packed, and the result
+    rows: int = 0  # in any state
+    keys: int = 0  # complete ones that can hit
+    bytes: int = 0  # committed payload
 
     def check_part(self, part: int, payload_bytes: int) -> None:
         """Raises SchemaError if another rank registered this part with another size."""
@@ -104,21 +96,18 @@ class Keyspace:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """Keys of two namespaces never meet. `epoch`: see `Epochs`; `listeners` counts subscribed sessions; `jobs`: stores
-    and loads under way. `name`: a short one, safe anywhere: what the engine calls its model, and what tells it from
-    others of that name.
-    """
+    """The keys that engines of the same user, model and layout share. Keys of two namespaces never meet."""
 
-    fingerprint: bytes
+    fingerprint: bytes  # a hash of all that makes it this namespace
     uid: int
-    label: str
+    label: str  # what the engine calls its model
     key_bytes: int
-    epoch: int
-    keyspaces: dict[int, Keyspace] = field(default_factory=dict)
+    epoch: int  # see `Epochs`
+    keyspaces: dict[int, Keyspace] = field(default_factory=dict)  # by group
     sessions: int = 0
-    listeners: int = 0
-    jobs: Progress = field(default_factory=Progress)
-    name: str = field(init=False)
+    listeners: int = 0  # sessions that are subscribed to its events
+    jobs: Progress = field(default_factory=Progress)  # stores and loads under way
+    name: str = field(init=False)  # short, unique, and of harmless characters: from label and fingerprint
 
     def __post_init__(self) -> None:
         label = "".join(c if c.isascii() and (c.isalnum() or c in "._/-") else "_" for c in self.label)

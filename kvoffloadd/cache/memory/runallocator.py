@@ -1,7 +1,7 @@
-"""Numbers in runs: which record numbers are free. Event loop only.
+"""An allocator of runs of consecutive record numbers. Event loop only.
 
 Numbers come in blocks, and no run crosses from one into the next. What was given back waits in a list of its width, to
-be given out again as it is: that costs next to nothing, and serves whoever always asks for the same widths. If lists
+be given out again as it is: that costs next to nothing, and suits callers that always want the same widths. If lists
 grow long, or other widths are short, their runs go to a map of free numbers instead, where neighbours are one without
 further work, and whence runs of any width are cut, block by block.
 """
@@ -47,7 +47,7 @@ class RunAllocator:
         """How many of `wanted` runs can be allocated, whatever is given back until then. Fewer than there are only if
         it met so many blocks in vain that the next call is to go on.
         """
-        if self._is_crowded:  # with widths that nobody asks for any more, perhaps
+        if self._is_crowded:  # perhaps with widths that are not wanted any more
             self._unlist()
         for make in (self._cut, self._open, self._merge):
             if self._counts[width] >= wanted:
@@ -73,12 +73,11 @@ class RunAllocator:
         return np.concatenate(runs) if runs else np.zeros(0, np.uint32)
 
     def free(self, width: int, first: U32Array) -> None:
-        """Give runs back."""
         if not len(first):
             return
         self.taken -= len(first) * width
         if self._num_listed + len(first) * width > LISTED_MAX:
-            self._is_crowded = True  # to empty the lists here would take what is ready from whoever asked for it
+            self._is_crowded = True  # to empty the lists here would take ready runs from later calls of that width
             self._put(width, first)
         else:
             self._list(width, first.copy())

@@ -1,4 +1,4 @@
-"""What a daemon writes down of namespaces and epochs beside its arena, for a successor. Pure."""
+"""Namespaces and epochs as they are saved beside the arena, for a warm restart. Pure."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _ARRAYS_BYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a predecessor noted of namespaces. `keyspaces`: as `pack_state` lists them."""
+    """Namespaces and epochs as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`."""
 
     base: int
     last: int
     epochs: dict[bytes, int]
-    keyspaces: list[list[Any]]
+    keyspaces: list[list[Any]]  # the fields of each, as `_pack_keyspace` lists them
 
 
 def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) -> tuple[bytes, list[int]]:
-    """Whose the keys in memory are, for `read_saved_state`; and users of whom nothing is told, since it is too much."""
+    """The packed state, for `read_saved_state`, and the uids whose keyspaces are left out, since they need too much."""
     by_uid: dict[int, list[bytes]] = {}
     for namespace in namespaces:
-        told = by_uid.setdefault(namespace.uid, [])
-        told += filter(None, map(_noted, namespace.keyspaces.values()))
+        packed = by_uid.setdefault(namespace.uid, [])
+        packed += filter(None, map(_pack_keyspace, namespace.keyspaces.values()))
     packer = msgpack.Packer()
     head = b"".join(map(packer.pack, (epochs.base, epochs.last, epochs.by_namespace)))
-    sizes = {uid: sum(map(len, told)) for uid, told in by_uid.items()}
+    sizes = {uid: sum(map(len, packed)) for uid, packed in by_uid.items()}
     left_out = []
     while sizes and len(head) + _ARRAYS_BYTES + sum(sizes.values()) > bytes_max:
         left_out.append(max(sizes, key=sizes.__getitem__))
         del sizes[left_out[-1]]
-    keyspaces = [one for uid in sizes for one in by_uid[uid]]
+    keyspaces = [packed for uid in sizes for packed in by_uid[uid]]
     return b"".join([packer.pack_array_header(4), head, packer.pack_array_header(len(keyspaces)), *keyspaces]), left_out
 
 
-def _noted(keyspace: Keyspace) -> bytes:
-    """One of the keyspaces, packed: once, since there may be tens of thousands that have not changed. Nothing of one
-    whose sizes are not all known: no key of it could be taken over.
+def _pack_keyspace(keyspace: Keyspace) -> bytes:
+    """One keyspace, packed once, since there may be tens of thousands that have not changed. Empty if not all its part
+    sizes are known: no key of it could be taken over.
     """
     namespace, schema = keyspace.namespace, keyspace.schema
-    if keyspace.noted is None or keyspace.noted[0] != namespace.epoch:
+    if keyspace.packed is None or keyspace.packed[0] != namespace.epoch:
         if not all(keyspace.part_bytes):
             return b""
         facts = [
@@ -55,10 +55,10 @@ def _noted(keyspace: Keyspace) -> bytes:
             *(schema.group, str(schema.kind), schema.tokens_per_key, schema.window_keys),
             *(schema.blocks_per_key, schema.parts, keyspace.part_bytes),
         ]
-        keyspace.noted = namespace.epoch, msgpack.packb(facts)
-    return keyspace.noted[1]
+        keyspace.packed = namespace.epoch, msgpack.packb(facts)
+    return keyspace.packed[1]
 
 
 def read_saved_state(names: bytes) -> SavedState | None:
-    """What `pack_state` has packed, with its checksum right; None: nothing was."""
+    """Unpack what `pack_state` packed, whose checksum the caller has verified. None: nothing was saved."""
     return SavedState(*msgpack.unpackb(names, strict_map_key=False)) if names else None

@@ -1,8 +1,8 @@
-"""Room for new part records: who has to go, and what one user may have. Event loop only.
+"""Making room for part records, and the share of them that one user may have. Event loop only.
 
-A key takes a record for each of its parts, also for those that nobody has stored. Keys that are complete can't take
+A key takes a record for each of its parts, also for those that were never stored. Keys that are complete can't take
 more than there are pages, about a quarter of all. So if records are short, they are those of keys that lack parts: such
-keys go first, whatever the policies say, since nobody can load them. What can't go (leases to write, stores under way)
+keys go first, whatever the policies say, since they can't be loaded. What can't go (leases to write, stores under way)
 is bounded by user: the share that is left to the others would do for a memory full of complete keys.
 """
 
@@ -47,7 +47,7 @@ class Scarcity:
         if wanted * width > self._left(uid):
             wanted = self._shrink(uid, width, wanted)
         ready = entries.parts.runs.ready(width, wanted)
-        # Whoever has so many has keys that lack parts: they go before those of others.
+        # A user with so many records has keys that lack parts: they go before those of others.
         is_cause = entries.records_by_uid[uid] > self.share // 3
         for whose, spares in ((uid, True), (None, True), (None, False)):
             if ready < wanted and (whose is None or is_cause):

@@ -1,4 +1,4 @@
-"""What a request asks slots for, and what it is given. Pure."""
+"""What a request wants slots for (`Wanted`), and the slots that it gets (`Reservation`). Pure."""
 
 from __future__ import annotations
 
@@ -16,36 +16,31 @@ from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """Parts of some keys: record numbers `parts`; of each the index of its key among those that were asked for, and the
-    index `columns` of its part among those that were wanted.
-    """
+    """Payloads of some keys: three arrays with one item for each payload."""
 
-    parts: I64Array
-    keys: I64Array
-    columns: I64Array
+    parts: I64Array  # its record number
+    keys: I64Array  # the index of its key among the keys of the request
+    columns: I64Array  # the index of its part among the parts that are wanted
 
     def only(self, wanted: BoolArray) -> Payloads:
-        """Those of the mask."""
         return Payloads(self.parts[wanted], self.keys[wanted], self.columns[wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation(Payloads):
-    """What was reserved, key by key, part by part; `states` per key."""
+    """What was reserved, key by key, part by part."""
 
-    states: U8Array
+    states: U8Array  # a `KeyState` for each key of the request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """Parts of some keys of a keyspace, for which slots are asked. `keys` are distinct; `positions`: u32 of each, where
-    it stands in its prompt.
-    """
+    """Parts of some keys of a keyspace, for which slots are wanted."""
 
     keyspace: Keyspace
-    keys: U64Array
+    keys: U64Array  # distinct
     parts: U16Array
-    positions: U32Array
+    positions: U32Array  # of each key in its prompt
 
     @classmethod
     def from_first(cls, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int) -> Wanted:
@@ -53,49 +48,47 @@ class Wanted:
         return cls(keyspace, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
 
     def is_like(self, other: Wanted) -> bool:
-        """Whether their keys take the same slots."""
-        mine, its = self.keyspace, other.keyspace
-        return mine.queue is its.queue and mine.part_bytes == its.part_bytes and np.array_equal(self.parts, other.parts)
+        """Whether the keys of both take the same slots."""
+        a, b = self.keyspace, other.keyspace
+        return a.queue is b.queue and a.part_bytes == b.part_bytes and np.array_equal(self.parts, other.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Groups of one request that are alike, one behind the other: `keyspaces`, and how many of the keys are in each.
-    `hashes`: the index's, of each key, for whoever finds, inserts and orders them.
-    """
+    """Groups of one request that are alike, joined into one, one behind the other."""
 
-    keyspaces: list[tuple[Keyspace, int]]
+    keyspaces: list[tuple[Keyspace, int]]  # and how many of the keys are in each
     keys: U64Array
-    hashes: U64Array
+    hashes: U64Array  # of each key, by `Index.hash`: hashed once for finding, inserting and ordering
     parts: U16Array
     positions: U32Array
 
     @classmethod
-    def of(cls, some: Sequence[Wanted], index: Index) -> Joined:
-        """At least one."""
-        keyspaces, first = [(wanted.keyspace, len(wanted.keys)) for wanted in some], some[0]
+    def of(cls, groups: Sequence[Wanted], index: Index) -> Joined:
+        """Join at least one group."""
+        keyspaces, first = [(wanted.keyspace, len(wanted.keys)) for wanted in groups], groups[0]
         keys, positions = first.keys, first.positions
-        if len(some) > 1:
-            keys = join_keys(wanted.keys for wanted in some)
-            positions = np.concatenate([wanted.positions for wanted in some])
+        if len(groups) > 1:
+            keys = join_keys(wanted.keys for wanted in groups)
+            positions = np.concatenate([wanted.positions for wanted in groups])
         return cls(keyspaces, keys, index.hash(numbers_of(keyspaces), keys), first.parts, positions)
 
-    def counts(self, at: I64Array) -> list[tuple[Keyspace, int]]:
-        """How many of the keys at these places, ascending, are in each keyspace."""
+    def counts(self, indices: I64Array) -> list[tuple[Keyspace, int]]:
+        """How many of the keys with these indices, ascending, are in each keyspace."""
         if len(self.keyspaces) == 1:
-            return [(self.keyspaces[0][0], len(at))]
+            return [(self.keyspaces[0][0], len(indices))]
         ends = np.cumsum([count for _, count in self.keyspaces])
-        numbers = np.diff(np.searchsorted(at, ends), prepend=0).tolist()
+        numbers = np.diff(np.searchsorted(indices, ends), prepend=0).tolist()
         return [(keyspace, number) for (keyspace, _), number in zip(self.keyspaces, numbers, strict=True)]
 
     def split(self, made: Reservation) -> list[Reservation]:
-        """What was reserved of each group."""
+        """The reservation of each group."""
         if len(self.keyspaces) == 1:
             return [made]
-        keys = spans(count for _, count in self.keyspaces)
-        ends = np.searchsorted(made.keys, [at.stop for at in keys]).tolist()
-        found = []
-        for at, begin, end in zip(keys, [0, *ends], ends, strict=False):
-            mine = made.keys[begin:end] - at.start
-            found.append(Reservation(made.parts[begin:end], mine, made.columns[begin:end], made.states[at]))
-        return found
+        key_spans = spans(count for _, count in self.keyspaces)
+        ends = np.searchsorted(made.keys, [span.stop for span in key_spans]).tolist()
+        groups = []
+        for span, begin, end in zip(key_spans, [0, *ends], ends, strict=False):
+            keys = made.keys[begin:end] - span.start
+            groups.append(Reservation(made.parts[begin:end], keys, made.columns[begin:end], made.states[span]))
+        return groups

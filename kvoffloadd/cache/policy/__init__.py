@@ -1,4 +1,4 @@
-"""Eviction policies: which keys go when there is no room. Here are their names."""
+"""Eviction policies (LRU, S3-FIFO, hit density) by name."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Policy(Protocol):
         Fewer only if fewer evictable rows exist, or if it met so many in use on the way that the next call is to go
         on. The rows stay held until `remove`: a caller that changes its mind has changed nothing but hints of order.
         `evictable` is a vectorised predicate: leased and in-flight keys say no. Rows that say no are set aside, so that
-        no call meets them again: whoever lets go of a row that is held calls `readmit`.
+        no call meets them again: the caller that unholds a row calls `readmit`.
         """
 
     def readmit(self, rows: U32Array) -> None:

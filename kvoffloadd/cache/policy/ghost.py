@@ -1,4 +1,4 @@
-"""What is remembered of keys, held or not."""
+"""A direct-mapped table of what is remembered of keys, evicted ones too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _USES_MASK = np.uint16(USES_MAX)
 class UseCounts:
     """How often a key was used, in 2 bytes per slot: 12 bits of the key's tag and 4 of count.
 
-    Direct-mapped: a key takes its slot from whoever had it, so memory fades by itself, at a pace that scales with
+    Direct-mapped: a key takes its slot from the key that had it, so memory fades by itself, at a pace that scales with
     the number of slots. A wrong match (1 in 4,096 lookups of unknown keys) costs a wrong hint of order.
     """
 

@@ -1,4 +1,4 @@
-"""Evict what earns the fewest hits per slot and time."""
+"""Hit-density eviction: the keys go that earn the fewest hits per slot and time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_CLASSES = int(CLASSES.max()) + 1
 
 
 class HitDensityPolicy:
-    """One LRU queue per class of key; the next victim is the oldest of the queue whose oldest is worth the least.
+    """A `Policy` with one LRU queue per class of key. The next victim is the least valuable of the queues' oldest.
 
     The class of a key tells how often it was used, and in which turn of its conversation, as far as the prompt shows:
     use counts fall in steps along it, one step a turn. What a class is worth at which age is learned (`HitDensity`).
@@ -56,7 +56,6 @@ class HitDensityPolicy:
         self._reach = [(0, 0)] * REACH_SLOTS
 
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
-        """See `Policy`."""
         if not len(rows):
             return
         tags = hashes.astype(np.uint32)
@@ -65,7 +64,6 @@ class HitDensityPolicy:
         self._enqueue(rows, classes, begins)
 
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
-        """See `Policy`."""
         if not len(rows):
             return
         tags = self._tag[rows]
@@ -78,7 +76,6 @@ class HitDensityPolicy:
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        """See `Policy`."""
         selection = Selection(wanted, evictable)
         fronts = [Front(self._queues, queue, selection.block) for queue in range(NUM_CLASSES)]
         worth = [self._worth(front) for front in fronts]
@@ -96,12 +93,10 @@ class HitDensityPolicy:
         return selection.chosen()
 
     def readmit(self, rows: U32Array) -> None:
-        """See `Policy`."""
         self._stamp[self._queues.readmit(rows[::-1])] = self._now
 
     @property
     def num_aside(self) -> int:
-        """See `Policy`."""
         return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Several prompts in one array, one behind the other: what is done to each of them, done to all at once. Pure.
+"""Operations on several prompts that lie in one array, one behind the other, all at once. Pure.
 
 `begins`: where each begins, the first one at 0; none is empty.
 """

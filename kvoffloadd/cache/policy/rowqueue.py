@@ -31,7 +31,7 @@ class RowQueues:
         """`num_queues` is below 255; `chunk_rows`: entries per chunk, a power of two. Nothing of the pool is committed
         before it is used.
         """
-        self._aside = num_queues  # the last queue, which is nobody's
+        self._aside = num_queues  # the last queue, for rows aside
         num_queues += 1
         self._shift = chunk_rows.bit_length() - 1
         self._chunk_rows = chunk_rows

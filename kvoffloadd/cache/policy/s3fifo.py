@@ -26,7 +26,7 @@ ONE = np.zeros(1, np.int64)
 
 
 class S3Fifo:
-    """The queues of Yang et al., SOSP 2023. A request's keys enter last key first.
+    """A `Policy` with the queues of Yang et al., SOSP 2023. A request's keys enter last key first.
 
     Keys on their way out wait in a queue of their own, since the caller may change its mind; those that were used
     meanwhile go to the main queue.
@@ -40,7 +40,6 @@ class S3Fifo:
         self.resize(capacity_rows)
 
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
-        """See `Policy`."""
         tags = hashes.astype(np.uint32)
         ghosts = self._ghosts.contains(tags)
         # A key was used whenever one that follows it was. This mends what the ghost list lost: a gap would be evicted
@@ -56,7 +55,6 @@ class S3Fifo:
         self._queues.append(SMALL, rows[~ghosts])
 
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
-        """See `Policy`."""
         self._frequency[rows] = np.minimum(self._frequency[rows] + np.uint8(1), np.uint8(FREQUENCY_MAX))
 
     def remove(self, rows: U32Array) -> None:
@@ -65,7 +63,6 @@ class S3Fifo:
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        """See `Policy`."""
         selection = Selection(wanted, evictable)
         self._chances = max(CHANCES_MIN, 16 * wanted)
         while not selection.done and (queue := self._source()) is not None:
@@ -83,7 +80,6 @@ class S3Fifo:
 
     @property
     def num_aside(self) -> int:
-        """See `Policy`."""
         return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Victims being chosen."""
+"""Choosing victims among rows, a batch at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many different keys there were, to half a percent, in 32 KiB: a HyperLogLog sketch.
+"""A HyperLogLog sketch: how many different keys there were, to half a percent, in 32 KiB.
 
 The estimator is Ertl's (2017), which needs neither a correction for small numbers nor a table.
 """
@@ -22,7 +22,7 @@ class HyperLogLog:
 
     def __init__(self) -> None:
         self._ranks: U8Array = np.zeros(_REGISTERS, np.uint8)
-        self._estimate: float | None = 0.0  # None: of what was added since nobody has asked
+        self._estimate: float | None = 0.0  # None: to be computed anew, since keys were added
 
     def add(self, hashes: U64Array) -> None:
         """Take in hashes of which every bit counts."""

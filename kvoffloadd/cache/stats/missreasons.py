@@ -1,7 +1,8 @@
-"""What is remembered of keys that are not held: why a lookup misses them. Event loop only.
+"""Why lookups miss: was a key never stored, evicted, cleared or corrupt? Event loop only.
 
 Two tables of fixed size, 16 MiB together, whose pages cost memory once they are written. Direct-mapped: a key takes its
-slot from whoever had it, so memory fades by itself. Both kinds of error only move a miss from one reason to another:
+slot from the key that had it, so memory fades by itself. Both kinds of error only move a miss from one reason
+to another:
 
 - A key that was forgotten counts as never stored: after as many other keys as a table has slots (4 Mi that went, 2 Mi
   that were stored) 63 % of them.

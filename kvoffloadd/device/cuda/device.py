@@ -87,7 +87,7 @@ class CudaDevice:
         except TimeoutError:
             raise DeviceError(f"its context is not there after {deadline_s:g} s") from None
         self._pinning.start(self._context)
-        self._watch = self._loop.call_later(WATCH_S, self._look)
+        self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
     @property
     def _patience_s(self) -> float:
@@ -104,7 +104,7 @@ class CudaDevice:
         self._memory = SharedMemory(driver, self._ordinal)
         self._streams = {
             direction: CopyStream(
-                driver, self._context, priority, batch=self._config.batch, on_broken=self._tell_broken
+                driver, self._context, priority, batch=self._config.batch, on_broken=self._report_broken
             )
             for direction, priority in _PRIORITIES.items()
         }
@@ -130,21 +130,21 @@ class CudaDevice:
         if allocation not in self._mapped:
             raise UsageError("not mapped, or no longer")
         self._mapped.remove(allocation)
-        self._note_ends()
+        self._update_ends()
         await self._perform(lambda: self._memory.unmap(allocation))
 
     async def _add(self, work: Callable[[], Allocation]) -> Allocation:
         allocation = await self._perform(work)
         self._mapped.add(allocation)
-        self._note_ends()
+        self._update_ends()
         return allocation
 
-    def _note_ends(self) -> None:
+    def _update_ends(self) -> None:
         ends = {allocation.base_address + allocation.charged_bytes for allocation in self._mapped}
         self._mapped_ends = np.array(sorted(ends), np.uint64)
 
     async def _perform(self, work: Callable[[], T]) -> T:
-        """In the memory lane's thread; `_look` sees to the deadline, since others may be before it."""
+        """In the memory lane's thread; `_check_stuck` sees to the deadline, since others may be before it."""
         try:
             return await self._memory_lane.perform(work)
         except CudaError as error:
@@ -215,18 +215,18 @@ class CudaDevice:
 
     # --- the end ---
 
-    def _look(self) -> None:
-        """A chunk and a call to the driver take milliseconds; what does not end then never will, and nobody can take
-        its blocks, or its mapping, back.
+    def _check_stuck(self) -> None:
+        """A chunk and a call to the driver take milliseconds. One that has not ended long after never will, and its
+        blocks, or its mapping, can't be released.
         """
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
         if self._copying.end(self.busy_s(now), now, stuck_s):
             self._broken(f"a copy has not ended after {stuck_s} s")
         if self._calling.end(self._memory_lane.oldest_running_s(now), now, patience_s):
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
-        self._watch = self._loop.call_later(WATCH_S, self._look)
+        self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
-    def _tell_broken(self, reason: str) -> None:
+    def _report_broken(self, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._broken, reason)
 
     def _broken(self, reason: str) -> None:

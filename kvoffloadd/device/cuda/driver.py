@@ -1,4 +1,4 @@
-"""The driver's calls of the hot path, by pointer, with arrays as they lie: no list is made and no copy is an object."""
+"""The driver's calls of the hot path, called by pointer with numpy arrays: no Python object per copy."""
 
 from __future__ import annotations
 

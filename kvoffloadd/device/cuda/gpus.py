@@ -1,4 +1,4 @@
-"""Which GPUs there are. Nothing of CUDA is loaded, and no context made, before a worker names a GPU."""
+"""Finding GPUs and opening them. Nothing of CUDA is loaded, and no context made, before a worker names a GPU."""
 
 from __future__ import annotations
 

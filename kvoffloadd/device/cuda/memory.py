@@ -1,4 +1,4 @@
-"""What workers share of a GPU's memory: cudaMalloc'ed memory by IPC handle, virtual memory in chunks by descriptor.
+"""Mapping workers' GPU memory: cudaMalloc'ed memory by IPC handle, virtual memory in chunks by descriptor.
 
 Ownership: the thread of the GPU's memory lane alone, but for the allocations' sizes and addresses, which the event loop
 reads when the call that changed them has returned.

@@ -1,10 +1,10 @@
-"""The arena, registered with CUDA piece by piece, so that copies begin before all of it is.
+"""Pinning the arena: it is registered with CUDA piece by piece, so that copies begin before all of it is.
 
 A call takes a tenth of a second a GiB, and as long as it does the driver keeps other processes of this host waiting,
-and the kernel whoever maps memory in this one. So pieces are small, their pages are there before the driver is asked
-for them (else the call would provide them, a second a GiB), and between two of them others have their turn. They double
-in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are larger. No copy may reach over an
-end: the driver knows each piece alone.
+and the kernel every thread of this one that maps memory. So pieces are small, their pages are there before the driver
+is asked for them (else the call would provide them, a second a GiB), and between two of them others have their turn.
+They double in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are larger. No copy may
+reach over an end: the driver knows each piece alone.
 
 Nothing is unpinned: the process's end does that, and no deadline holds for it.
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BYTES = 128 << 20
 PAUSE_S = 0.01
-"""Between two pieces: who waits for the driver gets it."""
+"""A pause between two pieces, so that others that wait for the driver get it."""
 _MAP_S_PER_GIB = 0.1
 """How long a driver may take to give a new context what is pinned, on top of the context itself."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
@@ -102,7 +102,7 @@ class Pinning:
 
     @property
     def pinned_bytes(self) -> int:
-        """Registered so far."""
+        """Bytes registered so far."""
         return self.pinned_to - self._arena.address
 
     @property

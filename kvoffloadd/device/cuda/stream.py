@@ -48,11 +48,11 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Greater than 0."""
+        """The estimated rate, greater than 0."""
         return self._bytes / self._seconds
 
-    def learn(self, moved_bytes: int, seconds: float) -> None:
-        """What was moved, at least a byte, and in which time."""
+    def add_sample(self, moved_bytes: int, seconds: float) -> None:
+        """Record that so many bytes, at least one, took so long."""
         self._bytes += moved_bytes
         self._seconds += max(seconds, 0.0)
         kept = min(self._WINDOW_S / self._seconds, 1.0)
@@ -61,7 +61,7 @@ class Rate:
 
 
 class CopyStream:
-    """`move` is for its lane's threads; the rest for whoever made it. `on_broken(reason)`: the GPU can't be used any
+    """`move` is for its lane's threads; the rest for its owner. `on_broken(reason)`: the GPU can't be used any
     more; called from a lane's thread.
     """
 
@@ -116,7 +116,7 @@ class CopyStream:
             self._in_flight_bytes += total_bytes
             due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
         self._await(event, began_s, due_s)
-        self._learn(total_bytes, began_s)
+        self._measure(total_bytes, began_s)
         self._idle_events.append(event)
         return status
 
@@ -130,13 +130,13 @@ class CopyStream:
             time.sleep(max(pause_s, POLL_MIN_S))
         self._driver.check("cuEventQuery", status)
 
-    def _learn(self, total_bytes: int, began_s: float) -> None:
+    def _measure(self, total_bytes: int, began_s: float) -> None:
         now = time.monotonic()
         with self._lock:
             took_s = now - max(began_s, self._last_end_s)
             self._in_flight_bytes -= total_bytes
             self._last_end_s = now
-            self._rate.learn(total_bytes, took_s)
+            self._rate.add_sample(total_bytes, took_s)
 
     def _new_event(self) -> int:
         return int(self._driver.call("cuEventCreate", _DISABLE_EVENT_TIMING))

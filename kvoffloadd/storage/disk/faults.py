@@ -1,4 +1,4 @@
-"""A disk that fails on demand: whoever claims to survive it must be tried, a running daemon too."""
+"""Fault injection in the disk's system calls, for tests and for a running daemon."""
 
 from __future__ import annotations
 
@@ -31,47 +31,38 @@ class FaultyFiles(Files):
         self._known: tuple[tuple[int, int, int], dict[str, int], dict[str, float]] = ((0, 0, 0), {}, {})
 
     def open_directory(self, path: str | Path) -> int:
-        """See `Files`."""
         self._plant("open")
         return super().open_directory(path)
 
     def open(self, dir_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
-        """See `Files`."""
         self._plant("open")
         return super().open(dir_fd, name, create=create, direct=direct, write=write)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """See `Files`."""
         self._plant("allocate")
         super().allocate(fd, size_bytes)
 
     def write(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
-        """See `Files`."""
         self._plant("write")
         super().write(fd, offset, buffers)
 
     def read(self, fd: int, offset: int, buffers: Sequence[Any]) -> int:
-        """See `Files`."""
         self._plant("read")
         return super().read(fd, offset, buffers)
 
     def sync(self, fd: int) -> None:
-        """See `Files`."""
         self._plant("sync")
         super().sync(fd)
 
     def sync_directory(self, fd: int) -> None:
-        """See `Files`."""
         self._plant("sync")
         super().sync_directory(fd)
 
     def unlink(self, dir_fd: int, name: str) -> None:
-        """See `Files`."""
         self._plant("unlink")
         super().unlink(dir_fd, name)
 
     def names(self, dir_fd: int) -> list[str]:
-        """See `Files`."""
         self._plant("names")
         return super().names(dir_fd)
 

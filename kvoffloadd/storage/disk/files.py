@@ -68,7 +68,7 @@ class Files:
     """The real thing. `direct` opens with O_DIRECT: then memory, offsets and sizes must be whole pages."""
 
     def open_directory(self, path: str | Path) -> int:
-        """A descriptor of a directory that nobody else may enter.
+        """A descriptor of a directory that no other user may enter.
 
         Raises:
             DiskError: the directory is another user's, or open to others.
@@ -165,7 +165,6 @@ class Files:
         os.fsync(fd)
 
     def unlink(self, dir_fd: int, name: str) -> None:
-        """Remove a file's name."""
         os.unlink(name, dir_fd=dir_fd)
 
     def names(self, dir_fd: int) -> list[str]:
@@ -173,7 +172,6 @@ class Files:
         return os.listdir(dir_fd)
 
     def size_bytes(self, fd: int) -> int:
-        """The file's length."""
         return os.fstat(fd).st_size
 
     def free_bytes(self, dir_fd: int) -> int:
@@ -182,7 +180,6 @@ class Files:
         return found.f_bavail * found.f_frsize
 
     def close(self, fd: int) -> None:
-        """Give the descriptor back."""
         os.close(fd)
 
 

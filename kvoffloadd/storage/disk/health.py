@@ -1,4 +1,4 @@
-"""How a root is doing."""
+"""The health of a root: its state, and counters of errors."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LASTING_S = 60.0
 """A root that works for so long has recovered."""
 
 RELAPSES_MAX = 4
-"""So often the time between two tries doubles."""
+"""How often the time between two tries doubles."""
 
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class RootState:
-    """OK; FULL: no space for a first segment; READ_ONLY: writes fail, reads go on; OFF: not reachable. Plain text."""
+    """The state of a root. Plain text."""
 
     OK: Final = "ok"
-    FULL: Final = "full"
-    READ_ONLY: Final = "read-only"
-    OFF: Final = "off"
+    FULL: Final = "full"  # there is no space for a first segment
+    READ_ONLY: Final = "read-only"  # writes fail, reads go on
+    OFF: Final = "off"  # not reachable, or not accepted
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether it says something of the disk: whatever else is raised is a bug."""
+    """Whether this error says something about the disk; if not it is a bug."""
     return isinstance(error, OSError | KvOffloadError | CancelledWork)
 
 
@@ -52,7 +52,7 @@ class Health:
         self._relapses = 0
 
     def become(self, state: str, reason: str = "") -> None:
-        """Change; logged."""
+        """Change the state, and log the change."""
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state == RootState.OK else logging.WARNING
             log.log(level, "disk %s: %s%s", self._path, state, f": {reason}" if reason else "")
@@ -70,10 +70,10 @@ class Health:
         return 1 if self.state == RootState.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException) -> bool:
-        """Count it, but for a bug, and give up writing where it makes no sense to go on. True: no space is left."""
+        """Count a failed write, unless by a bug; READ_ONLY if there is no point in going on. True: no space is left."""
         if not is_trouble(error):
-            # Whoever could provoke it must not take the disk from all others. Nothing of ours is unsure by it: what was
-            # being written counts as never written, as after a crash.
+            # A user who could provoke it must not take the disk from all others. No state here is in doubt by it: what
+            # was being written counts as never written, as after a crash.
             log.error("disk %s: a write failed by a bug of ours", self._path, exc_info=error)
             return False
         self.write_errors += 1
@@ -88,7 +88,6 @@ class Health:
         return False
 
     def write_succeeded(self) -> None:
-        """A write has worked."""
         self.writes_failed = 0
 
     def figures(self) -> dict[str, str | int]:
@@ -96,5 +95,4 @@ class Health:
         return {"state": self.state, "reason": self.reason, "write_errors": self.write_errors}
 
     def reset(self) -> None:
-        """Count anew."""
         self.reads_failed = self.writes_failed = 0

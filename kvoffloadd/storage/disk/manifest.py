@@ -1,4 +1,4 @@
-"""The durable facts of a root: which one it is, and what was cleared. A small text that a person can read.
+"""The manifest of a root: its identity, and the epochs of cleared namespaces. A small text that a person can read.
 
 A record is served only if its epoch is its namespace's: without the manifest, nothing is.
 """
@@ -32,21 +32,19 @@ _BYTES_MAX = 256 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """`epochs`: of namespaces, by fingerprint; `base_epoch`: of all others. `last_epoch`: the highest one that whoever
-    wrote this had heard of.
-    """
+    """The contents of a manifest."""
 
     root_uuid: bytes
-    base_epoch: int
-    last_epoch: int
-    epochs: dict[bytes, int] = field(default_factory=dict)
+    base_epoch: int  # of namespaces that `epochs` does not list
+    last_epoch: int  # the highest one that was known when this was written
+    epochs: dict[bytes, int] = field(default_factory=dict)  # of namespaces, by fingerprint
 
     def epoch_of(self, fingerprint: bytes) -> int:
         """Records of another epoch than this are dead."""
         return self.epochs.get(fingerprint, self.base_epoch)
 
     def covers(self, other: Manifest) -> bool:
-        """Whatever the other one knows to be dead is dead by this one, too."""
+        """Whether all records that are dead by the other manifest are dead by this one, too."""
         names = self.epochs.keys() | other.epochs.keys()
         later = all(self.epoch_of(name) >= other.epoch_of(name) for name in names)
         return later and self.base_epoch >= other.base_epoch

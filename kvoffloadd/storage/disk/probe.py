@@ -1,4 +1,4 @@
-"""Whether a root still answers, is what it was, and works again."""
+"""Health checks of a root: whether it still answers, is the same directory, and can be written again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 
 READ_FAILURES_MAX = 16
-"""So many reads in a row that fail with an error: the root is taken off, and tried again later."""
+"""After so many failed reads in a row the root is taken off, and tried again later."""
 
 CHECKS = 8
 """How often within `stuck_s` it is checked whether a root answers."""
@@ -22,8 +22,8 @@ NO_ANSWER: Final = "the disk does not answer"
 
 
 class Probe:
-    """Looks after one root, whose reads and writes run in `lanes`. `retry_s`: between two checks; `stuck_s`: how long
-    I/O may take.
+    """The health checks of one root, whose reads and writes run in `lanes`. `retry_s`: between two checks; `stuck_s`:
+    how long I/O may take.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Probe:
         self._hangs_since_s: float | None = None
 
     async def pause(self) -> None:
-        """Wait until it is time to `check`: soon if the disk does not answer, and then the root is OFF."""
+        """Wait until the next `check` is due. Sets the root OFF, and returns soon, if the disk does not answer."""
         left = self._retry_s * self._health.retry_factor()
         until = self._loop.time() + left
         while left > 0 and self._health.state != RootState.OFF:
@@ -51,8 +51,8 @@ class Probe:
         await asyncio.sleep(max(left, 0))
 
     async def wait_for(self, came: asyncio.Event) -> None:
-        """Until the root has come, however long that takes; but if none of its I/O ends for `stuck_s`, it is OFF, and
-        nobody waits for it any more.
+        """Wait until the root has come, however long that takes; but if none of its I/O ends for `stuck_s`, set it OFF
+        and return.
         """
         while not came.is_set():
             with suppress(TimeoutError):
@@ -63,18 +63,18 @@ class Probe:
                 return
 
     def hangs(self) -> bool:
-        """Some I/O takes longer than `stuck_s`."""
+        """Whether some I/O takes longer than `stuck_s`."""
         now = time.monotonic()
         return self._is_late(now, max(lane.oldest_running_s(now) for lane in self._lanes))
 
     def stands_still(self) -> bool:
-        """There is I/O, and for `stuck_s` none of it has ended: a root of many records may be read for long."""
+        """Whether there is I/O of which none has ended for `stuck_s`: to read a root of many records may take long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
         return self._is_late(now, min(*moved, now - self._directory.last_progress_s) if moved else 0.0)
 
     def _is_late(self, now: float, waited_s: float) -> bool:
-        """Seen twice, since everything looks late after a stop of the process."""
+        """Whether it is late in two checks, since everything seems late after a stop of the process."""
         if waited_s < self._stuck_s:
             self._hangs_since_s = None
             return False

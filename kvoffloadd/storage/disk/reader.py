@@ -82,7 +82,7 @@ class Reader:
         return np.full(count, FAILED, np.uint8)
 
     async def inspect(self, segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
-        """Which of the records at these pages are whole. In the background; `cost_bytes`: what they are, about.
+        """Which of the records at these pages are whole. In the background; `cost_bytes`: their approximate size.
 
         Raises:
             OSError: nothing is known. ETIMEDOUT: `give_up` was called.
@@ -117,7 +117,7 @@ class Reader:
             ticket.cancel()
 
     def give_up(self) -> None:
-        """The disk does not answer: whoever waits for `inspect` is told. `read` has its tickets."""
+        """The disk does not answer: `inspect` raises. Callers of `read` have tickets to cancel."""
         for ended in self._inspections:
             if not ended.done():
                 ended.set_exception(OSError(errno.ETIMEDOUT, "the disk does not answer"))

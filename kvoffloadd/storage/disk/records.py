@@ -1,7 +1,7 @@
 """Records between a segment file and memory: many in one system call, straight from and to their slots.
 
-Nothing that was read is told to be good before all of it was checked: the header page is whole and of this use of the
-segment, it is the record that was wanted, and the payload has the checksum that the header names.
+A record is reported good only after all of it was checked: the header page is whole and of this use of the segment, it
+is the record that was wanted, and the payload has the checksum that the header names.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ payload has.
 
 OK: Final = 0
 DAMAGED: Final = 1
-"""What lies there is not the record that was wanted, or not all of it."""
+"""The place does not have the record that was wanted, or not all of it."""
 FAILED: Final = 2
 """The disk gave an error for it."""
 NOT_READ: Final = 3
-"""Nobody has tried: its turn had not come when it was cancelled. Nothing is known about it."""
+"""It was cancelled before its turn came. Nothing is known about it."""
 NO_RESOURCES: Final = 4
 """The system had no descriptor or no memory to read it with. Nothing is known about it."""
 
@@ -111,7 +111,7 @@ def _reason(error: OSError) -> int:
 
 
 def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8Array, status: U8Array) -> None:
-    """Sets OK for what came whole, DAMAGED for what the file has not, or the reason why it can't be read."""
+    """Set each status: OK for what came whole, DAMAGED for what is behind the file's end, or why it can't be read."""
     sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
     buffers: list[Any] = []
     for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
@@ -134,7 +134,7 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
 def _check(
     wanted: Records, headers: U8Array, uuid: bytes, keyspace: KeyspaceId, status: U8Array, digests: U64Array
 ) -> None:
-    """Takes OK away from what is not the wanted record, and notes the checksums of the others."""
+    """Set the status of what is not the wanted record to DAMAGED, and store the checksums of the others."""
     came = np.flatnonzero(status == OK)
     records, valid = decode_records(headers[came], uuid)
     valid &= _matches(records, wanted[came], keyspace)

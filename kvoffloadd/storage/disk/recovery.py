@@ -1,4 +1,4 @@
-"""What a segment file holds, found out at start or by a scrub. Blocks, and never raises for what a file contains.
+"""Recovering the contents of a segment file, at start or for a check. Blocks; never raises for what a file contains.
 
 A sealed segment is known from its footer; its payloads are verified when they are read. Any other is walked: only what
 is whole, header and payload, is believed.
@@ -204,13 +204,13 @@ class _Walker:
         self._piece: U8Array | None = None
 
     def walk(self) -> Walk:
-        """All of it."""
+        """Walk the whole file."""
         page = HEADER_PAGES
         while page < self._num_pages:
             window = self._fill(self._window, page, self._num_pages - page)
             if not len(window):
                 break
-            page = self._look(window, page)
+            page = self._read_records(window, page)
         table = np.concatenate(self._keyspaces)
         entries = np.concatenate(self._entries)
         # As raw bytes: numpy does not sort structures that hold arrays.
@@ -224,7 +224,7 @@ class _Walker:
         records, valid = decode_records(header, self._uuid)
         return bool(valid.any()) and self._is_whole(header[1:], page, _end_of(records[0], page), records[0])
 
-    def _look(self, window: U8Array, start: int) -> int:
+    def _read_records(self, window: U8Array, start: int) -> int:
         """Take the whole records that begin in this window, which itself begins at page `start`. Returns the page to
         go on from.
         """

@@ -1,4 +1,4 @@
-"""Reading every byte of a root that no daemon uses, and taking out what is bad. Blocks for as long as that takes."""
+"""Offline check and repair of a root: reads every byte and takes out what is bad. Blocks for as long as that takes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _Check:
         except FileNotFoundError:
             self.report.findings.append("there is no manifest: a daemon will not serve what is here")
         except DiskVersionError as error:
-            self._repair = False  # whoever wrote it knows things about the segments that we don't
+            self._repair = False  # a newer version may know things about the segments that this one does not
             self.report.findings.append(f"{error}: nothing is repaired")
         except DiskError as error:
             self.report.findings.append(f"{error}: a daemon will not serve what is here")

@@ -1,8 +1,8 @@
-"""One directory of the disk tier, from its opening to its close: its lanes, its segments, its health.
+"""A root: one directory of the disk tier, with its lanes, its segments and its health.
 
 Ownership: every field belongs to the event loop. Threads of the two lanes run the functions of `records`, `segment`
-and `recovery` on file descriptors and memory that their arguments name; whoever submits them keeps both alive.
-A system call that hangs can't be ended: whoever waits for one here has a deadline of his own, or nothing depends on it.
+and `recovery` on file descriptors and memory that their arguments name; the caller of `submit` keeps both
+alive. A system call that hangs can't be ended: a caller that waits for one has a deadline, or nothing depends on it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RootSettings:
-    """What all roots share. `direct`: True, False, or None for where the file system allows."""
+    """What all roots share."""
 
     segment_bytes: int
     read_threads: int
     write_threads: int
-    direct: bool | None
-    min_free_bytes: int
-    retry_s: float
-    stuck_s: float
+    direct: bool | None  # O_DIRECT; None: where the file system allows
+    min_free_bytes: int  # new segments leave as much on the file system
+    retry_s: float  # between two health checks
+    stuck_s: float  # how long I/O may take
 
 
 class Root:
-    """Its parts do the work: `pool` has the segments, `writer` and `reader` move records, `probe` looks whether the
+    """Its parts do the work: `pool` has the segments, `writer` and `reader` move records, `probe` checks whether the
     directory still answers. `numbers` are shared by all roots of a tier.
     """
 
@@ -99,19 +99,17 @@ class Root:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """All its threads."""
+        """The lanes with all its threads."""
         return self.read_lane, self.write_lane, self.probe.lane
 
     def holds(self, segment: Segment) -> bool:
         """Whether what is in this segment can be read."""
         return self.state != RootState.OFF and segment.ordinal in self.pool.segments
 
-    # --- it comes ---
+    # --- coming ---
 
     async def open(self) -> Manifest | None:
-        """Take the directory, and read its manifest: what was cleared. None, and `state` OFF with a reason, if it
-        can't be used.
-        """
+        """Lock the directory and read its manifest. None, and `state` OFF with a reason, if it can't be used."""
         try:
             await self.write_lane.perform(self.directory.open, urgent=FIRST)
             self._trusted = await self.directory.load_manifest()
@@ -121,8 +119,8 @@ class Root:
         return self.directory.manifest
 
     async def recover(self) -> list[tuple[Segment, Recovered]]:
-        """Every segment with contents, oldest first; the caller says OK when it knows them. Files beyond the capacity
-        are removed.
+        """Recover every segment with contents, oldest first. Files beyond the capacity are removed. The caller sets the
+        state OK when the records are in its catalog.
 
         Raises:
             OSError: the directory can't be read.
@@ -146,18 +144,18 @@ class Root:
         await self.directory.create_manifest()
         self._trusted = True
 
-    # --- it goes ---
+    # --- going ---
 
     def give_up(self) -> None:
-        """It is off: what waits to be written is not, and who waits for an inspection is told. `detach` follows once
-        nobody names its segments any more; then `open` and `recover` may bring it back.
+        """The root is off: drop queued writes, and end inspections with an error. `detach` follows once the catalog
+        has no records of its segments any more; then `open` and `recover` may bring it back.
         """
         self.writer.give_up()
         self.reader.give_up()
 
     async def detach(self) -> None:
-        """Let the directory go; segments and contents are forgotten here, not on disk. Returns when no thread uses
-        them any more, which a disk that hangs may put off for ever.
+        """Close the directory, and forget segments and contents here, not on disk. Returns when no thread uses them
+        any more, which may never happen if the disk hangs.
         """
         await self.writer.settle()
         await self.directory.wait_idle()
@@ -169,7 +167,7 @@ class Root:
         self.directory.close()
 
     async def close(self, deadline_s: float) -> bool:
-        """Seal what is open, and end the lanes. False: some I/O does not end, and its memory can't be released."""
+        """Seal open segments, and end the lanes. False: some I/O does not end, and its memory can't be released."""
         if self.state != RootState.OFF:
             try:
                 async with asyncio.timeout(deadline_s):

@@ -1,4 +1,4 @@
-"""The directory of a root: whose it is, what it remembers of clears, and whether it still is what it was.
+"""The directory of a root: its lock, its manifest, and the check that it still is the same directory.
 
 Blocking methods run in threads. Those of `perform` only read the fields, which change while nothing of it is under way.
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 FIRST: Final = -1
-"""Urgency of what the rest waits for."""
+"""Urgency of work that all other work waits for."""
 
 
 class RootDirectory:
@@ -50,14 +50,14 @@ class RootDirectory:
         self.path = path
         self.files = files
         self.lane = lane
-        self.accepted = False  # the caller has found that it is no copy of a root in use
+        self.accepted = False  # the caller has checked that it is no copy of a root in use
         self.last_progress_s = time.monotonic()
         self.segments_fd = -1  # as the other descriptors: -1 while the directory is not ours
-        self.is_direct = False  # what came of `direct`
+        self.is_direct = False  # whether files are opened with O_DIRECT
         self.manifest: Manifest | None = None  # as it is on disk
         self._wants_direct = direct
         self._min_free_bytes = min_free_bytes
-        # Not the loop's own threads: a disk that hangs would keep them from all other roots, and nobody would see it.
+        # Not the loop's own threads: a disk that hangs would block them for all other roots, unnoticed.
         self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""  # of the root that was here first, which alone may come back; empty: any may come
@@ -68,8 +68,8 @@ class RootDirectory:
         self._using: set[asyncio.Task[Any]] = set()  # of `perform`
 
     async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
-        """Run what uses the directory's descriptors before all else that waits in the lane. `wait_idle` tells when it
-        has ended, also where nobody waits for it any more.
+        """Run work that uses the directory's descriptors, before all else that waits in the lane. It goes on if this
+        call is cancelled; `wait_idle` waits for its end.
         """
         task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
         self._using.add(task)
@@ -79,19 +79,19 @@ class RootDirectory:
     def _used(self, task: asyncio.Task[Any]) -> None:
         self._using.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits has been told
+            task.exception()  # the caller of `perform` has got it
 
     async def wait_idle(self) -> None:
-        """Until nothing of `perform` is under way."""
+        """Wait until no work of `perform` is under way."""
         while self._using:
             await asyncio.wait(set(self._using))
 
     def on_progress(self) -> None:
-        """Of many calls that are made together one has ended: the disk answers. From any thread."""
+        """One of many calls that are made together has ended: the disk answers. May be called from any thread."""
         self.last_progress_s = time.monotonic()
 
     def open(self) -> None:
-        """Take the directory, made if it is new; blocks.
+        """Open and lock the directory, made if it is new; blocks.
 
         Raises:
             OSError, DiskError: it can't be used, or another process uses it.
@@ -106,13 +106,13 @@ class RootDirectory:
         self.is_direct = probe_direct(self.files, self._directory_fd) if wanted is None else wanted
 
     async def load_manifest(self) -> bool:
-        """Read the manifest. False: there is none to trust, so that nothing here may be served: what was cleared is not
-        known. `create_manifest` makes a new one, once nothing is left that it would vouch for.
+        """Read the manifest. False: there is none to trust, so nothing here may be served, since clears are not known.
+        Then `create_manifest` makes a new one, after the old contents are removed.
 
         Raises:
             OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
         """
-        async with self._writing:  # whatever is still writing one from before the root was let go
+        async with self._writing:  # a manifest may still be written from before the root was detached
             try:
                 self.manifest = await read_manifest(self._here, self._executor)
             except DiskVersionError:
@@ -140,37 +140,37 @@ class RootDirectory:
 
     @property
     def uuid(self) -> bytes:
-        """Of the root, as its manifest has it; empty while it is off."""
+        """The root's uuid in its manifest; empty while it is off."""
         return self.manifest.root_uuid if self.manifest is not None else b""
 
     @property
     def _here(self) -> Path:
-        """The directory, wherever it is by now: another one may be at `path`."""
+        """The directory that was opened, wherever it is by now: another one may be at `path`."""
         return _path_of(self._directory_fd)
 
     def has_epoch(self, keyspace: KeyspaceId) -> bool:
-        """The manifest that is durable has the epoch of this keyspace: its records may be written here. Elsewhere
-        whoever finds them would not know of the clear that they came after.
+        """Whether the durable manifest has the epoch of this keyspace, so that its records may be written here. On
+        another root, a later start would find them and not know of the clear before them.
         """
         return self.manifest is not None and self.manifest.epoch_of(keyspace.fingerprint) == keyspace.epoch
 
     def may_get_epoch(self, keyspace: KeyspaceId) -> bool:
-        """It has, or the manifest that is being written may."""
+        """Whether `has_epoch`, or the manifest that is being written may have it."""
         return self.has_epoch(keyspace) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
-        """Make clears durable, even where nobody waits for it any more: there is one name for what is half written. The
-        `epochs` stay as they are, and cover those of earlier calls.
+        """Make clears durable. The write goes on if this call is cancelled, since there is one temporary name for a
+        half-written manifest. `epochs` are copied, and cover those of earlier calls.
 
-        One manifest is written at a time, and the next one is for all who have come meanwhile: nobody waits for more
-        than two, however many clears there are.
+        One manifest is written at a time, and the next one is for all calls made meanwhile: no call waits for more than
+        two, however many clears there are.
 
         Raises OSError or DiskError if that can't be done now.
         """
         if self.manifest is None or not self._uuid:
             raise DiskError(f"{self.path} is off")
-        # What waits for its turn has room for one: the later ones know all that the earlier ones did, and behind a disk
-        # that hangs there may be any number.
+        # Only one write waits: later calls know all epochs that earlier ones did, and while a disk hangs there may be
+        # any number of calls.
         self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_task(self._write_next())
@@ -181,24 +181,24 @@ class RootDirectory:
     def _wrote(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits has been told
+            task.exception()  # the callers of `write_epochs` have got it
 
     async def wait_written(self) -> None:
-        """Until no clears are being made durable."""
+        """Wait until no clears are being made durable."""
         while self._writes:
             await asyncio.wait(set(self._writes))
 
     async def _write_next(self) -> None:
-        # Clears of several sessions, and whoever looks after the root: one at a time, in order.
+        # Clears of several sessions and health checks of the root: one at a time, in order.
         async with self._writing:
             manifest, self._next, self._waiting = self._next, None, None
             if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
                 raise DiskError(f"{self.path} is off")
             if manifest == self.manifest:
                 return
-            if not manifest.covers(self.manifest):  # the root has just come, and is not listened to yet
+            if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
                 raise DiskError(f"{self.path} knows of later clears")
-            directory_fd = os.dup(self._directory_fd)  # the root may be let go meanwhile
+            directory_fd = os.dup(self._directory_fd)  # the root may be detached meanwhile
             try:
                 await write_manifest(_path_of(directory_fd), manifest, self._executor)
             finally:
@@ -254,7 +254,7 @@ class RootDirectory:
             return unless_known
 
     def trouble(self) -> str:
-        """Why the directory is not what it was; empty: it is; blocks."""
+        """Why the directory is not the one that was opened; empty: it is. Blocks."""
         try:
             there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
         except OSError as error:
@@ -277,12 +277,12 @@ class RootDirectory:
             files.unlink(self._directory_fd, "probe")
 
     def reject(self) -> None:
-        """Let a root go that is not to be used: the next one here may be another."""
+        """Close a root that is not to be used. Another root may come here next."""
         self.close()
         self._uuid = b""
 
     def close(self) -> None:
-        """Let the directory go. The caller guarantees that no thread uses its descriptors any more."""
+        """Close the directory. The caller guarantees that no thread uses its descriptors any more."""
         for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
             if fd != -1:
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""What a root holds when the daemon comes to it: segments with contents, files that can be used again, the rest."""
+"""Scanning a root's directory: segments with contents, files that can be used again, the rest."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RootScan:
-    """`kept`: segments with contents, oldest first. `reusable`: files of ours without any that can be served, by name,
-    with their bytes. `foreign_bytes`: files that are not ours, and stay. `epochs`: by fingerprint, the latest of each
-    namespace that a record here names, whether the record counts or not: it was cleared then, whoever remembers.
-    `damaged_*`: what was given up.
-    """
+    """The contents of a root."""
 
-    kept: list[tuple[Segment, Recovered]] = field(default_factory=list)
-    reusable: list[tuple[str, int]] = field(default_factory=list)
-    foreign_bytes: int = 0
-    damaged_records: int = 0
-    damaged_segments: int = 0
+    kept: list[tuple[Segment, Recovered]] = field(default_factory=list)  # segments with contents, oldest first
+    reusable: list[tuple[str, int]] = field(default_factory=list)  # segment files without: names and bytes
+    foreign_bytes: int = 0  # of files that are no segments of ours, and stay
+    damaged_records: int = 0  # dropped
+    damaged_segments: int = 0  # dropped
+    # By fingerprint, the latest epoch that a record names, whether the record is valid or not: its namespace was
+    # cleared then, even if no manifest says so.
     epochs: dict[bytes, int] = field(default_factory=dict)
 
     def add_epochs(self, keyspaces: list[KeyspaceId]) -> None:
-        """A segment has records of these."""
+        """Merge the epochs of keyspaces that a segment has records of."""
         for keyspace in keyspaces:
             if self.epochs.get(keyspace.fingerprint, 0) < keyspace.epoch <= EPOCH_MAX:
                 self.epochs[keyspace.fingerprint] = keyspace.epoch
 
 
 async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbers, *, trusted: bool) -> RootScan:
-    """Look at every file. Not `trusted`: nothing that is there may be served.
+    """Read every file. Not `trusted`: nothing that is there may be served.
 
     Raises:
         OSError: the directory can't be read, or there are no descriptors or memory for it now. A file that can't be
@@ -53,33 +51,35 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
     scan = RootScan()
     if names and not any(found):
         raise OSError(errno.EIO, "no segment can be read")
-    for name, one in zip(names, found, strict=True):
-        if one is None:
+    for name, recovered in zip(names, found, strict=True):
+        if recovered is None:
             scan.foreign_bytes += await lane.perform(partial(directory.size_bytes, name))
             continue
-        if one.kind is Kind.FOREIGN:
-            log.warning("%s/segments/%s is no segment of ours: left alone", directory.path, one.name)
-            scan.foreign_bytes += one.size_bytes
+        if recovered.kind is Kind.FOREIGN:
+            log.warning("%s/segments/%s is no segment of ours: left alone", directory.path, recovered.name)
+            scan.foreign_bytes += recovered.size_bytes
             continue
-        if one.header is not None:
-            numbers.seen(one.header.number, 0)
-        scan.add_epochs(one.keyspaces)
-        if one.header is None or not len(one.entries) or not trusted:
-            if one.kind is Kind.UNREADABLE:
+        if recovered.header is not None:
+            numbers.seen(recovered.header.number, 0)
+        scan.add_epochs(recovered.keyspaces)
+        if recovered.header is None or not len(recovered.entries) or not trusted:
+            if recovered.kind is Kind.UNREADABLE:
                 log.warning(
-                    "%s/segments/%s is of another version: kept until its space is needed", directory.path, one.name
+                    "%s/segments/%s is of another version: kept until its space is needed",
+                    directory.path,
+                    recovered.name,
                 )
-            scan.reusable.append((one.name, one.size_bytes))
+            scan.reusable.append((recovered.name, recovered.size_bytes))
         else:
-            segment = Segment(numbers.ordinal(), one.name, one.header, one.size_bytes)
-            numbers.seen(one.header.number, int(one.entries["sequence"].max()))
-            scan.kept.append((segment, one))
-        scan.damaged_records += one.damaged
-        if one.kind is Kind.DAMAGED:
+            segment = Segment(numbers.ordinal(), recovered.name, recovered.header, recovered.size_bytes)
+            numbers.seen(recovered.header.number, int(recovered.entries["sequence"].max()))
+            scan.kept.append((segment, recovered))
+        scan.damaged_records += recovered.damaged
+        if recovered.kind is Kind.DAMAGED:
             scan.damaged_segments += 1
-            log.warning("%s/segments/%s is damaged: what it held is lost", directory.path, one.name)
-        if one.damaged:
-            log.warning("%s/segments/%s: %d damaged records dropped", directory.path, one.name, one.damaged)
+            log.warning("%s/segments/%s is damaged: what it held is lost", directory.path, recovered.name)
+        if recovered.damaged:
+            log.warning("%s/segments/%s: %d damaged records dropped", directory.path, recovered.name, recovered.damaged)
     scan.kept.sort(key=lambda pair: pair[0].header.number)
     return scan
 
@@ -87,12 +87,12 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
 async def _recover_all(directory: RootDirectory, lane: Lane, names: list[str]) -> list[Recovered | None]:
     """What each file holds; None: it can't be read. Raises OSError when all have ended, as `_recover` does."""
     ended = await asyncio.gather(*(_recover(directory, lane, name) for name in names), return_exceptions=True)
-    found: list[Recovered | None] = []
-    for one in ended:
-        if isinstance(one, BaseException):
-            raise one
-        found.append(one)
-    return found
+    recovered: list[Recovered | None] = []
+    for result in ended:
+        if isinstance(result, BaseException):
+            raise result
+        recovered.append(result)
+    return recovered
 
 
 async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered | None:

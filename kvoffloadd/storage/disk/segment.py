@@ -1,4 +1,4 @@
-"""A segment: what the running daemon knows of one, and its file, which is made, used again and sealed.
+"""A segment: its state in memory, and the functions that create, reuse and seal its file.
 
 The functions block; OSError passes through.
 """

@@ -1,4 +1,4 @@
-"""The segments of a root: how many there are, which one is written to, and which one is given up next.
+"""The segments of a root: creating them, the open one, and the order in which they are reclaimed.
 
 Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then the oldest one,
 used again. Two are kept ready: the open one, and a clean one that follows it at once when it is full.
@@ -21,7 +21,7 @@ from kvoffloadd.storage.disk.scan import RootScan
 from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
 
 OVERHEAD_BYTES = 128 << 10
-"""Of the capacity, for the manifest, the directories and the block maps of the file system."""
+"""The share of the capacity for the manifest, the directories and the block maps of the file system."""
 
 
 class SegmentPool:
@@ -67,7 +67,7 @@ class SegmentPool:
 
     @property
     def wants_segment(self) -> bool:
-        """The segment that comes after the open one is not ready."""
+        """Whether the segment that follows the open one is not ready."""
         writable = self._health.state in (RootState.OK, RootState.FULL)
         return writable and (self._clean is None or self.open_segment is None)
 
@@ -78,15 +78,15 @@ class SegmentPool:
 
     @property
     def may_grow(self) -> bool:
-        """There is capacity for one more segment, as far as is known, without giving up another."""
+        """Whether there seems to be capacity for one more segment without reclaiming another."""
         return bool(self._reusable) or self._may_create
 
     def oldest(self) -> Segment | None:
-        """The segment to be given up next."""
+        """The segment to be reclaimed next; None: none is sealed."""
         sealed = [segment for segment in self.segments.values() if segment.fd == -1]
         return min(sealed, key=lambda segment: segment.header.number, default=None)
 
-    # --- segments come ---
+    # --- adding segments ---
 
     async def adopt(self, scan: RootScan) -> list[tuple[Segment, Recovered]]:
         """Begin with what a scan has found. Files beyond the capacity are removed, the oldest first; returns the rest.
@@ -114,8 +114,8 @@ class SegmentPool:
         return await self._prepare(name, size)
 
     async def recycle(self, segment: Segment) -> bool:
-        """Make this sealed segment, of which nobody wants anything any more, the next one; one of another size only
-        leaves its space to `grow`. False as in `grow`.
+        """Make this sealed segment, which has no records in the catalog any more, the next one. One of another size
+        only leaves its space to `grow`. False as in `grow`.
         """
         await self._changes.wait_for(lambda: not segment.readers)
         if self._health.state == RootState.OFF or segment.ordinal not in self.segments:
@@ -156,7 +156,7 @@ class SegmentPool:
         self._changes.notify_all()
         return True
 
-    # --- segments go ---
+    # --- removing segments ---
 
     def advance(self) -> None:
         """The open segment is full: the clean one is next."""

@@ -71,7 +71,7 @@ async def test_a_copy_that_was_begun_long_ago_is_looked_at_more_than_once(gpu: G
     device = CudaDevice(loop, Slow(), bytes(16), 0, 1 << 20, config, end)
     await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
     device.busy_s = lambda now: 3600.0  # type: ignore[method-assign]
-    device._look()
+    device._check_stuck()
     assert not ended.done()
     async with asyncio.timeout(20):
         assert "a copy has not ended" in await ended

@@ -148,6 +148,6 @@ def test_a_link_that_slows_down_is_learnt(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_end_that_is_seen_late_does_not_make_the_next_chunk_faster() -> None:
     rate = Rate()
     for _ in range(100):
-        rate.learn(64 * MIB, 2 * 64 * MIB / LINK_BYTES_PER_S)
-        rate.learn(64 * MIB, 0.0)
+        rate.add_sample(64 * MIB, 2 * 64 * MIB / LINK_BYTES_PER_S)
+        rate.add_sample(64 * MIB, 0.0)
     assert rate.bytes_per_s == pytest.approx(LINK_BYTES_PER_S, rel=0.3)
