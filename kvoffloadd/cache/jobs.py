@@ -158,7 +158,8 @@ class Job:
 
     def stop(self, outcome: Outcome) -> None:
         """Drop what has not begun; the job ends with this outcome. `on_end` is still called, after the last access."""
-        self.stopped = self.stopped or outcome
+        if self.stopped is None or outcome is Outcome.CANCELLED:  # what the worker asked for last
+            self.stopped = outcome
         give_up = self._give_up
         if give_up is not None and give_up():
             self._give_up = None
@@ -277,6 +278,7 @@ class Jobs:
             if on_disk:
                 await self._fetch(job, on_disk)
                 plan = self._hold(job, request.resolve())
+            del on_disk  # while the job goes on it has no use for its keys, nor for their keyspace
             await self._verify(job)
             result = await self._copy(job, lambda: plan.build(~job.bad))
         except Stopped as stopped:
@@ -401,11 +403,17 @@ class Jobs:
             wait = self.signals.wait(ready, job.options.deadline_s, resume)
             return lambda: self.signals.cancel(wait)
 
-        outcome = await job.step(Phase.SIGNAL, begin)
-        if job.stopped or outcome is not Outcome.DONE:
-            gone = outcome is Outcome.FAILED
-            reason = "the page of the worker's signal is gone" if gone else "the worker's signal had not come"
-            raise Stopped(job.stopped or outcome, reason)
+        if job.stopped is not None:
+            raise Stopped(job.stopped)
+        late = "the worker's signal had not come"
+        try:
+            outcome = await job.step(Phase.SIGNAL, begin)
+        except Stopped as stopped:
+            raise Stopped(stopped.outcome, late) from None
+        if job.stopped is not None:
+            raise Stopped(job.stopped, late)
+        if outcome is not Outcome.DONE:
+            raise Stopped(outcome, "the page of the worker's signal is gone" if outcome is Outcome.FAILED else late)
 
     def _submit(self, job: Job, build: Callable[[], Work], resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
         options = job.options

@@ -150,6 +150,18 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     assert await read_manifest(paths[0]) == other
 
 
+async def test_records_of_an_epoch_that_is_over_are_not_taken_in(open_tier: Open, paths: list[Path]) -> None:
+    """They lie in segments until those are used again, but take no room in the catalog."""
+    tier = await open_tier(paths=[paths[0]])
+    await tier.store_away(tier.keyspace(A), 1, 2, 3)
+    await tier.clear(tier.keyspace(A).namespace)
+    await tier.store_away(tier.keyspace(A), 4)
+    await tier.close()
+    again = await open_tier(paths=[paths[0]])
+    assert again.disk.catalog.records == 1
+    assert again.states(again.keyspace(A), 1, 4) == [MISS, PENDING]
+
+
 # --- what comes late ---
 
 

@@ -139,3 +139,61 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
     assert result.outcome is Outcome.FAILED
     assert "could not begin" in result.reason
     assert not jobs.running
+
+
+class Waiting:
+    """Signals, a lane and a device that call back when the test says so."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.done: list[Callable[[Any], None]] = []
+        self.dropped = True
+
+    def wait(self, ready: Any, deadline_s: float, done: Callable[[Any], None]) -> Any:
+        self.done.append(done)
+        return done
+
+    def submit(self, work: Any, done: Callable[[Any], None], **_: Any) -> Any:
+        self.done.append(done)
+        return SimpleNamespace(cancel=lambda: False)
+
+    def cancel(self, _: Any) -> bool:
+        return self.dropped
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+async def test_a_job_that_is_cancelled_before_its_signal_says_so(dropped: bool) -> None:
+    """Whether or not the signal is being looked at in that moment."""
+    nobody: Any = None
+    signals: Any = Waiting()
+    signals.dropped = dropped
+    jobs = Jobs(make_cache(), None, nobody, signals, False)
+    ends: list[Completion] = []
+    options = CopyOptions(nobody, 1e9, ready=ReadySignal(8, 1))
+    job = jobs.store(np.zeros(0, np.int64), nobody, options, ends.append)
+    job.cancel()
+    if not dropped:
+        assert ends == []
+        signals.done[0](Outcome.CANCELLED)
+    assert [(end.outcome, end.reason) for end in ends] == [(Outcome.CANCELLED, "the worker's signal had not come")]
+    assert not jobs.running
+
+
+async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:
+    """A load whose payloads are hashed when its deadline passes, and which is cancelled then, is cancelled."""
+    nobody: Any = None
+    lane: Any = Waiting()
+    cache = make_cache()
+    parts = store(cache, make_keyspace(cache)[1], keys_of(1))
+    cache.entries.parts.unverified[parts] = 1
+    jobs = Jobs(cache, None, lane, nobody, False)
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, nobody)
+    request: Any = SimpleNamespace(on_disk=[], resolve=lambda: plan)
+    ends: list[Completion] = []
+    job = jobs.load(request, CopyOptions(nobody, 1e9), ends.append)
+    job.stop(Outcome.EXPIRED)
+    job.cancel()
+    assert ends == []
+    lane.done[0](cache.entries.parts.digest[parts])
+    assert [end.outcome for end in ends] == [Outcome.CANCELLED]
+    assert not cache.entries.leases.any()

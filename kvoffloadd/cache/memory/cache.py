@@ -19,7 +19,7 @@ from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState, begins_of
 from kvoffloadd.cache.memory.lookup import LookupResult
-from kvoffloadd.cache.memory.lowertier import LowerTier
+from kvoffloadd.cache.memory.lowertier import LowerTier, NoLowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
@@ -478,7 +478,7 @@ class Cache:
         packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
         if after < self.entries.index.rows_end:
             return packed, after
-        return packed, _IN_LOWER if keyspace.namespace.fingerprint in self.lower.namespaces() else 0
+        return packed, 0 if isinstance(self.lower, NoLowerTier) else _IN_LOWER
 
     def figures(self) -> dict[str, int]:
         """Counters and gauges, for `status`."""

@@ -69,7 +69,7 @@ class RequestState:
         if self.given_up:
             return LookupState.MISS
         if answer is None:
-            if self.phase is RequestPhase.IDLE:
+            if self.asking is None and not self.fresh:
                 self.waiting_since = now
             self.answers[key] = LookupState.ASKED
             self._want(key)
@@ -148,7 +148,7 @@ class RequestState:
         pins, self.pins = self.pins, []
         self.fresh.clear()
         self.asking = None
-        if self.phase is RequestPhase.ASKING or self.phase is RequestPhase.POSTPONED:
+        if self.phase is RequestPhase.ASKING:
             self.phase = RequestPhase.IDLE
         return pins
 
