@@ -135,3 +135,20 @@ def test_time_in_which_nobody_looks_does_not_count() -> None:
     everyone = wanting(2)
     ask_all(admitted(everyone, everyone, 3, 0.5))
     assert answers(everyone[1], 50.0) == [LookupState.ASKED] * 3
+
+
+def test_a_request_that_loads_waits_for_new_keys_as_others_do() -> None:
+    """From when they were asked for first, not from the beginning of time."""
+    state = RequestState("r")
+    state.phase = RequestPhase.LOADING
+    assert answers(state, 100.0) == [LookupState.ASKED] * 3
+    assert answers(state, 100.5) == [LookupState.ASKED] * 3
+    assert answers(state, 101.5) == [LookupState.MISS] * 3
+
+
+def test_a_request_without_room_waits_on_after_it_has_settled() -> None:
+    state = RequestState("r")
+    assert answers(state, 0.0) == [LookupState.ASKED] * 3
+    state.postpone(0.0)
+    state.settle()
+    assert answers(state, 5.0) == [LookupState.ASKED] * 3, "as long as for keys from disk: not its second of timeout"
