@@ -95,7 +95,7 @@ def _run(copy: Path, tests: tuple[str, ...]) -> str:
         )
     except subprocess.TimeoutExpired:
         return "hung"
-    if done.returncode == _TESTS_FAILED:
+    if done.returncode == _TESTS_FAILED or done.returncode < 0:  # the mutant may take the tests' process with it
         return "killed"
     return "survived" if done.returncode == 0 else "broken"
 
