@@ -462,3 +462,14 @@ def test_pieces_are_bounded_when_parts_differ_in_size() -> None:
     sizes = [PIECE_BYTES] * 3 + [PAGE_BYTES] * 380
     segments, reads = reads_of([1] * len(sizes), list(range(1, 1 + len(sizes))), sizes)
     assert max(len(piece) for _, piece in pieces(segments, reads)) <= PIECE_RECORDS
+
+
+async def test_a_row_that_is_used_again_is_not_under_way(open_tier: Open) -> None:
+    """Whatever the tier has noted of it was of the key before."""
+    tier = await open_tier()
+    keyspace = tier.keyspace()
+    tier.disk.promotion._reading[:] = 7
+    tier.store(keyspace, 1)
+    rows = tier.cache.find(keyspace, keys_of(1)).rows
+    assert (rows >= 0).all()
+    assert not tier.disk.promotion.under_way(rows).any()
