@@ -151,6 +151,7 @@ class PeerConnection:
                 self._refuse(error)
                 break
             except PeerError as error:
+                self._give_room()
                 self._reply_error(error, error.seq)
                 continue
             if got is None:
@@ -158,9 +159,7 @@ class PeerConnection:
                 self._watch_partial()
                 self._without_room = self._protocol.partial and not self._has_room()
                 break
-            if self._has_taken_room:
-                self._frame_room.give(self)
-                self._has_taken_room = False
+            self._give_room()
             if self.session.role:
                 self._stop_timer()  # it was for this frame; the next one gets its own
             self._serve(*got)
@@ -189,6 +188,12 @@ class PeerConnection:
             return True
         self._has_taken_room = True
         return self._frame_room.take(self, size)
+
+    def _give_room(self) -> None:
+        """A frame has come whole, whatever became of it."""
+        if self._has_taken_room:
+            self._frame_room.give(self)
+            self._has_taken_room = False
 
     def go_on(self) -> None:
         """See `frameroom.Receiver`."""

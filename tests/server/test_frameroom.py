@@ -70,3 +70,15 @@ def test_frames_that_have_begun_are_bounded_and_all_are_served(start_daemon: Cal
     job = scene.job(groups=[{"group": 0, "keys": keys(*range(9000)), "blocks": ids(*[0] * 9000)}])
     scene.peer.ok("store", **job)
     assert scene.peer.completed(job["job"])["outcome"] == "done"
+
+
+def test_large_frames_that_are_refused_keep_no_room(start_daemon: Callable[..., Daemon]) -> None:
+    """Their sessions stay, and say no more."""
+    daemon = start_daemon()
+    scene = Scene(daemon, "refused")
+    scene.settle()
+    peers = [scene.session() for _ in range(ROOM_BYTES // FRAME_BYTES + 1)]
+    for peer in peers:
+        refused = peer.ask("lookup", groups=[{"group": 0, "keys": bytes(FRAME_BYTES - 1024)}], unknown=1)
+        assert refused["type"] == "error"
+    assert len(scene.session().ok("lookup", groups=[{"group": 0, "keys": keys(*range(10_000))}])["states"][0]) == 10_000

@@ -131,8 +131,8 @@ class Writer:
         elif not isinstance(result, CancelledWork):
             segment.broken |= is_trouble(result)
             self._pool.write_failed(result)
+        self._changes.notify_all()  # first: waiters look in a later turn, whatever becomes of `done`
         done(segment, entries, result)
-        self._changes.notify_all()
 
     def give_up(self) -> None:
         """The disk does not answer: batches that wait for a thread end with CancelledWork."""
