@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvoffloadd.client.memory.tensor import CanonicalTensor
     from kvoffloadd.model import I64Array, U8Array
 
+    Wanted = dict[int, tuple[U8Array, I64Array]]
+
 WAIT_S = 60.0
 
 
@@ -50,27 +52,24 @@ class Workload:
 
     def store(self) -> tuple[float, float]:
         """Store new keys: seconds as the client sees them, to the end of `wait`, and as the daemon does."""
-        return self._timed(self.begin_store)
+        return self._timed(self.client.store, self._new_wanted())
 
     def load(self) -> tuple[float, float]:
         """Load the keys that were stored last."""
-        return self._timed(self.begin_load)
+        return self._timed(self.client.load, self._wanted(self._load_to))
 
-    def _timed(self, begin: Callable[[], Job]) -> tuple[float, float]:
+    def _timed(self, submit: Callable[..., Job], wanted: Wanted) -> tuple[float, float]:
         begun = time.perf_counter()
-        result = self.finish(begin())
+        result = self.finish(submit(self.registration, wanted, deadline_s=WAIT_S))
         return time.perf_counter() - begun, result.seconds
 
     def begin_store(self, ready: Ready | None = None) -> Job:
         """Of new keys."""
-        self._stored += self.keys
-        wanted = {0: (self._last_keys(), self._ids(0))}
-        return self.client.store(self.registration, wanted, deadline_s=WAIT_S, ready=ready)
+        return self.client.store(self.registration, self._new_wanted(), deadline_s=WAIT_S, ready=ready)
 
     def begin_load(self) -> Job:
         """Of the keys that were stored last."""
-        wanted = {0: (self._last_keys(), self._ids(self._load_to))}
-        return self.client.load(self.registration, wanted, deadline_s=WAIT_S)
+        return self.client.load(self.registration, self._wanted(self._load_to), deadline_s=WAIT_S)
 
     def finish(self, job: Job) -> JobResult:
         """Wait. Raises SystemExit if it has not moved every byte."""
@@ -83,8 +82,13 @@ class Workload:
         """Until nothing is copied and nothing waits to be hashed."""
         self.client.drain(WAIT_S)
 
-    def _last_keys(self) -> U8Array:
-        return keys_of(np.arange(self._stored - self.keys, self._stored))
+    def _new_wanted(self) -> Wanted:
+        self._stored += self.keys
+        return self._wanted(0)
+
+    def _wanted(self, first: int) -> Wanted:
+        """The keys that were stored last, and block ids from `first` on."""
+        return {0: (keys_of(np.arange(self._stored - self.keys, self._stored)), self._ids(first))}
 
     def _ids(self, first: int) -> I64Array:
         count = self.keys * self._blocks_per_key
