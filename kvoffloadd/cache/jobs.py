@@ -29,8 +29,9 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
-from kvoffloadd.device.base import Copy, CopyResult, Device, Work
+from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals
+from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
@@ -93,7 +94,7 @@ class LoadPlan:
 
     rows: U32Array  # of each part the row of its key
     parts: I64Array  # record numbers
-    build: Callable[[BoolArray], Work]  # makes the work of the parts in the mask
+    lists: list[BlockList]  # where each part's payload is copied to, in the same order
 
 
 class LoadRequest(Protocol):
@@ -141,6 +142,7 @@ class Job:
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
     bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
+    lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
     phase: Phase = Phase.END
     copy: Copy | None = None
     stopped: Outcome | None = None  # how it ends if its copy has not begun
@@ -238,16 +240,21 @@ class Jobs:
 
     # --- store ---
 
-    def store(self, parts: I64Array, work: Work, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
-        """Copy into reserved parts that the job owns from here on; commit or abort them at the end."""
+    def store(
+        self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
+    ) -> Job:
+        """Copy into reserved parts that the job owns from here on; commit or abort them at the end. `lists`: where each
+        part's payload is copied from, in the same order.
+        """
         self.cache.begin(parts)
         job = self._add(Job(Direction.STORE, options, on_end, _now_s(), parts, bad=np.zeros(len(parts), bool)))
-        job.start(self._store(job, work))
+        job.lists = lists
+        job.start(self._store(job))
         return job
 
-    async def _store(self, job: Job, work: Work) -> None:
+    async def _store(self, job: Job) -> None:
         try:
-            result = await self._copy(job, lambda: work)
+            result = await self._copy(job)
         except Stopped as stopped:
             result = CopyResult.not_begun(stopped.outcome, str(stopped))
         if result.outcome is Outcome.DONE:
@@ -273,26 +280,26 @@ class Jobs:
 
     async def _load(self, job: Job, request: LoadRequest) -> None:
         on_disk = request.on_disk
-        plan = self._hold(job, request.resolve())
+        self._hold(job, request.resolve())
         try:
             if on_disk:
                 await self._fetch(job, on_disk)
-                plan = self._hold(job, request.resolve())
+                self._hold(job, request.resolve())
             del on_disk  # while the job goes on it has no use for its keys, nor for their keyspace
             await self._verify(job)
-            result = await self._copy(job, lambda: plan.build(~job.bad))
+            result = await self._copy(job)
         except Stopped as stopped:
             result = CopyResult.not_begun(stopped.outcome, str(stopped))
         self.cache.unhold(job.rows)
         self._end(job, result)
 
-    def _hold(self, job: Job, plan: LoadPlan) -> LoadPlan:
+    def _hold(self, job: Job, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
         self.cache.hold(plan.rows)
-        self.cache.unhold(job.rows)
-        job.rows, job.parts = plan.rows, plan.parts
+        if len(job.rows):
+            self.cache.unhold(job.rows)
+        job.rows, job.parts, job.lists = plan.rows, plan.parts, plan.lists
         job.bad = np.zeros(len(plan.rows), bool)
-        return plan
 
     async def _fetch(self, job: Job, on_disk: list[KeysOnDisk]) -> None:
         """Bring these keys into memory. They are held until the job waits again."""
@@ -388,12 +395,12 @@ class Jobs:
         self.running.add(job)
         return job
 
-    async def _copy(self, job: Job, build: Callable[[], Work]) -> CopyResult:
+    async def _copy(self, job: Job) -> CopyResult:
         """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
         try:
             if job.options.ready is not None:
                 await self._await_signal(job, job.options.ready)
-            return await job.step(Phase.COPY, partial(self._submit, job, build))
+            return await job.step(Phase.COPY, partial(self._submit, job))
         except _SHORT as error:
             await job.step(Phase.END, _next_turn)  # behind the reply
             raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
@@ -415,11 +422,12 @@ class Jobs:
         if outcome is not Outcome.DONE:
             raise Stopped(outcome, "the page of the worker's signal is gone" if outcome is Outcome.FAILED else late)
 
-    def _submit(self, job: Job, build: Callable[[], Work], resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
-        options = job.options
+    def _submit(self, job: Job, resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
+        options, lists = job.options, job.lists
+        job.lists = []
         copy = job.copy = options.device.submit(
             job.direction,
-            build(),
+            BlockWork(lists, ~job.bad if job.bad.any() else None),
             deadline_s=options.deadline_s,
             urgent=options.urgent,
             done=resume,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffloadd.device.plan import Copies, GroupPlan, concatenate, make_copies
-from kvoffloadd.model import NO_BLOCK, Direction, I64Array, U32Array, U64Array
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U32Array, U64Array
 
 SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
 """Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time
@@ -47,9 +47,11 @@ class BlockList:
     def wanted(self) -> BlockList:
         """Those payloads alone of which some block is wanted."""
         some = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
-        if some.all():
-            return self
-        return BlockList(self.plans, self.blocks, self.keys[some], self.columns[some], self.addresses[some])
+        return self if some.all() else self.only(some)
+
+    def only(self, mask: BoolArray) -> BlockList:
+        """Those payloads alone that are in the mask."""
+        return BlockList(self.plans, self.blocks, self.keys[mask], self.columns[mask], self.addresses[mask])
 
     def blocks_of_plans(self) -> list[int]:
         """How many blocks are copied by each plan."""
@@ -76,9 +78,12 @@ class BlockList:
 
 
 class BlockWork:
-    """All that a job copies. See `base.Work`."""
+    """All that a job copies, or the payloads that are in the mask alone. See `base.Work`."""
 
-    def __init__(self, lists: list[BlockList]) -> None:
+    def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
+        if mask is not None:
+            masks = np.split(mask, np.cumsum([len(one.keys) for one in lists])[:-1])
+            lists = [one.only(some) for one, some in zip(lists, masks, strict=True)]
         self._lists = [one for one in map(BlockList.wanted, lists) if len(one.keys)]
         self.total_bytes = self.descriptors = self.payload_end = 0
         for one in self._lists:

@@ -26,7 +26,7 @@ from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
-from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
+from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
@@ -113,18 +113,12 @@ class SessionLoad(SessionJob):
         ]
         self.chosen = [p.keys for p in payloads]
         rows = [lookup.rows[p.keys].astype(np.uint32) for lookup, p in zip(lookups, payloads, strict=True)]
-        groups = [(group.group, group.blocks) for group in self.groups]
-
-        def build(good: BoolArray) -> BlockWork:
-            masks = np.split(good, np.cumsum([len(p.keys) for p in payloads])[:-1])
-            each = zip(groups, payloads, masks, strict=True)
-            return BlockWork([_block_list(self.cache, *group, p.only(mask)) for group, p, mask in each])
-
+        lists = [_block_list(self.cache, group, p) for group, p in zip(self.groups, payloads, strict=True)]
         self.lookups = []
         if not self.on_disk:
             self.groups = []  # this is not called again, and a job that waits has no use for its keys
         self.on_disk = []
-        return LoadPlan(np.concatenate(rows), np.concatenate([p.parts for p in payloads]), build)
+        return LoadPlan(np.concatenate(rows), np.concatenate([p.parts for p in payloads]), lists)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,21 +138,19 @@ class SessionJobs:
 
     def store(self, message: Store, registration: Registration) -> Accepted:
         """Reserve slots (or take those of the named lease), and start copying in."""
-        groups = self._check(message.groups, registration)
+        groups = self._check(message.groups, registration, distinct=True)
         options = self._options(message, registration)
         self._admit(message)
         for group in groups:
             if (group.blocks == NO_BLOCK).any():
                 raise BlockIdError(f"group {group.group.group}: a store needs all block ids of each key")
-            if has_duplicates(group.keys):
-                raise DuplicateError(f"group {group.group.group}: a key is stored twice in one job")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = self._leased(groups, lease) if lease else None
         with self._charged(groups) as charge:
             reserved = leased or self._reserve(groups)
             parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
             cache = self.context.cache
-            work = BlockWork([_block_list(cache, g.group, g.blocks, r) for g, r in zip(groups, reserved, strict=True)])
+            lists = [_block_list(cache, group, some) for group, some in zip(groups, reserved, strict=True)]
             if lease:
                 self.instance.leases.fill(lease, parts)
                 self.account.refund("leases", len(parts))
@@ -166,7 +158,7 @@ class SessionJobs:
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             on_end, jobs = partial(self._complete, request), self.context.jobs
             if len(parts):
-                self._add(request, jobs.store(parts, work, options, on_end))
+                self._add(request, jobs.store(parts, lists, options, on_end))
             else:
                 self._add(request, jobs.finish(Direction.STORE, options, on_end))
         return Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
@@ -255,13 +247,18 @@ class SessionJobs:
 
     # --- checks, none of which changes anything ---
 
-    def _check(self, groups: Sequence[GroupBlocks], registration: Registration) -> list[GroupJob]:
+    def _check(
+        self, groups: Sequence[GroupBlocks], registration: Registration, *, distinct: bool = False
+    ) -> list[GroupJob]:
+        """`distinct`: no key may be named twice."""
         checked = []
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         for item in groups:
             group = registration.group(item.group)
             keys = keys_array(item.keys, self.namespace.key_bytes)
+            if distinct and has_duplicates(keys):
+                raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
             per_key = group.schema.blocks_per_key
             if len(item.blocks) != 4 * per_key * len(keys):
                 raise BlockIdError(
@@ -394,6 +391,6 @@ def _every_part(cache: Cache, group: GroupJob, indices: I64Array, rows: I64Array
     return Payloads(parts.ravel(), np.repeat(indices, width), np.tile(np.arange(width), count))
 
 
-def _block_list(cache: Cache, group: RegisteredGroup, blocks: U32Array, payloads: Payloads) -> BlockList:
-    addresses = cache.payload_addresses(payloads.parts)
-    return BlockList(tuple(held.plan for held in group.held), blocks, payloads.keys, payloads.columns, addresses)
+def _block_list(cache: Cache, group: GroupJob, payloads: Payloads) -> BlockList:
+    plans, addresses = tuple(held.plan for held in group.group.held), cache.payload_addresses(payloads.parts)
+    return BlockList(plans, group.blocks, payloads.keys, payloads.columns, addresses)

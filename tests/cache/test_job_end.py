@@ -110,10 +110,13 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     jobs = Jobs(cache, None, lane, nobody, False)
     ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-    def build(good: Any) -> Any:
-        raise MemoryError
+    class TooMany:
+        @property
+        def blocks(self) -> Any:
+            raise MemoryError
 
-    request = SimpleNamespace(on_disk=[], resolve=lambda: LoadPlan(cache.entries.parts.row[parts], parts, build))
+    lists: Any = [TooMany()]
+    request = SimpleNamespace(on_disk=[], resolve=lambda: LoadPlan(cache.entries.parts.row[parts], parts, lists))
     device: Any = SimpleNamespace(submit=None)
     jobs.load(request, CopyOptions(device, 1e9), ended.set_result)
     async with asyncio.timeout(20):
@@ -125,14 +128,13 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])
 @pytest.mark.parametrize("ready", [None, ReadySignal(8, 1)])
 async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: ReadySignal | None) -> None:
-    nobody: Any = None
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     short: Any = Short(error)
     cache = make_cache()
     jobs = Jobs(cache, None, lane, short, False)
     ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     options = CopyOptions(short, 1e9, ready=ready)
-    jobs.store(np.zeros(0, np.int64), nobody, options, ended.set_result)
+    jobs.store(np.zeros(0, np.int64), [], options, ended.set_result)
     assert not ended.done(), "never within the call"
     async with asyncio.timeout(20):
         result = await ended
@@ -170,7 +172,7 @@ async def test_a_job_that_is_cancelled_before_its_signal_says_so(dropped: bool) 
     jobs = Jobs(make_cache(), None, nobody, signals, False)
     ends: list[Completion] = []
     options = CopyOptions(nobody, 1e9, ready=ReadySignal(8, 1))
-    job = jobs.store(np.zeros(0, np.int64), nobody, options, ends.append)
+    job = jobs.store(np.zeros(0, np.int64), [], options, ends.append)
     job.cancel()
     if not dropped:
         assert ends == []
@@ -187,7 +189,7 @@ async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:
     parts = store(cache, make_keyspace(cache)[1], keys_of(1))
     cache.entries.parts.unverified[parts] = 1
     jobs = Jobs(cache, None, lane, nobody, False)
-    plan = LoadPlan(cache.entries.parts.row[parts], parts, nobody)
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, [])
     request: Any = SimpleNamespace(on_disk=[], resolve=lambda: plan)
     ends: list[Completion] = []
     job = jobs.load(request, CopyOptions(nobody, 1e9), ends.append)

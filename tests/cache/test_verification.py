@@ -36,8 +36,7 @@ def adopted(cache: Cache) -> LoadPlan:
     keyspace = make_keyspace(cache)[1]
     parts = store(cache, keyspace, keys_of(*range(10)))
     cache.entries.parts.unverified[parts] = 1
-    nothing: Any = None  # no copy is ever made of it
-    return LoadPlan(cache.entries.parts.row[parts], parts, nothing)
+    return LoadPlan(cache.entries.parts.row[parts], parts, [])  # no copy is ever made of it
 
 
 def resolved(plan: LoadPlan) -> Any:
@@ -84,7 +83,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     rows = cache.entries.parts.row[parts]
     jobs = Jobs(cache, None, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
     results: list[Completion] = []
-    plan = LoadPlan(rows, parts, lambda good: nobody)  # type: ignore[arg-type,return-value]  # nothing is copied
+    plan = LoadPlan(rows, parts, [])
     options = CopyOptions(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
     first, second = (jobs.load(resolved(plan), options, results.append) for _ in range(2))
     device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before

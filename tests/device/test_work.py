@@ -21,9 +21,9 @@ BLOCKS = 12
 
 
 @st.composite
-def works(draw: st.DrawFn) -> BlockWork:
+def lists(draw: st.DrawFn) -> list[BlockList]:
     """Some groups of one or two parts, payloads of some keys, gaps."""
-    lists, address = [], 1 << 40
+    made, address = [], 1 << 40
     for number in range(draw(st.integers(1, 3))):
         per_key = draw(st.integers(1, 3))
         plans = []
@@ -42,11 +42,13 @@ def works(draw: st.DrawFn) -> BlockWork:
             addresses.append(address)
             address += plans[column].payload_bytes + draw(st.sampled_from([0, 0, 64]))
         blocks = np.array(ids, np.uint32).reshape(keys, per_key)
-        lists.append(BlockList(tuple(plans), blocks, at[kept], columns[kept], u64(addresses)))
-    return BlockWork(lists)
+        made.append(BlockList(tuple(plans), blocks, at[kept], columns[kept], u64(addresses)))
+    return made
 
 
-@given(works(), st.sampled_from([1, 2, 7, 1000]), st.sampled_from([1, 40, 1000]), st.sampled_from(Direction))
+@given(
+    lists().map(BlockWork), st.sampled_from([1, 2, 7, 1000]), st.sampled_from([1, 40, 1000]), st.sampled_from(Direction)
+)
 @settings(max_examples=200, deadline=None)
 def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, direction: Direction) -> None:
     whole = work.make_all(direction)
@@ -58,6 +60,20 @@ def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, dire
     assert all(copies.descriptors <= max(descriptors, 2 * 12) for copies in made)
     payload = whole.dst if direction is Direction.STORE else whole.src
     assert int((payload + whole.size).max(initial=0)) <= work.payload_end
+
+
+@given(lists(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_mask_leaves_payloads_out(some: list[BlockList], data: st.DataObject) -> None:
+    """What is in the mask and what is not are the whole; what is not wanted has no address among the copies."""
+    count = sum(len(one.keys) for one in some)
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
+    inside, outside = (bytes_of(BlockWork(some, m).make_all(Direction.STORE)) for m in (mask, ~mask))
+    assert sorted(inside + outside) == bytes_of(BlockWork(some).make_all(Direction.STORE))
+    addresses = np.concatenate([one.addresses for one in some])
+    sizes = np.concatenate([np.array([plan.payload_bytes for plan in one.plans])[one.columns] for one in some])
+    own = {a + at for a, size in zip(addresses[mask].tolist(), sizes[mask].tolist(), strict=True) for at in range(size)}
+    assert {to for _, to in inside} <= own
 
 
 def big(keys: int, per_key: int) -> BlockWork:

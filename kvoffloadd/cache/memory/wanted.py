@@ -11,7 +11,7 @@ from kvoffloadd.cache.memory.index import Index
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import numbers_of
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import I64Array, U8Array, U16Array, U32Array, U64Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +21,6 @@ class Payloads:
     parts: I64Array  # its record number
     keys: I64Array  # the index of its key among the keys of the request
     columns: I64Array  # the index of its part among the parts that are wanted
-
-    def only(self, wanted: BoolArray) -> Payloads:
-        return Payloads(self.parts[wanted], self.keys[wanted], self.columns[wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
