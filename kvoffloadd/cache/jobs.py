@@ -253,10 +253,7 @@ class Jobs:
         return job
 
     async def _store(self, job: Job) -> None:
-        try:
-            result = await self._copy(job)
-        except Stopped as stopped:
-            result = CopyResult.not_begun(stopped.outcome, str(stopped))
+        result = await self._result(job, self._copy(job))
         if result.outcome is Outcome.DONE:
             kept = self.cache.commit(job.parts)
             if len(kept) < len(job.parts):  # cleared meanwhile
@@ -279,19 +276,19 @@ class Jobs:
         return job
 
     async def _load(self, job: Job, request: LoadRequest) -> None:
-        on_disk = request.on_disk
-        self._hold(job, request.resolve())
-        try:
-            if on_disk:
-                await self._fetch(job, on_disk)
-                self._hold(job, request.resolve())
-            del on_disk  # while the job goes on it has no use for its keys, nor for their keyspace
-            await self._verify(job)
-            result = await self._copy(job)
-        except Stopped as stopped:
-            result = CopyResult.not_begun(stopped.outcome, str(stopped))
+        result = await self._result(job, self._copy_out(job, request))
         self.cache.unhold(job.rows)
         self._end(job, result)
+
+    async def _copy_out(self, job: Job, request: LoadRequest) -> CopyResult:
+        on_disk = request.on_disk
+        self._hold(job, request.resolve())
+        if on_disk:
+            await self._fetch(job, on_disk)
+            self._hold(job, request.resolve())
+        del on_disk  # while the job goes on it has no use for its keys, nor for their keyspace
+        await self._verify(job)
+        return await self._copy(job)
 
     def _hold(self, job: Job, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
@@ -395,15 +392,27 @@ class Jobs:
         self.running.add(job)
         return job
 
+    async def _result(self, job: Job, steps: Coroutine[None, Any, CopyResult]) -> CopyResult:
+        """How the job's steps end. One that does not come to its copy has its end all the same, behind its reply."""
+        try:
+            return await steps
+        except Stopped as stopped:
+            return CopyResult.not_begun(stopped.outcome, str(stopped))
+        except _SHORT as error:
+            reason = f"it could not begin: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001  end of a job: nobody else would give it one
+            about = {"message": "a job failed by a bug of ours", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(about)
+            reason = "it met a bug in the daemon; its log has the details"
+        with suppress(Stopped):
+            await job.step(Phase.END, _next_turn)
+        return CopyResult.not_begun(Outcome.FAILED, reason)
+
     async def _copy(self, job: Job) -> CopyResult:
         """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
-        try:
-            if job.options.ready is not None:
-                await self._await_signal(job, job.options.ready)
-            return await job.step(Phase.COPY, partial(self._submit, job))
-        except _SHORT as error:
-            await job.step(Phase.END, _next_turn)  # behind the reply
-            raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
+        if job.options.ready is not None:
+            await self._await_signal(job, job.options.ready)
+        return await job.step(Phase.COPY, partial(self._submit, job))
 
     async def _await_signal(self, job: Job, ready: ReadySignal) -> None:
         def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:

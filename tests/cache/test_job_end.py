@@ -125,6 +125,32 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     assert not cache.entries.leases.any()
 
 
+async def test_a_job_that_meets_a_bug_ends() -> None:
+    """It fails, behind its reply, and holds nothing; the loop's handler hears of the bug, as of one in a callback."""
+    nobody: Any = None
+    loop = asyncio.get_running_loop()
+    told: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, about: told.append(about))
+    cache = make_cache()
+    lane: Any = SimpleNamespace(loop=loop)
+    jobs = Jobs(cache, None, lane, nobody, False)
+    bug = KeyError("a bug")
+
+    def resolve() -> LoadPlan:
+        raise bug
+
+    ends: list[Completion] = []
+    request: Any = SimpleNamespace(on_disk=[], resolve=resolve)
+    job = jobs.load(request, CopyOptions(nobody, 1e9), ends.append)
+    assert ends == []
+    assert await jobs.settle({job}, 20)
+    assert [(end.outcome, end.reason) for end in ends] == [
+        (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
+    ]
+    assert [about["exception"] for about in told] == [bug]
+    assert not jobs.running
+
+
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])
 @pytest.mark.parametrize("ready", [None, ReadySignal(8, 1)])
 async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: ReadySignal | None) -> None:
