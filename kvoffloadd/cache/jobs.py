@@ -98,12 +98,12 @@ class LoadPlan:
 
 
 class LoadRequest(Protocol):
-    """The keys of a load, to be resolved when their payloads are in memory."""
+    """A load of keys some of which are on disk."""
 
     on_disk: list[KeysOnDisk]  # to be brought into memory first
 
     def resolve(self) -> LoadPlan:
-        """What is to be copied, of keys that are complete now."""
+        """What is to be copied, of keys that are complete now: called when those on disk have come, or will not."""
 
 
 @dataclass(slots=True)
@@ -265,28 +265,34 @@ class Jobs:
 
     # --- load ---
 
-    def load(self, request: LoadRequest, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
-        """Copy out what the request resolves to, which is held until the end.
+    def load(
+        self,
+        plan: LoadPlan,
+        options: CopyOptions,
+        on_end: Callable[[Completion], None],
+        request: LoadRequest | None = None,
+    ) -> Job:
+        """Copy out what is planned, which is held until the end.
 
-        Keys that are on disk are brought into memory first; then the request is resolved again. A key whose payload was
-        adopted (with `verify_loads`: sealed) and does not match its checksum is dropped before the copy.
+        With a `request`, its keys on disk are brought into memory first, while those of the plan are held; what is
+        copied is what it resolves to then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
+        match its checksum is dropped before the copy.
         """
-        job = self._add(Job(Direction.LOAD, options, on_end, _now_s()))
+        job = Job(Direction.LOAD, options, on_end, _now_s())
+        self._hold(job, plan)
+        self._add(job)
         job.start(self._load(job, request))
         return job
 
-    async def _load(self, job: Job, request: LoadRequest) -> None:
+    async def _load(self, job: Job, request: LoadRequest | None) -> None:
         result = await self._result(job, self._copy_out(job, request))
         self.cache.unhold(job.rows)
         self._end(job, result)
 
-    async def _copy_out(self, job: Job, request: LoadRequest) -> CopyResult:
-        on_disk = request.on_disk
-        self._hold(job, request.resolve())
-        if on_disk:
-            await self._fetch(job, on_disk)
+    async def _copy_out(self, job: Job, request: LoadRequest | None) -> CopyResult:
+        if request is not None:
+            await self._fetch(job, request.on_disk)
             self._hold(job, request.resolve())
-        del on_disk  # while the job goes on it has no use for its keys, nor for their keyspace
         await self._verify(job)
         return await self._copy(job)
 

@@ -101,9 +101,10 @@ class SessionLoad(SessionJob):
     on_disk: list[KeysOnDisk] = field(kw_only=True)
 
     def resolve(self) -> LoadPlan:
-        """Plan what the job copies as things stand, and set `chosen` and `lost`. Called a second time after keys on
-        disk have been read.
+        """Plan what the job copies as things stand, and set `chosen` and `lost`. Called at once, and a second time when
+        keys on disk have been read. After the last call the job has no use for its keys, nor for their keyspace.
         """
+        last = not (self.lookups and self.on_disk)
         lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
         masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
         self.lost = [np.flatnonzero(~mask) for mask in masks]
@@ -115,9 +116,8 @@ class SessionLoad(SessionJob):
         rows = [lookup.rows[p.keys].astype(np.uint32) for lookup, p in zip(lookups, payloads, strict=True)]
         lists = [_block_list(self.cache, group, p) for group, p in zip(self.groups, payloads, strict=True)]
         self.lookups = []
-        if not self.on_disk:
-            self.groups = []  # this is not called again, and a job that waits has no use for its keys
-        self.on_disk = []
+        if last:
+            self.groups, self.on_disk = [], []
         return LoadPlan(np.concatenate(rows), np.concatenate([p.parts for p in payloads]), lists)
 
 
@@ -193,11 +193,12 @@ class SessionJobs:
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(
                 message.job, registration, options, charge, nothing, [np.arange(len(group.keys)) for group in groups],
-                cache=cache, groups=groups, wanted=wanted, lookups=[] if on_disk else lookups, on_disk=on_disk,
+                cache=cache, groups=groups, wanted=wanted, lookups=lookups, on_disk=on_disk,
             )  # fmt: skip
             on_end = partial(self._complete, request)
             if any(mask.any() for mask in wanted):
-                self._add(request, jobs.load(request, options, on_end))
+                plan = request.resolve()
+                self._add(request, jobs.load(plan, options, on_end, request if on_disk else None))
             else:
                 self._add(request, jobs.finish(Direction.LOAD, options, on_end))
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])

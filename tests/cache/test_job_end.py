@@ -116,9 +116,9 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
             raise MemoryError
 
     lists: Any = [TooMany()]
-    request = SimpleNamespace(on_disk=[], resolve=lambda: LoadPlan(cache.entries.parts.row[parts], parts, lists))
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, lists)
     device: Any = SimpleNamespace(submit=None)
-    jobs.load(request, CopyOptions(device, 1e9), ended.set_result)
+    jobs.load(plan, CopyOptions(device, 1e9), ended.set_result)
     async with asyncio.timeout(20):
         assert (await ended).outcome is Outcome.FAILED
     assert not jobs.running
@@ -141,7 +141,8 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
 
     ends: list[Completion] = []
     request: Any = SimpleNamespace(on_disk=[], resolve=resolve)
-    job = jobs.load(request, CopyOptions(nobody, 1e9), ends.append)
+    nothing = LoadPlan(np.zeros(0, np.uint32), np.zeros(0, np.int64), [])
+    job = jobs.load(nothing, CopyOptions(nobody, 1e9), ends.append, request)
     assert ends == []
     assert await jobs.settle({job}, 20)
     assert [(end.outcome, end.reason) for end in ends] == [
@@ -216,9 +217,8 @@ async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:
     cache.entries.parts.unverified[parts] = 1
     jobs = Jobs(cache, None, lane, nobody, False)
     plan = LoadPlan(cache.entries.parts.row[parts], parts, [])
-    request: Any = SimpleNamespace(on_disk=[], resolve=lambda: plan)
     ends: list[Completion] = []
-    job = jobs.load(request, CopyOptions(nobody, 1e9), ends.append)
+    job = jobs.load(plan, CopyOptions(nobody, 1e9), ends.append)
     job.stop(Outcome.EXPIRED)
     job.cancel()
     assert ends == []

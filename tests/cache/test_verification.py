@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,11 +38,6 @@ def adopted(cache: Cache) -> LoadPlan:
     return LoadPlan(cache.entries.parts.row[parts], parts, [])  # no copy is ever made of it
 
 
-def resolved(plan: LoadPlan) -> Any:
-    """A request for what the plan has."""
-    return SimpleNamespace(on_disk=[], resolve=lambda: plan)
-
-
 @pytest.mark.parametrize("ends", [Outcome.CANCELLED, Outcome.EXPIRED])
 async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, threading.Event], ends: Outcome) -> None:
     cache = make_cache()
@@ -53,7 +47,7 @@ async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, thread
     results: list[Completion] = []
     deadline_s = asyncio.get_running_loop().time() + (0.05 if ends is Outcome.EXPIRED else 60.0)
     options = CopyOptions(nobody, deadline_s)
-    running = [jobs.load(resolved(plan), options, results.append) for _ in range(20)]
+    running = [jobs.load(plan, options, results.append) for _ in range(20)]
     assert {job.phase for job in running} == {Phase.VERIFICATION}
     if ends is Outcome.CANCELLED:
         for job in running:
@@ -85,7 +79,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     results: list[Completion] = []
     plan = LoadPlan(rows, parts, [])
     options = CopyOptions(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
-    first, second = (jobs.load(resolved(plan), options, results.append) for _ in range(2))
+    first, second = (jobs.load(plan, options, results.append) for _ in range(2))
     device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before
     jobs.drop(rows[3:5])
     device.ends[1](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
