@@ -37,7 +37,7 @@ from kvoffloadd.errors import (
 from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
-from kvoffloadd.protocol.state import check_role
+from kvoffloadd.protocol.state import ROLE_MAY
 from kvoffloadd.server import status
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
@@ -52,6 +52,8 @@ from kvoffloadd.server.verification import verify
 
 Later = Coroutine[Any, Any, m.Reply]
 Answer = m.Reply | Later
+
+_MAY_SEND = {role: frozenset(m.REQUESTS[tag] for tag in tags) for role, tags in ROLE_MAY.items()}
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -108,7 +110,8 @@ class Session:
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
-        check_role(self.role, tag_of(message))
+        if type(message) not in _MAY_SEND[self.role]:
+            raise ForbiddenError(f"a session of role {self.role} may not send {tag_of(message)!r}")
         self.requests += 1
         if isinstance(message, m.Attach):
             return self._attach(message, fds)
