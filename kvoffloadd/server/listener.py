@@ -134,7 +134,7 @@ class Listener:
         try:
             self._check_uid(peer.uid)
             context.closer.admit(peer.uid)
-            context.accounts.of(peer.uid).charge("sessions", charged)
+            context.accounts.of(peer.uid).charge(sessions=charged)
         except (ForbiddenError, ResourceError) as error:
             context.counters.sessions_refused += 1
             about = {"pid": peer.pid, "uid": peer.uid, "reason": error}
@@ -176,7 +176,7 @@ class Listener:
     async def _forget(self, connection: PeerConnection, uid: int, charged: int) -> None:
         await connection.ended.wait()
         self._connections.discard(connection)
-        self._context.accounts.of(uid).refund("sessions", charged)
+        self._context.accounts.of(uid).refund(sessions=charged)
 
     async def close(self, deadline_s: float) -> None:
         """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""

@@ -247,14 +247,14 @@ class Session:
                 raise DuplicateError(f"group {plan.keyspace.schema.group}: a key is reserved twice in one request")
         instance = self._own_instance()
         most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
-        self._account.charge("leases", most)
+        self._account.charge(leases=most)
         kept = 0
         try:
             reserved = self._context.cache.reserve_all(plans)
             parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
             kept = LEASE_KEYS + len(parts) if len(parts) else 0
         finally:
-            self._account.refund("leases", most - kept)
+            self._account.refund(leases=most - kept)
         lease = instance.leases.add_write(parts).id if len(parts) else 0
         return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
 
@@ -292,13 +292,13 @@ class Session:
 
     async def _finish_drain(self, message: m.Drain, jobs: Progress, last: int) -> m.Reply:
         try:
-            self._account.charge("drains")
+            self._account.charge(drains=1)
         except LimitError as error:
             raise BusyError(str(error)) from None
         try:
             settled = await self._context.jobs.drain(jobs, last, message.deadline_s)
         finally:
-            self._account.refund("drains")
+            self._account.refund(drains=1)
         sealing = self._context.jobs.sealing
         unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
         return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
