@@ -1,4 +1,4 @@
-"""The bounded queue of frames to be written to one peer."""
+"""The bounded queue of frames that a peer's socket does not take yet."""
 
 from __future__ import annotations
 
