@@ -1,18 +1,25 @@
 """One end of a session's byte stream, without any I/O: bytes and descriptors in, messages out, and the reverse.
 
+A frame is a u32 little-endian length and that many bytes of one msgpack map. Decoding a hostile frame costs at most
+a small multiple of its size: the number of maps and arrays in it, and of what they hold, is capped while it is being
+unpacked, since 1 MiB of empty maps would otherwise become 73 MiB of Python objects, and 1 MiB of two-letter strings 20.
+
 Descriptors are plain integers here. Those that `next_message` hands out belong to the caller; whatever is left
 belongs to the connection until `take_fds`, which the I/O layer calls when the stream ends, to close them.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from kvoffloadd.errors import FramingError, PeerError
-from kvoffloadd.protocol import codec
+import msgpack
+import msgspec
+
+from kvoffloadd.errors import FramingError, MessageError, PeerError, StateError
 from kvoffloadd.protocol.messages import (
     FDS_PER_FRAME_MAX,
     FRAME_BYTES_MAX,
@@ -21,12 +28,84 @@ from kvoffloadd.protocol.messages import (
     SEQ_END,
     Message,
 )
-from kvoffloadd.protocol.state import ProtocolState, move
+from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ProtocolState
+
+PREFIX = struct.Struct("<I")
+CONTAINERS_MAX = 16_384
+ITEMS_MAX = 131_072
+ARRAY_ITEMS_MAX = 16_384
+MAP_ITEMS_MAX = 256
+
+_to_builtins = msgspec.to_builtins
+_convert = msgspec.convert
+_BYTES = (bytes,)
 
 
 def tag_of(message: Message) -> str:
     """The message's `type` on the wire."""
     return str(message.__struct_config__.tag)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises FramingError if it would exceed the frame cap."""
+    body: bytes = msgpack.packb(_to_builtins(message, builtin_types=_BYTES), use_bin_type=True)
+    if len(body) > FRAME_BYTES_MAX:
+        raise FramingError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame cap of {FRAME_BYTES_MAX}"
+        )
+    return PREFIX.pack(len(body)) + body
+
+
+def unpack(body: bytes | memoryview) -> dict[str, Any]:
+    """The map in a frame's body. Raises FramingError."""
+    seen = held = 0
+
+    def count(items: Any) -> Any:
+        nonlocal seen, held
+        seen += 1
+        held += len(items)
+        if seen > CONTAINERS_MAX or held > ITEMS_MAX:
+            raise ValueError(f"more than {CONTAINERS_MAX} maps and arrays, or {ITEMS_MAX} items in them")
+        return items
+
+    def to_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        found = dict(count(pairs))
+        if len(found) != len(pairs):
+            raise ValueError("a map names a key twice")
+        return found
+
+    try:
+        found = msgpack.unpackb(
+            body,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=ARRAY_ITEMS_MAX,
+            max_map_len=MAP_ITEMS_MAX,
+            object_pairs_hook=to_dict,
+            list_hook=count,
+            ext_hook=_refuse_extension,
+        )
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise FramingError(f"not a msgpack map: {str(error)[:200]}") from None
+    if type(found) is not dict:
+        raise FramingError(f"a frame holds one map, not a {type(found).__name__}")
+    return found
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ValueError(f"extension type {code}, where the protocol has none")
+
+
+def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:
+    """The typed message in a frame's map. Raises MessageError."""
+    tag = fields.get("type")
+    cls = known.get(tag) if type(tag) is str else None
+    if cls is None:
+        raise MessageError(f"unknown message type {tag!r:.60}")
+    try:
+        return _convert(fields, cls, builtin_types=_BYTES)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise MessageError(f"{tag}: {str(error)[:300]}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +118,7 @@ class Encoded:
     @classmethod
     def of(cls, message: Message) -> Self:
         """Raises FramingError if it is too big."""
-        return cls(message, codec.encode(message))
+        return cls(message, encode(message))
 
 
 class Connection:
@@ -47,14 +126,14 @@ class Connection:
 
     def __init__(self, *, daemon: bool) -> None:
         self.state = ProtocolState.HELLO
+        self.pending = bytearray()  # what has come and is in no message yet; to be read only
         self._daemon = daemon
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
-        self._buffer = bytearray()
         self._fds: deque[int] = deque()
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take what the socket gave. Raises FramingError when more descriptors are queued than one frame may carry."""
-        self._buffer += data
+        self.pending += data
         self._fds.extend(fds)
         if len(self._fds) > FDS_PER_FRAME_MAX:
             raise FramingError(f"{len(self._fds)} descriptors in flight; a frame carries at most {FDS_PER_FRAME_MAX}")
@@ -62,12 +141,7 @@ class Connection:
     @property
     def frame_bytes(self) -> int:
         """What the frame that has begun states as its size; 0 if none has, or its size is not there yet."""
-        return codec.PREFIX.unpack_from(self._buffer)[0] if len(self._buffer) >= codec.PREFIX.size else 0
-
-    @property
-    def partial(self) -> bool:
-        """True while the beginning of a frame waits for its rest."""
-        return bool(self._buffer)
+        return PREFIX.unpack_from(self.pending)[0] if len(self.pending) >= PREFIX.size else 0
 
     def next_message(self) -> tuple[Message, list[int]] | None:
         """The next message and its descriptors, or None: more bytes are needed.
@@ -75,21 +149,21 @@ class Connection:
         Raises FramingError (the stream is unusable from here on), MessageError or StateError (this frame is skipped,
         the stream goes on; `seq` of the error tells which request to answer).
         """
-        if len(self._buffer) < codec.PREFIX.size:
+        if len(self.pending) < PREFIX.size:
             return None
-        (size,) = codec.PREFIX.unpack_from(self._buffer)
+        (size,) = PREFIX.unpack_from(self.pending)
         if not 0 < size <= FRAME_BYTES_MAX:
             raise FramingError(f"a frame of {size} bytes; the cap is {FRAME_BYTES_MAX}")
-        end = codec.PREFIX.size + size
-        if len(self._buffer) < end:
+        end = PREFIX.size + size
+        if len(self.pending) < end:
             return None
-        with memoryview(self._buffer) as view, view[codec.PREFIX.size : end] as body:
-            fields = codec.unpack(body)
-        del self._buffer[:end]
+        with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
+            fields = unpack(body)
+        del self.pending[:end]
         fds = self._claim(fields.get("fds", 0))
         try:
-            message = codec.convert(fields, self._known)
-            self.state = move(self.state, tag_of(message), by_client=self._daemon)
+            message = convert(fields, self._known)
+            self.state = self._state_after(fields["type"], by_client=self._daemon)
         except PeerError as error:
             self._fds.extendleft(reversed(fds))  # no message came of it that could own them
             if fds:
@@ -104,17 +178,25 @@ class Connection:
         wanted = count if type(count) is int else 0
         if not 0 <= wanted <= len(self._fds):
             raise FramingError(f"a frame states {wanted} descriptors, {len(self._fds)} came")
-        if len(self._fds) > wanted and not self._buffer:
+        if len(self._fds) > wanted and not self.pending:
             raise FramingError(f"{len(self._fds) - wanted} descriptors came that no frame states")
         return [self._fds.popleft() for _ in range(wanted)]
 
     def send(self, message: Message | Encoded) -> bytes:
         """The frame to write. Raises StateError for what this side may not say now, FramingError if it is too big."""
-        said = message.message if isinstance(message, Encoded) else message
-        after = move(self.state, tag_of(said), by_client=not self._daemon)
-        frame = message.frame if isinstance(message, Encoded) else codec.encode(message)
+        content = message.message if isinstance(message, Encoded) else message
+        after = self._state_after(tag_of(content), by_client=not self._daemon)
+        frame = message.frame if isinstance(message, Encoded) else encode(message)
         self.state = after
         return frame
+
+    def _state_after(self, tag: str, *, by_client: bool) -> ProtocolState:
+        """Raises StateError if this side may not send this now."""
+        after = (CLIENT_MOVES if by_client else DAEMON_MOVES)[self.state].get(tag)
+        if after is None:
+            sender = "client" if by_client else "daemon"
+            raise StateError(f"the {sender} may not send {tag!r} in state {self.state.value}")
+        return after
 
     def take_fds(self) -> list[int]:
         """Descriptors that no message claimed; the caller closes them."""

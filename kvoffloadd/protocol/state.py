@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 
-from kvoffloadd.errors import ForbiddenError, StateError
 from kvoffloadd.protocol.messages import PUSHES, REPLIES, REQUESTS
 
 
@@ -50,19 +49,3 @@ ROLE_MAY: dict[str, frozenset[str]] = {
     "scheduler": _SCHEDULER,
     "worker": frozenset(REQUESTS),
 }
-
-
-def move(state: ProtocolState, tag: str, *, by_client: bool) -> ProtocolState:
-    """The state after a message. Raises StateError."""
-    moves = CLIENT_MOVES if by_client else DAEMON_MOVES
-    after = moves[state].get(tag)
-    if after is None:
-        sender = "client" if by_client else "daemon"
-        raise StateError(f"the {sender} may not send {tag!r} in state {state.value}")
-    return after
-
-
-def check_role(role: str, tag: str) -> None:
-    """Raises ForbiddenError if a session of this role may not ask this."""
-    if tag not in ROLE_MAY[role]:
-        raise ForbiddenError(f"a session of role {role} may not send {tag!r}")

@@ -34,16 +34,21 @@ class Account:
     unread: Unread = field(default_factory=Unread)
     drafting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one large registration at a time is in a thread
 
-    def charge(self, name: str, amount: int = 1) -> None:
-        """Raises LimitError, with nothing charged, if the cap would be exceeded. Pair with `refund`."""
-        used, cap = self.used.get(name, 0), self.caps[name]
-        if used + amount > cap:
-            raise LimitError(f"uid {self.uid} uses {used} of {cap} {name}; {amount} more are over its cap")
-        self.used[name] = used + amount
+    def charge(self, **amounts: int) -> None:
+        """Charge an amount of each of these resources, such as `jobs=1`. Raises LimitError, with nothing charged, if a
+        cap would be exceeded. Pair with `refund`.
+        """
+        for name, amount in amounts.items():
+            used, cap = self.used.get(name, 0), self.caps[name]
+            if used + amount > cap:
+                raise LimitError(f"uid {self.uid} uses {used} of {cap} {name}; {amount} more are over its cap")
+        for name, amount in amounts.items():
+            self.used[name] = self.used.get(name, 0) + amount
 
-    def refund(self, name: str, amount: int = 1) -> None:
+    def refund(self, **amounts: int) -> None:
         """Give back what was charged."""
-        self.used[name] -= amount
+        for name, amount in amounts.items():
+            self.used[name] -= amount
 
 
 class Accounts:

@@ -143,10 +143,11 @@ class PeerConnection:
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
-            if self._ending or self._congested or (served and self._protocol.partial and time.monotonic() > turn_ends):
+            pending = self._protocol.pending
+            if self._ending or self._congested or (served and pending and time.monotonic() > turn_ends):
                 break
             try:
-                got = self._protocol.next_message()
+                got = self._protocol.next_message() if pending else None
             except FramingError as error:
                 self._refuse(error)
                 break
@@ -157,15 +158,15 @@ class PeerConnection:
             if got is None:
                 self._backlog = False
                 self._watch_partial()
-                self._without_room = self._protocol.partial and not self._has_room()
+                self._without_room = not self._has_room()
                 break
             self._give_room()
+            self._serve(*got)
             if self.session.role:
                 self._stop_timer()  # it was for this frame; the next one gets its own
-            self._serve(*got)
         self._serving = False
         self.turn_us = int((time.monotonic() - began_s) * 1e6)
-        self._flush()
+        self._steer()
 
     def _steer(self) -> None:
         """Read from the socket only if the peer reads its replies, and all requests that it sent before are served."""
@@ -182,9 +183,8 @@ class PeerConnection:
             self._context.turns.queue(self)
 
     def _has_room(self) -> bool:
-        """Whether there is room for the rest of the frame that has begun; takes it."""
-        size = self._protocol.frame_bytes
-        if size <= LARGE_BYTES:
+        """Whether there is room for the rest of the frame that has begun, if one has; takes it."""
+        if not self._protocol.pending or (size := self._protocol.frame_bytes) <= LARGE_BYTES:
             return True
         self._has_taken_room = True
         return self._frame_room.take(self, size)
@@ -209,7 +209,7 @@ class PeerConnection:
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, m.Reply):
-                self._answer(answer)
+                self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
             elif many and not last:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._tasks)} requests of this session are under way")
@@ -227,13 +227,6 @@ class PeerConnection:
 
     def _close_later(self, fds: list[int], _task: asyncio.Task[None]) -> None:
         self._close_fds(fds)
-
-    def _answer(self, reply: m.Reply) -> None:
-        if isinstance(reply, m.Welcome):
-            self._outbox.put(self._protocol.send(reply), (self._context.pidfd,))
-            self._stop_timer()  # it was for the hello
-        else:
-            self._send(reply)
 
     def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> asyncio.Task[None]:
         task = self._loop.create_task(self._finish_request(answer, seq, last=last))
@@ -266,11 +259,19 @@ class PeerConnection:
 
     # --- out ---
 
-    def _send(self, message: m.Message | Encoded) -> None:
+    def _send(self, message: m.Message | Encoded, fds: tuple[int, ...] = ()) -> None:
+        """Write a frame, and queue what the socket does not take of it. `fds` stay the caller's."""
         if self._sock.fileno() < 0:
             return  # the session has ended; its last completions have no reader
-        self._outbox.put(self._protocol.send(message))
-        self._flush()
+        frame = self._protocol.send(message)
+        try:
+            written = 0 if self._outbox.frames else self._write(frame, fds)
+        except OSError as error:
+            self._on_write_error(error)
+            return
+        if written < len(frame):
+            self._outbox.put(frame, fds, written)
+            self._flush()
 
     def _reply_error(self, error: KvOffloadError, seq: int) -> None:
         self._context.counters.errors += 1
@@ -292,18 +293,27 @@ class PeerConnection:
 
     def _flush(self) -> None:
         while self._outbox.frames and self._sock.fileno() >= 0:
-            frame, fds = self._outbox.frames[0]
             try:
-                size = self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
-            except (BlockingIOError, InterruptedError):
-                break
+                written = self._write(*self._outbox.frames[0])
             except OSError as error:
-                self._discard()  # the peer is gone
-                self.end(f"write failed: {error.strerror}")
+                self._on_write_error(error)
                 break
-            self._outbox.sent(size)
+            if not written:
+                break
+            self._outbox.sent(written)
         self._set_writing(bool(self._outbox.frames))
         self._steer()
+
+    def _write(self, frame: bytes | memoryview, fds: tuple[int, ...]) -> int:
+        """How many bytes the socket takes now; `fds` go with the first."""
+        try:
+            return self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
+        except (BlockingIOError, InterruptedError):
+            return 0
+
+    def _on_write_error(self, error: OSError) -> None:
+        self._discard()  # the peer is gone
+        self.end(f"write failed: {error.strerror}")
 
     def _set_writing(self, wanted: bool) -> None:
         if wanted and not self._writing and self._sock.fileno() >= 0:
@@ -325,7 +335,7 @@ class PeerConnection:
 
     def _watch_partial(self) -> None:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
-        waiting = self._protocol.partial or not self.session.role
+        waiting = self._protocol.pending or not self.session.role
         if waiting and self._timer is None:
             self._check_rest(PARTIAL_CHECKS)
         elif not waiting:

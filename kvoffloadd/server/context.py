@@ -147,7 +147,7 @@ class Context:
             self.cache.unhold(ended.rows)
         if len(ended.parts):
             self.cache.abort(ended.parts)
-        self.accounts.of(uid).refund("leases", ended.charged)
+        self.accounts.of(uid).refund(leases=ended.charged)
 
     async def end_leases(self, instance: Instance) -> None:
         """End all leases of an instance that has ended: some each turn of the loop, and only one instance's in a turn,

@@ -153,7 +153,7 @@ class SessionJobs:
             lists = [_block_list(cache, group, some) for group, some in zip(groups, reserved, strict=True)]
             if lease:
                 self.instance.leases.fill(lease, parts)
-                self.account.refund("leases", len(parts))
+                self.account.refund(leases=len(parts))
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             on_end, jobs = partial(self._complete, request), self.context.jobs
@@ -301,10 +301,8 @@ class SessionJobs:
         with ExitStack() as undone:
             self.outbox.reserve(outbox_bytes)
             undone.callback(self.outbox.unreserve, outbox_bytes)
-            self.account.charge("job_bytes", job_bytes)
-            undone.callback(self.account.refund, "job_bytes", job_bytes)
-            self.account.charge("jobs")
-            undone.callback(self.account.refund, "jobs")
+            self.account.charge(job_bytes=job_bytes, jobs=1)
+            undone.callback(self.account.refund, job_bytes=job_bytes, jobs=1)
             yield Charge(outbox_bytes, job_bytes)
             undone.pop_all()
 
@@ -366,8 +364,7 @@ class SessionJobs:
             request.registration.running.discard(request.job)
         for progress, number in zip(self._counted_in, request.numbers, strict=True):
             progress.end(number)
-        self.account.refund("jobs")
-        self.account.refund("job_bytes", request.charge.job_bytes)
+        self.account.refund(job_bytes=request.charge.job_bytes, jobs=1)
         self.outbox.unreserve(request.charge.outbox_bytes)
         failed = request.failed(result)
         outcome = result.outcome

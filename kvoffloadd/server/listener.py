@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, PeerError, ResourceError
-from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import encode
 from kvoffloadd.server import peer as peers
 from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
@@ -30,7 +30,7 @@ BACKLOG = (1 << 31) - 1
 ACCEPT_RETRY_S = 0.1
 ACCEPT_TURN_S = 0.002
 """How long one turn of the loop takes connections: none is begun later than this."""
-_TOO_OFTEN = codec.encode(
+_TOO_OFTEN = encode(
     m.Error(seq=0, code=BusyError.code, message="this user connects too often", fault=BusyError.fault, retryable=True)
 )
 
@@ -134,7 +134,7 @@ class Listener:
         try:
             self._check_uid(peer.uid)
             context.closer.admit(peer.uid)
-            context.accounts.of(peer.uid).charge("sessions", charged)
+            context.accounts.of(peer.uid).charge(sessions=charged)
         except (ForbiddenError, ResourceError) as error:
             context.counters.sessions_refused += 1
             about = {"pid": peer.pid, "uid": peer.uid, "reason": error}
@@ -176,7 +176,7 @@ class Listener:
     async def _forget(self, connection: PeerConnection, uid: int, charged: int) -> None:
         await connection.ended.wait()
         self._connections.discard(connection)
-        self._context.accounts.of(uid).refund("sessions", charged)
+        self._context.accounts.of(uid).refund(sessions=charged)
 
     async def close(self, deadline_s: float) -> None:
         """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""
@@ -195,4 +195,4 @@ class Listener:
 def _say(sock: socket.socket, error: PeerError | ResourceError) -> None:
     reply = m.Error(seq=0, code=error.code, message=str(error), fault=error.fault, retryable=error.retryable)
     with contextlib.suppress(OSError):
-        sock.send(codec.encode(reply))
+        sock.send(encode(reply))

@@ -1,4 +1,4 @@
-"""The bounded queue of frames to be written to one peer."""
+"""The bounded queue of frames that a peer's socket does not take yet."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Outbox:
         """Whether an unpromised push of `size` bytes fits."""
         return not self.crowded and self.queued_bytes + self.reserved_bytes + size <= self.limit_bytes
 
-    def put(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Queue a frame; `fds` go with its first byte and stay the caller's."""
-        self.frames.append((memoryview(frame), fds))
-        self.queued_bytes += len(frame)
+    def put(self, frame: bytes, fds: tuple[int, ...] = (), written: int = 0) -> None:
+        """Queue a frame of which so many bytes are written; `fds` go with its first byte and stay the caller's."""
+        self.frames.append((memoryview(frame)[written:], () if written else fds))
+        self.queued_bytes += len(frame) - written
         self.unread.hold(frame)
 
     def sent(self, size: int) -> None:

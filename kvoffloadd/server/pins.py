@@ -113,7 +113,7 @@ class PendingPins:
         lease = None
         if len(rows) or on_disk:
             try:
-                self.account.charge("leases", LEASE_KEYS + len(rows) + later)
+                self.account.charge(leases=LEASE_KEYS + len(rows) + later)
             except LimitError:
                 self.outbox.unreserve(reserved)
                 raise
@@ -209,5 +209,5 @@ class PendingPins:
         if waiting.fetch is not None:
             self._promotion.cancel(waiting.fetch)
         if waiting.charged:
-            self.account.refund("leases", waiting.charged)
+            self.account.refund(leases=waiting.charged)
         self.outbox.unreserve(waiting.outbox_bytes)

@@ -89,27 +89,21 @@ class Registry:
         return numbers
 
     def _map(self, fd: int, peer_uid: int) -> Allocation:
-        self.account.charge("fds")
-        try:
+        with self._charged(fds=1):
             allocation = self.context.host.map(fd, peer_uid)
-        except Exception:
-            self.account.refund("fds")
-            raise
-        try:
-            self.account.charge("mapped_bytes", allocation.size_bytes)
-        except LimitError:
-            self.account.refund("fds")
-            self.context.spawn(self.context.host.unmap(allocation))
-            raise
-        return allocation
+            try:
+                self.account.charge(mapped_bytes=allocation.size_bytes)
+            except LimitError:
+                self.context.spawn(self.context.host.unmap(allocation))
+                raise
+            return allocation
 
     def _unmap_soon(self, allocation: Allocation) -> None:
         self._refund(allocation)
         self.context.spawn(self.context.host.unmap(allocation))
 
     def _refund(self, allocation: Allocation) -> None:
-        self.account.refund("mapped_bytes", allocation.charged_bytes)
-        self.account.refund("fds")
+        self.account.refund(fds=1, mapped_bytes=allocation.charged_bytes)
 
     # --- memory of GPUs ---
 
@@ -139,10 +133,10 @@ class Registry:
         return self._add(opened, device)
 
     async def _open(self, device: GpuMemory, handle: bytes) -> Allocation:
-        with self._charged("fds", 1):
+        with self._charged(fds=1):
             allocation = await device.open_handle(handle)
             try:
-                self.account.charge("mapped_bytes", allocation.charged_bytes)
+                self.account.charge(mapped_bytes=allocation.charged_bytes)
             except LimitError:
                 await device.unmap(allocation)
                 raise
@@ -193,7 +187,7 @@ class Registry:
         return made
 
     async def _reserve(self, device: GpuMemory, total_bytes: int) -> int:
-        with self._charged("fds", 1), self._charged("mapped_bytes", total_bytes):
+        with self._charged(fds=1, mapped_bytes=total_bytes):
             allocation = await device.reserve_chunks(total_bytes)
             try:
                 self._check_open()
@@ -203,13 +197,13 @@ class Registry:
             return self._add([allocation], device)[0]
 
     @contextlib.contextmanager
-    def _charged(self, what: str, count: int) -> Iterator[None]:
+    def _charged(self, **amounts: int) -> Iterator[None]:
         """Charge for the block, and refund if it raises. Raises LimitError."""
-        self.account.charge(what, count)
+        self.account.charge(**amounts)
         try:
             yield
         except BaseException:
-            self.account.refund(what, count)
+            self.account.refund(**amounts)
             raise
 
     def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> asyncio.Task[list[int]]:
@@ -227,7 +221,7 @@ class Registry:
         nothing.
         """
         descriptors = self._descriptors(message)
-        with self._charged("descriptors", descriptors):  # before any plan is made
+        with self._charged(descriptors=descriptors):  # before any plan is made
             attached = named(message, self.attached)
             check(message, attached, self.context.cache, namespace)
             return self._build(namespace, message, draft(message, attached), descriptors)
@@ -240,7 +234,7 @@ class Registry:
         descriptors = self._descriptors(message)
         attached = named(message, self.attached)
         check(message, attached, self.context.cache, namespace)
-        self.account.charge("descriptors", descriptors)
+        self.account.charge(descriptors=descriptors)
         for entry in attached.values():
             entry.drafts += 1
         work = self._draft_and_build(namespace, message, attached, descriptors)
@@ -260,7 +254,7 @@ class Registry:
                     raise UnknownNameError(f"allocation {number} was unmapped while the registration was checked")
             return self._build(namespace, message, drafted, descriptors)
         except BaseException:
-            self.account.refund("descriptors", descriptors)
+            self.account.refund(descriptors=descriptors)
             raise
         finally:
             for number, entry in attached.items():
@@ -300,7 +294,7 @@ class Registry:
         if ending is None:
             made = self.registration(number)
             del self.registrations[number]
-            self.account.refund("descriptors", made.descriptors)
+            self.account.refund(descriptors=made.descriptors)
             ending = self._ending[number] = self.context.spawn(self._let_go(made), errors_are_handled=True)
             ending.add_done_callback(lambda _: self._ending.pop(number))
         return ending
@@ -325,7 +319,7 @@ class Registry:
             if error is not None:
                 log.error("a registration of a session that ended can't be let go: %s", error)
         for made in self.registrations.values():
-            self.account.refund("descriptors", made.descriptors)
+            self.account.refund(descriptors=made.descriptors)
         self.registrations.clear()
         unmapped = await asyncio.gather(*map(self._unmap, list(self.attached)), return_exceptions=True)
         for error in unmapped:  # the others are unmapped all the same

@@ -37,7 +37,7 @@ from kvoffloadd.errors import (
 from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
-from kvoffloadd.protocol.state import check_role
+from kvoffloadd.protocol.state import ROLE_MAY
 from kvoffloadd.server import status
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
@@ -52,6 +52,8 @@ from kvoffloadd.server.verification import verify
 
 Later = Coroutine[Any, Any, m.Reply]
 Answer = m.Reply | Later
+
+_MAY_SEND = {role: frozenset(m.REQUESTS[tag] for tag in tags) for role, tags in ROLE_MAY.items()}
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
@@ -108,7 +110,8 @@ class Session:
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
-        check_role(self.role, tag_of(message))
+        if type(message) not in _MAY_SEND[self.role]:
+            raise ForbiddenError(f"a session of role {self.role} may not send {tag_of(message)!r}")
         self.requests += 1
         if isinstance(message, m.Attach):
             return self._attach(message, fds)
@@ -244,14 +247,14 @@ class Session:
                 raise DuplicateError(f"group {plan.keyspace.schema.group}: a key is reserved twice in one request")
         instance = self._own_instance()
         most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
-        self._account.charge("leases", most)
+        self._account.charge(leases=most)
         kept = 0
         try:
             reserved = self._context.cache.reserve_all(plans)
             parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
             kept = LEASE_KEYS + len(parts) if len(parts) else 0
         finally:
-            self._account.refund("leases", most - kept)
+            self._account.refund(leases=most - kept)
         lease = instance.leases.add_write(parts).id if len(parts) else 0
         return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
 
@@ -289,13 +292,13 @@ class Session:
 
     async def _finish_drain(self, message: m.Drain, jobs: Progress, last: int) -> m.Reply:
         try:
-            self._account.charge("drains")
+            self._account.charge(drains=1)
         except LimitError as error:
             raise BusyError(str(error)) from None
         try:
             settled = await self._context.jobs.drain(jobs, last, message.deadline_s)
         finally:
-            self._account.refund("drains")
+            self._account.refund(drains=1)
         sealing = self._context.jobs.sealing
         unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
         return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)

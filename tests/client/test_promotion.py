@@ -21,7 +21,7 @@ from kvoffloadd.client.events import EventQueue
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.codec import encode
+from kvoffloadd.protocol.connection import encode
 from kvoffloadd.protocol.state import ProtocolState
 from scripts.harness.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon, Peer

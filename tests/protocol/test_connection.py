@@ -7,9 +7,8 @@ import random
 import pytest
 
 from kvoffloadd.errors import FramingError, MessageError, PeerError
-from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import Connection, tag_of
+from kvoffloadd.protocol.connection import PREFIX, Connection, tag_of
 from kvoffloadd.protocol.state import ProtocolState
 from tests.protocol.samples import EVERY, SAMPLES, fds_of, in_state, sample
 
@@ -35,7 +34,7 @@ def test_whole() -> None:
     daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(stream)
     assert heard(daemon) == said
-    assert not daemon.partial
+    assert not daemon.pending
 
 
 def test_byte_by_byte() -> None:
@@ -46,7 +45,7 @@ def test_byte_by_byte() -> None:
         daemon.receive_data(stream[i : i + 1])
         found += heard(daemon)
     assert found == said
-    assert not daemon.partial
+    assert not daemon.pending
 
 
 def test_in_random_pieces(rng: random.Random) -> None:
@@ -71,19 +70,19 @@ def test_every_truncation_waits_for_more(tag: str) -> None:
         receiver = in_state(state, daemon=tag in m.FROM_CLIENT)
         receiver.receive_data(frame[:end], [50] * fds_of(tag))
         assert receiver.next_message() is None
-        assert receiver.partial is (end > 0)
+        assert bool(receiver.pending) is (end > 0)
         receiver.receive_data(frame[end:] + b"\x01")
         found = receiver.next_message()
         assert found is not None
         assert found[0] == sample(tag)
         assert receiver.next_message() is None
-        assert receiver.partial
+        assert receiver.pending
 
 
 @pytest.mark.parametrize("size", [0, m.FRAME_BYTES_MAX + 1, 0xFFFFFFFF])
 def test_sizes_that_are_none_are_refused_on_the_prefix(size: int) -> None:
     daemon = Connection(daemon=True)
-    daemon.receive_data(codec.PREFIX.pack(size))
+    daemon.receive_data(PREFIX.pack(size))
     with pytest.raises(FramingError, match="cap"):
         daemon.next_message()
 
@@ -125,7 +124,7 @@ def frame_of(fields: object) -> bytes:
     import msgpack
 
     body: bytes = msgpack.packb(fields)
-    return codec.PREFIX.pack(len(body)) + body
+    return PREFIX.pack(len(body)) + body
 
 
 # --- descriptors -------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
+from kvoffloadd.errors import LimitError
+from kvoffloadd.server.account import Account
 from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
 from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import UID
@@ -45,6 +47,17 @@ def memory() -> Iterator[int]:
     os.ftruncate(fd, 1 << 19)
     yield fd
     os.close(fd)
+
+
+def test_a_charge_is_made_whole_or_not_at_all() -> None:
+    account = Account(UID, {"job_bytes": 100, "jobs": 1})
+    account.charge(job_bytes=60, jobs=1)
+    for excess in ({"job_bytes": 10, "jobs": 1}, {"jobs": 0, "job_bytes": 41}):
+        with pytest.raises(LimitError):
+            account.charge(**excess)
+        assert account.used == {"job_bytes": 60, "jobs": 1}
+    account.refund(job_bytes=60, jobs=1)
+    assert account.used == {"job_bytes": 0, "jobs": 0}
 
 
 def used(daemon: Daemon) -> dict[str, int]:

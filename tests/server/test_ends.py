@@ -51,8 +51,7 @@ async def test_an_unmapping_that_fails_costs_no_other_and_no_charge() -> None:
     registry, device = made.session._registry, Failing()
     account = context.accounts.of(UID)
     for number in (1, 2):
-        account.charge("fds")
-        account.charge("mapped_bytes", 4096)
+        account.charge(fds=1, mapped_bytes=4096)
         registry.attached[number] = Attachment(Allocation("host", 4096, 0), device)  # type: ignore[arg-type]
     await registry.close()
     assert len(device.asked) == 2

@@ -11,8 +11,7 @@ from typing import Any
 
 from kvoffloadd.cache.memory.keytable import Event
 from kvoffloadd.cache.memory.namespace import Namespace
-from kvoffloadd.protocol import codec
-from kvoffloadd.protocol.connection import Encoded
+from kvoffloadd.protocol.connection import Encoded, encode
 from kvoffloadd.protocol.messages import Events
 from kvoffloadd.server.events import STEPS_PER_TURN, EventFeed
 
@@ -94,7 +93,7 @@ async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
     pieces = [event for event in told if isinstance(event, tuple)]
     assert b"".join(removed for _, _, removed in pieces) == keys
     for group, added, removed in pieces:
-        codec.encode(Events(group=group, added=added, removed=removed))
+        encode(Events(group=group, added=added, removed=removed))
         assert len(removed) % 32 == 0
 
 

@@ -277,10 +277,10 @@ async def test_memory_that_a_refused_draft_lets_go_is_named_no_more(
         except UnknownNameError as error:
             refused.append(error)
 
-    def refund(account: Account, what: str, count: int = 1) -> None:
-        if what == "descriptors" and gate.opened.is_set() and not waiting:
+    def refund(account: Account, **amounts: int) -> None:
+        if "descriptors" in amounts and gate.opened.is_set() and not waiting:
             waiting.append(asyncio.get_running_loop().call_soon(at_once))
-        whole_refund(account, what, count)
+        whole_refund(account, **amounts)
 
     whole_refund = Account.refund
     monkeypatch.setattr(Account, "refund", refund)

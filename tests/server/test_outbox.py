@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvoffloadd.errors import BusyError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.server.outbox import UID_BYTES, Outbox, Unread
+from tests.server.test_ends import connection
 
 PIECE = 1 << 20
 
@@ -73,3 +79,31 @@ def test_a_frame_for_many_counts_once() -> None:
     assert unread.queued_bytes == 0
     boxes[0].put(frame)
     assert unread.queued_bytes == PIECE
+
+
+async def test_no_frame_overtakes_those_that_wait() -> None:
+    made, theirs, _ = connection()
+    theirs.setblocking(False)
+    client = Connection(daemon=False)
+    made._protocol.state = client.state = ProtocolState.READY
+    sent, outbox = 0, made._outbox
+    while len(outbox.frames) < 2:
+        sent += 1
+        made._send(m.Listing(seq=sent, keys=bytes(PIECE // 8), cursor=0))
+    assert 0 < outbox.queued_bytes < outbox.unread.queued_bytes, "the first of them is written in part"
+    client.receive_data(theirs.recv(PIECE))  # so that the socket would take more
+    sent += 1
+    made._send(m.Done(seq=sent))
+    came: list[m.Message] = []
+    while len(came) < sent:
+        while (found := client.next_message()) is not None:
+            came.append(found[0])
+        await asyncio.sleep(0)
+        try:
+            client.receive_data(theirs.recv(PIECE))
+        except BlockingIOError:
+            assert len(came) == sent or outbox.frames
+    assert [message.seq for message in came if isinstance(message, m.Reply)] == list(range(1, sent + 1))
+    assert (outbox.queued_bytes, outbox.unread.queued_bytes) == (0, 0)
+    await made.end("the test ends")
+    theirs.close()

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.errors import FramingError, MessageError, PeerError
-from kvoffloadd.protocol import codec
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.protocol.connection import PREFIX, Connection, convert, encode, unpack
 from kvoffloadd.protocol.state import ProtocolState
 from tests.protocol.samples import EVERY, fields, in_state, messages_of, sample, structs
 
@@ -24,7 +23,7 @@ quick = settings(max_examples=30, deadline=None, suppress_health_check=list(Heal
 
 
 def decoded(frame: bytes) -> m.Message:
-    return codec.convert(codec.unpack(frame[codec.PREFIX.size :]), EVERY)
+    return convert(unpack(frame[PREFIX.size :]), EVERY)
 
 
 @pytest.mark.parametrize("tag", EVERY)
@@ -32,10 +31,10 @@ def test_every_message_comes_back(tag: str) -> None:
     @quick
     @given(structs(EVERY[tag]))
     def comes_back(message: m.Message) -> None:
-        assert decoded(codec.encode(message)) == message
+        assert decoded(encode(message)) == message
 
     comes_back()
-    assert decoded(codec.encode(sample(tag))) == sample(tag)
+    assert decoded(encode(sample(tag))) == sample(tag)
 
 
 @pytest.mark.parametrize("tag", EVERY)
@@ -43,14 +42,14 @@ def test_no_field_may_be_unknown_missing_or_of_another_type(tag: str) -> None:
     good = fields(tag)
     required = {field.encode_name for field in msgspec.structs.fields(EVERY[tag]) if field.required}
     with pytest.raises(MessageError):
-        codec.convert({**good, "surplus": 1}, EVERY)
+        convert({**good, "surplus": 1}, EVERY)
     for name in good:
         if name in required or name == "type":
             with pytest.raises(MessageError):
-                codec.convert({key: value for key, value in good.items() if key != name}, EVERY)
+                convert({key: value for key, value in good.items() if key != name}, EVERY)
         for wrong in wrongs(good[name]):
             with pytest.raises(MessageError):
-                codec.convert({**good, name: wrong}, EVERY)
+                convert({**good, name: wrong}, EVERY)
 
 
 def wrongs(value: Any) -> list[Any]:
@@ -77,7 +76,7 @@ def wrongs(value: Any) -> list[Any]:
 ])  # fmt: skip
 def test_values_out_of_range(tag: str, name: str, value: object) -> None:
     with pytest.raises(MessageError, match=name):
-        codec.convert({**fields(tag), name: value}, EVERY)
+        convert({**fields(tag), name: value}, EVERY)
 
 
 def test_bool_is_no_int_in_lists_either() -> None:
@@ -87,16 +86,16 @@ def test_bool_is_no_int_in_lists_either() -> None:
         ("register", {"tensors": [], "groups": [{"group": 0, "kind": "full", "tokens_per_key": True}]}),
     ):
         with pytest.raises(MessageError):
-            codec.convert({**fields(tag), **changed}, EVERY)
+            convert({**fields(tag), **changed}, EVERY)
 
 
 def test_unknown_types() -> None:
     strange: list[Any] = ["nothing", "", None, 5, True, b"ping", ["ping"], {}]
     for tag in strange:
         with pytest.raises(MessageError, match="unknown message type"):
-            codec.convert({"type": tag, "seq": 1}, EVERY)
+            convert({"type": tag, "seq": 1}, EVERY)
     with pytest.raises(MessageError):
-        codec.convert(fields("welcome"), dict(m.FROM_CLIENT))
+        convert(fields("welcome"), dict(m.FROM_CLIENT))
 
 
 # --- hostile frames ----------------------------------------------------------------------------------
@@ -111,12 +110,12 @@ def test_unknown_types() -> None:
 ], ids=lambda body: body[:12].hex() or "empty")  # fmt: skip
 def test_what_is_no_message(body: bytes) -> None:
     with pytest.raises(PeerError):
-        codec.convert(codec.unpack(body), EVERY)
+        convert(unpack(body), EVERY)
 
 
 def test_keys_named_twice() -> None:
     with pytest.raises(FramingError, match="twice"):
-        codec.unpack(b"\x82\xa4type\xa4ping\xa4type\xa3bye")
+        unpack(b"\x82\xa4type\xa4ping\xa4type\xa3bye")
 
 
 def lists_of(item: bytes, count: int = 253) -> bytes:
@@ -154,7 +153,7 @@ def hostile_bodies() -> dict[str, bytes]:
 def test_a_hostile_frame_costs_a_bounded_amount(kind: str) -> None:
     body = hostile_bodies()[kind]
     daemon = in_state(ProtocolState.READY, daemon=True)
-    frame = codec.PREFIX.pack(len(body)) + body
+    frame = PREFIX.pack(len(body)) + body
     tracemalloc.start()
     try:
         daemon.receive_data(frame)
@@ -184,7 +183,7 @@ def never_surprises(connection: Connection, data: bytes) -> None:
 @given(st.binary(max_size=300), st.booleans(), st.sampled_from(list(ProtocolState)))
 def test_random_bytes(data: bytes, daemon: bool, state: ProtocolState) -> None:
     never_surprises(in_state(state, daemon=daemon), data)
-    never_surprises(in_state(state, daemon=daemon), codec.PREFIX.pack(len(data)) + data)
+    never_surprises(in_state(state, daemon=daemon), PREFIX.pack(len(data)) + data)
 
 
 @quick
@@ -199,13 +198,13 @@ def test_random_bytes(data: bytes, daemon: bool, state: ProtocolState) -> None:
 def test_random_values(value: Any, tag: str) -> None:
     for body in (msgpack.packb(value), msgpack.packb({**fields(tag), "seq": value})):
         for daemon in (True, False):
-            never_surprises(in_state(ProtocolState.READY, daemon=daemon), codec.PREFIX.pack(len(body)) + body)
+            never_surprises(in_state(ProtocolState.READY, daemon=daemon), PREFIX.pack(len(body)) + body)
 
 
 @quick
 @given(messages_of(EVERY), st.data())
 def test_mutated_messages(message: m.Message, data: st.DataObject) -> None:
-    frame = bytearray(codec.encode(message))
+    frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(4, len(frame) - 1))] = data.draw(st.integers(0, 255))
     for daemon in (True, False):
@@ -214,7 +213,7 @@ def test_mutated_messages(message: m.Message, data: st.DataObject) -> None:
 
 def test_many_mutated_frames(rng: random.Random) -> None:
     """A longer loop than hypothesis has time for; prefixes change too."""
-    frames = [codec.encode(sample(tag)) for tag in EVERY]
+    frames = [encode(sample(tag)) for tag in EVERY]
     for _ in range(4000):
         frame = bytearray(rng.choice(frames) + rng.choice(frames))
         for _ in range(rng.randint(1, 5)):
