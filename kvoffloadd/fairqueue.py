@@ -91,7 +91,8 @@ class FairQueue(Generic[Item]):
     def take(self) -> Item | None:
         """Removes and returns the item whose turn it is; None if there is none."""
         if not self._places:
-            self._forget()
+            if self._root.flows:  # no flow waits: the next to come are equals
+                self._root = _Flow(None, None, 1)
             return None
         flow = self._root
         while flow.flows:
@@ -156,8 +157,3 @@ class FairQueue(Generic[Item]):
             above.virtual = max(above.virtual + passed, flow.start)
             self._stand(above, flow, flow.start + cost * flow.divisor)
             flow = above
-
-    def _forget(self) -> None:
-        """No flow waits: the next to come are equals."""
-        if self._root.flows:
-            self._root = _Flow(None, None, 1)

@@ -5,7 +5,7 @@ Ownership
     _queue      tickets that wait for a thread; any thread may change it, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
     _busy_s     what ended work has taken; written by the lane's threads.
-    _deliveries calls of `done`, on their way to the loop.
+    _deliveries calls of `done`, on their way to the loop; it has a lock of its own.
     _closing    set once, by `close`.
     _live, _ended   the event loop alone: threads that have not ended; set when none is left.
     Ticket      `since_s` and its places are the lane's; the rest is read-only. A thread runs `work`, the loop `done`.
@@ -14,14 +14,15 @@ Ownership
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
-from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import UsageError
 from kvoffloadd.fairqueue import FairQueue
 
@@ -36,6 +37,9 @@ all others wait.
 
 TURN_BYTES_MIN = 64 << 10
 """A turn costs its flow at least so much, however few bytes it moves."""
+
+TURN_S = 0.002
+"""How long one turn of the event loop takes what threads deliver: none begins later than this."""
 
 URGENCY_RATIO = 8
 """Of turns, in bytes, between neighbouring urgencies of one engine while it has work of both."""
@@ -75,25 +79,68 @@ AGAIN: Final = Again.AGAIN
 """Returned by work that is not finished: it goes to the end of its queue, and others have their turn."""
 
 
+_Path = tuple[tuple[int, int], ...]
+"""A flow and an urgency, as `FairQueue` names them."""
+
+
+class Deliveries:
+    """Callbacks from threads to the event loop, which runs a bounded number of them in each turn. `name`: whose they
+    are, for messages.
+
+    Ownership: `_lock` guards `_queue`, which threads append to, and `_waking`: the loop has been woken and has not yet
+    found `_queue` empty, so that the next value needs no wakeup. It is never held while a callback runs.
+    """
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._name = name
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._waking = False
+
+    def put(self, done: Callable[[Any], None], value: object) -> None:
+        """Calls `done(value)` on the loop, behind all that was put before. From any thread. Nothing happens if the loop
+        is closed: there is no loop left to run it.
+        """
+        with self._lock:
+            self._queue.append((done, value))
+            if self._waking:
+                return
+            self._waking = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        turn_ends = time.monotonic() + TURN_S
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._waking = False
+                    return
+                done, value = self._queue.popleft()
+            try:
+                done(value)
+            except Exception as error:  # noqa: BLE001  one callback's bug may not cost the others their values
+                self._loop.call_exception_handler(
+                    {"message": f"{self._name}: a completion callback failed", "exception": error}
+                )
+            if time.monotonic() >= turn_ends:
+                self._loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
+                return
+
+
 class Ticket:
     """One piece of work in a lane."""
 
-    __slots__ = ("_lane", "cost_bytes", "done", "flow", "since_s", "urgent", "work")
+    __slots__ = ("_lane", "cost_bytes", "done", "path", "since_s", "work")
 
     def __init__(
-        self,
-        lane: Lane,
-        work: Callable[[], Any],
-        done: Callable[[Any], None],
-        flow: Flow,
-        urgent: int,
-        cost_bytes: int,
+        self, lane: Lane, work: Callable[[], Any], done: Callable[[Any], None], path: _Path, cost_bytes: int
     ) -> None:
         self._lane = lane
         self.work = work
         self.done = done
-        self.flow = flow
-        self.urgent = urgent
+        self.path = path
         self.cost_bytes = max(cost_bytes, TURN_BYTES_MIN)
         self.since_s = 0.0
 
@@ -152,23 +199,43 @@ class Lane:
         Raises:
             UsageError: the lane is closed.
         """
-        ticket = Ticket(self, work, done, flow, urgent, cost_bytes)
+        return self.submit_all(1, work, done, flow=flow, urgent=urgent, cost_bytes=cost_bytes)[0]
+
+    def submit_all(
+        self,
+        count: int,
+        work: Callable[[], T | Again],
+        done: Callable[[T | BaseException], None],
+        *,
+        flow: Flow = DAEMON,
+        urgent: int = 0,
+        cost_bytes: int = 0,
+    ) -> list[Ticket]:
+        """As `submit`, for work that up to `count` threads share: so many tickets, each of which runs `work` and calls
+        `done`. If this raises, none of them is queued.
+        """
+        path = _path(flow, urgent)
+        tickets = [Ticket(self, work, done, path, cost_bytes) for _ in range(count)]
         with self._lock:
             if self._closing:
                 raise UsageError(f"lane {self.name}: closed")
-            self._put(ticket, time.monotonic())
-            self._work_or_close.notify()
-        return ticket
+            now = time.monotonic()
+            try:
+                for ticket in tickets:
+                    ticket.since_s = now
+                    self._queue.push(path, ticket, ticket.cost_bytes)
+            except BaseException:
+                for ticket in tickets:
+                    self._queue.remove(ticket)
+                raise
+            self._work_or_close.notify(count)
+        return tickets
 
     def raise_priority(self, ticket: Ticket, flow: Flow, urgent: int) -> None:
         """If it still waits, it waits for a turn of this `flow` at this urgency too, and has whichever comes first."""
         with self._lock:
             if ticket in self._queue:
                 self._queue.push(_path(flow, urgent), ticket, ticket.cost_bytes)
-
-    def _put(self, ticket: Ticket, now: float) -> None:
-        ticket.since_s = now
-        self._queue.push(_path(ticket.flow, ticket.urgent), ticket, ticket.cost_bytes)
 
     async def perform(self, work: Callable[[], T], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0) -> T:
         """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
@@ -243,7 +310,7 @@ class Lane:
                 self._queue.remove(ticket)
             self._work_or_close.notify_all()
         for ticket in dropped:
-            self._report(ticket.done, CancelledWork())
+            self._deliveries.put(ticket.done, CancelledWork())
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ended.wait()
@@ -255,7 +322,7 @@ class Lane:
         with self._lock:
             if not self._queue.remove(ticket):
                 return False
-        self._report(ticket.done, CancelledWork())
+        self._deliveries.put(ticket.done, CancelledWork())
         return True
 
     def _running_s(self, ticket: Ticket, now: float) -> float:
@@ -267,36 +334,33 @@ class Lane:
 
     def _serve(self) -> None:
         while (ticket := self._take()) is not None:
-            self._perform(ticket)
-            del ticket  # or it, and the buffers it names, would live until the next one comes
-        self._report(self._on_thread_end, None)
+            try:
+                value = ticket.work()
+            except BaseException as error:  # noqa: BLE001  end of a thread: whatever it is, the loop must hear of it
+                value = error
+            self._end(ticket, value)
+            del ticket, value  # or they, and the buffers they name, would live until the next one comes
+        self._deliveries.put(self._on_thread_end, None)
 
     def _take(self) -> Ticket | None:
         with self._lock:
-            while True:
-                if (ticket := self._queue.take()) is not None:
-                    self._running[ticket] = time.monotonic()
-                    return ticket
+            while (ticket := self._queue.take()) is None:
                 if self._closing:
                     return None
                 self._work_or_close.wait()
+            self._running[ticket] = time.monotonic()
+            return ticket
 
-    def _perform(self, ticket: Ticket) -> None:
-        try:
-            value = ticket.work()
-        except BaseException as error:  # noqa: BLE001  end of a thread: whatever it is, the loop must hear of it
-            value = error
+    def _end(self, ticket: Ticket, value: object) -> None:
         with self._lock:
             now = time.monotonic()
             self._busy_s += now - self._running.pop(ticket)
             if value is AGAIN and not self._closing:
                 # No notify: this thread comes for the next ticket itself.
-                self._put(ticket, now)
+                ticket.since_s = now
+                self._queue.push(ticket.path, ticket, ticket.cost_bytes)
                 return
-        self._report(ticket.done, CancelledWork() if value is AGAIN else value)
-
-    def _report(self, done: Callable[[Any], None], value: object) -> None:
-        self._deliveries.put(done, value)
+        self._deliveries.put(ticket.done, CancelledWork() if value is AGAIN else value)
 
     # --- the event loop ---------------------------------------------------------------------------
 
@@ -328,7 +392,7 @@ class LaneExecutor(Executor):
         return ended
 
 
-def _path(flow: Flow, urgent: int) -> tuple[tuple[int, int], ...]:
+def _path(flow: Flow, urgent: int) -> _Path:
     level = min(max(urgent, MOST_URGENT), LEAST_URGENT) - MOST_URGENT
     return (flow.uid, flow.divisor), (flow.instance, 1), (level, URGENCY_RATIO**level)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvoffloadd.device.base import CopyResult, Work
+from kvoffloadd.device.copyruns import CopyRuns
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies
 from kvoffloadd.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import Direction, Outcome
@@ -75,18 +76,28 @@ class Chunks:
         """Whether all of the work was moved."""
         return self.bytes == self._work.total_bytes
 
-    @property
-    def left(self) -> bool:
-        """Whether `take` has more."""
-        return bool(self._made) or self._next is not None
-
     def share(self, threads: int) -> int:
         """How many of these threads find something to do; at least one, which tells the end."""
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
-    def take(self) -> Copies | None:
+    def copy_next(self, mover: CopyRuns) -> bool:
+        """Takes a chunk, copies it, and counts what has arrived. False: no more is left for a next turn. Blocks for as
+        long as the chunk takes, and its piece if that is still to be made.
+        """
+        chunk = self._take()
+        if chunk is None:
+            return False
+        if chunk.size.size:
+            mover(chunk.src, chunk.dst, chunk.size)
+        with self._lock:
+            self.bytes += int(chunk.size.sum())
+            self.descriptors += chunk.descriptors
+            self.copies += chunk.size.size
+            return bool(self._made) or self._next is not None
+
+    def _take(self) -> Copies | None:
         """A chunk for this thread alone; None: none is left. An empty one if no block of a piece is wanted: others have
-        their turn before the next one. Blocks for as long as a piece takes to be made.
+        their turn before the next one.
         """
         with self._lock:
             if self._made:
@@ -103,13 +114,6 @@ class Chunks:
             self._made.extend(made[1:])
             return made[0] if made else copies
 
-    def add_moved(self, chunk: Copies) -> None:
-        """Count a chunk whose bytes have arrived."""
-        with self._lock:
-            self.bytes += int(chunk.size.sum())
-            self.descriptors += chunk.descriptors
-            self.copies += chunk.size.size
-
     def drop(self) -> None:
         """Drop all chunks that are not taken."""
         with self._lock:
@@ -119,56 +123,59 @@ class Chunks:
 
 
 class ChunkedCopy:
-    """From its making to `done`, which comes after `start`, or after what stops it before. `move` copies one chunk, in
-    a lane's thread.
+    """From its making to `done`, which comes after `start`, or after what stops it before. It is in `under_way` for as
+    long. `mover` performs a chunk's copies, in a lane's thread.
     """
 
     def __init__(
         self,
         chunks: Chunks,
-        move: Callable[[Copies], None],
+        mover: CopyRuns,
         turn: Turn,
         deadline_s: float,
         done: Callable[[CopyResult], None],
+        under_way: set[ChunkedCopy],
     ) -> None:
-        self._move = move
+        self._mover = mover
         self._turn = turn
         self._chunks = chunks
         self._stop: Outcome | None = None
         self._deadline_s = deadline_s
         self._done = done
+        self._under_way = under_way
         self._reason = ""
         self._began_s = time.monotonic()
+        self._started = False
         self._tickets: list[Ticket] = []
         self._open_tickets = 0
         self._timer = turn.loop.call_at(deadline_s, self._drop, Outcome.EXPIRED)
+        under_way.add(self)
 
     def start(self) -> None:
         """Queues it for its threads (for one, if there is nothing to copy: its end comes the same way). Once; later
         calls change nothing.
+
+        Raises:
+            UsageError: the lane is closed. Then the copy has ended, without `done`.
         """
-        if self._tickets:
+        if self._started:
             return
-        lane, urgency = self._turn.lane, _URGENT if self._turn.urgent else _ORDINARY
-        for _ in range(self._chunks.share(self._turn.threads)):
-            try:
-                ticket = lane.submit(
-                    self._copy_chunk,
-                    self._on_ticket_end,
-                    flow=self._turn.flow,
-                    urgent=urgency,
-                    cost_bytes=self._chunks.turn_bytes,
-                )
-            except Exception as error:
-                if not self._tickets:
-                    self._timer.cancel()
-                    raise
-                # A thread may be at it already: it ends with those that are queued, and not before.
-                self._stop, self._reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
-                self._chunks.drop()
-                return
-            self._tickets.append(ticket)
-            self._open_tickets += 1
+        self._started = True
+        turn, threads = self._turn, self._chunks.share(self._turn.threads)
+        try:
+            self._tickets = turn.lane.submit_all(
+                threads,
+                self._copy_chunk,
+                self._on_ticket_end,
+                flow=turn.flow,
+                urgent=_URGENT if turn.urgent else _ORDINARY,
+                cost_bytes=self._chunks.turn_bytes,
+            )
+        except BaseException:
+            self._timer.cancel()
+            self._under_way.discard(self)
+            raise
+        self._open_tickets = threads
 
     def cancel(self) -> None:
         """See `Copy.cancel`."""
@@ -192,17 +199,11 @@ class ChunkedCopy:
             self._stop = self._stop or Outcome.EXPIRED
             self._chunks.drop()
         try:
-            chunk = self._chunks.take()
-            if chunk is None:
-                return None
-            if chunk.size.size:
-                self._move(chunk)
+            return AGAIN if self._chunks.copy_next(self._mover) else None
         except BaseException:
             self._stop = Outcome.FAILED
             self._chunks.drop()
             raise
-        self._chunks.add_moved(chunk)
-        return AGAIN if self._chunks.left else None
 
     # --- the event loop -----------------------------------------------------------------------------
 
@@ -212,7 +213,11 @@ class ChunkedCopy:
         self._open_tickets -= 1
         if self._open_tickets == 0:
             self._timer.cancel()
-            self._done(self._result())
+            self._under_way.discard(self)
+            done = self._done
+            self._tickets.clear()
+            del self._done  # tickets and job name this copy: it goes when they let it go, and not in a collection
+            done(self._result())
 
     def _result(self) -> CopyResult:
         chunks = self._chunks

@@ -12,12 +12,13 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
 from kvoffloadd.device.copyruns import CopyRuns, copy_runs
 from kvoffloadd.device.holes import Holes
-from kvoffloadd.device.plan import Copies, split
+from kvoffloadd.device.plan import split
 from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction
@@ -108,22 +109,12 @@ class HostDevice:
         threads = self._copy_threads if work.total_bytes >= SPLIT_BYTES_MIN else 1
         piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
         pieces = threads if work.small else 1
-
-        def cut(copies: Copies) -> list[Copies]:
-            return split(copies, pieces, _PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
-
-        def on_end(result: CopyResult) -> None:
-            self._copies.discard(copy)
-            done(result)
-
+        cut = partial(split, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
+        chunks = Chunks(work, direction, cut, piece_bytes)
         turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
-        copy = ChunkedCopy(Chunks(work, direction, cut, piece_bytes), self._move, turn, deadline_s, on_end)
+        copy = ChunkedCopy(chunks, self.mover, turn, deadline_s, done, self._copies)
         copy.start()
-        self._copies.add(copy)
         return copy
-
-    def _move(self, chunk: Copies) -> None:
-        self.mover(chunk.src, chunk.dst, chunk.size)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.errors import UsageError
+from kvoffloadd.lanes import Deliveries
 from kvoffloadd.model import Outcome, U64Array
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3

@@ -60,17 +60,16 @@ class BlockList:
             return [int(wanted.sum())]
         return [int(wanted[self.columns == column].sum()) for column in range(len(self.plans))]
 
-    def make(self, direction: Direction, piece: Piece) -> Copies:
-        """The copies of a piece, neighbours coalesced."""
-        rows = slice(piece.first, piece.end)
+    def make(self, direction: Direction, rows: slice = slice(None), low: int = 0, high: int | None = None) -> Copies:
+        """The copies of these payloads, of each the descriptors from `low` on, below `high`; neighbours coalesced."""
         keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
         if len(self.plans) == 1:
-            memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses, piece.low, piece.high)
+            memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses, low, high)
             return make_copies(direction, memory, payload, sizes, len(sizes))
         made = []
         for column, plan in enumerate(self.plans):
             mine = columns == column
-            made.append(plan.expand(self.blocks[keys[mine]], addresses[mine], piece.low, piece.high))
+            made.append(plan.expand(self.blocks[keys[mine]], addresses[mine], low, high))
         memory, payload, sizes = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
         # A key's parts often lie side by side in memory as in their slots: next to each other they become one copy.
         order = np.argsort(payload, kind="stable")
@@ -109,10 +108,8 @@ class BlockWork:
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
         """See `base.Work`."""
-        return self._lists[piece.list_number].make(direction, piece)
+        return self._lists[piece.list_number].make(direction, slice(piece.first, piece.end), piece.low, piece.high)
 
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
-        most = 1 << 62
-        made = [self.make(direction, piece) for piece in self.pieces(most, most)]
-        return made[0] if len(made) == 1 else concatenate(made)
+        return concatenate([one.make(direction) for one in self._lists])

@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvoffloadd.deliveries import Deliveries
 from kvoffloadd.errors import BusyError, LimitError
+from kvoffloadd.lanes import Deliveries
 from kvoffloadd.sockets import carries_nothing
 
 log = logging.getLogger(__name__)

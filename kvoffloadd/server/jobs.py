@@ -24,10 +24,10 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.wanted import Payloads, Reservation, Wanted
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
-from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList
 from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
+from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
-from kvoffloadd.deliveries import TURN_S
+from kvoffloadd.lanes import TURN_S
 from kvoffloadd.server.context import Context, OpenSession
 
 S = TypeVar("S")

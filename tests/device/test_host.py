@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import itertools
 import os
 import socket
 import stat
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,8 @@ from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import MemoryKindError, UsageError
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
+from kvoffloadd.fairqueue import FairQueue
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
 from tests.device.memory import Made, address, noise, u64
@@ -308,30 +311,56 @@ async def test_urgent_loads_overtake_and_giants_share() -> None:
     assert await device.close(5)
 
 
-async def test_a_copy_that_is_queued_in_part_ends_with_what_is_queued(
+async def test_a_copy_that_can_not_be_queued_whole_is_not_begun(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread is at its first piece when there is no memory for the second: nothing is free before that ends."""
-    device.mover = gate = Gate()
+    """There is no memory for its second ticket: its blocks are free at once, so no thread may come for the first."""
     src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
-    queue, calls = Lane.submit, itertools.count()
+    push, calls = FairQueue.push, itertools.count()
 
-    def short(lane: Lane, *args: Any, **how: Any) -> Any:
+    def short(queue: FairQueue[Any], *args: Any) -> None:
         if next(calls):
-            assert gate.entered.acquire(timeout=20)
             raise MemoryError("planted")
-        return queue(lane, *args, **how)
+        push(queue, *args)
 
-    monkeypatch.setattr(Lane, "submit", short)
-    copy = submit(device, copies_of(src, dst), results.done("a"))
-    copy.cancel()
-    await asyncio.sleep(0)
-    assert results.pending("a"), "its first chunk is still being copied"
-    gate.open.set()
-    result = await results.get("a")
-    assert (result.outcome, result.reason) == (Outcome.FAILED, "MemoryError: planted")
-    assert np.array_equal(dst[:MIB], src[:MIB])
-    assert not dst[MIB:].any()
+    with monkeypatch.context() as planted:
+        planted.setattr(FairQueue, "push", short)
+        with pytest.raises(MemoryError, match="planted"):
+            submit(device, copies_of(src, dst), results.done("a"), within_s=0.01)
+    assert device.gauges() == dict.fromkeys(device.gauges(), 0)
+    submit(device, copies_of(src[:4096], dst[:4096]), results.done("b"))
+    assert (await results.get("b")).outcome is Outcome.DONE
+    await asyncio.sleep(0.02)
+    assert results.pending("a")
+    assert not dst[4096:].any()
+
+
+async def test_a_copy_that_has_ended_is_let_go_at_once(device: HostDevice) -> None:
+    """Without a collection: its job, its work and its chunks go with it."""
+    src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
+    jobs: list[Copy] = []
+
+    def begin(name: str) -> weakref.ref[Copy]:
+        done = results.done(name)
+
+        def on_end(result: CopyResult) -> None:
+            done(result)
+            jobs.remove(copy)
+
+        copy = submit(device, copies_of(src, dst), on_end)
+        jobs.append(copy)
+        return weakref.ref(copy)
+
+    gc.disable()
+    try:
+        for name in "abc":
+            copy = begin(name)
+            await results.get(name)
+            async with asyncio.timeout(20):
+                while copy() is not None:  # noqa: ASYNC110  until the lane's threads have let go of their tickets
+                    await asyncio.sleep(0.0005)
+    finally:
+        gc.enable()
 
 
 async def test_cancel_waits_for_what_has_begun_and_drops_the_rest() -> None:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.changes import Changes
-from kvoffloadd.deliveries import TURN_S
 from kvoffloadd.device import signals
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.errors import UsageError
+from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import BoolArray, Outcome, U64Array
 
 SOON_S = 60.0

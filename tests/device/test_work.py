@@ -13,7 +13,7 @@ from kvoffloadd.device import chunked as chunks_module
 from kvoffloadd.device.chunked import Chunks
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
-from kvoffloadd.model import NO_BLOCK, Direction, Ref
+from kvoffloadd.model import NO_BLOCK, Direction, Ref, U64Array
 from tests.device.memory import u64
 from tests.device.test_copies import bytes_of
 
@@ -85,6 +85,10 @@ def big(keys: int, per_key: int) -> BlockWork:
     return BlockWork([BlockList((plan,), ids, np.arange(keys), np.zeros(keys, np.int64), addresses)])
 
 
+def nothing(_src: U64Array, _dst: U64Array, _size: U64Array) -> None:
+    """Copies no byte."""
+
+
 def cutter(seen: list[int]) -> Callable[[Copies], list[Copies]]:
     def cut(copies: Copies) -> list[Copies]:
         seen.append(copies.descriptors)
@@ -98,21 +102,23 @@ def test_chunks_are_made_as_they_are_taken() -> None:
     chunks = Chunks(work, Direction.LOAD, cutter(seen), 1 << 30)
     assert seen == [], "nothing is made before anybody asks"
     moved = []
-    while (chunk := chunks.take()) is not None:
-        moved += bytes_of(chunk)
-        chunks.add_moved(chunk)
+
+    def move(src: U64Array, dst: U64Array, size: U64Array) -> None:
+        moved.extend(bytes_of(Copies(src, dst, size, len(size))))
+
+    while chunks.copy_next(move):
+        pass
     assert max(seen) <= chunks_module.PIECE_DESCRIPTORS
     assert sum(seen) == work.descriptors == chunks.descriptors == chunks.copies == 4000 * 32
     assert len(moved) == len(set(moved)) == work.total_bytes == chunks.bytes
     assert chunks.complete
-    assert not chunks.left
 
 
 def test_a_key_of_many_descriptors_is_made_in_parts() -> None:
     seen: list[int] = []
     chunks = Chunks(big(2, 3 * chunks_module.PIECE_DESCRIPTORS), Direction.STORE, cutter(seen), 1 << 30)
-    while (chunk := chunks.take()) is not None:
-        chunks.add_moved(chunk)
+    while chunks.copy_next(nothing):
+        pass
     assert max(seen) == chunks_module.PIECE_DESCRIPTORS
     assert chunks.complete
 
@@ -120,11 +126,10 @@ def test_a_key_of_many_descriptors_is_made_in_parts() -> None:
 def test_dropped_chunks_are_neither_taken_nor_made() -> None:
     seen: list[int] = []
     chunks = Chunks(big(4000, 32), Direction.LOAD, cutter(seen), 1 << 30)
-    first = chunks.take()
-    assert first is not None
-    chunks.drop()
-    assert (chunks.take(), chunks.left, len(seen)) == (None, False, 1)
-    chunks.add_moved(first)
+    assert not chunks.copy_next(lambda *_: chunks.drop()), "while its first chunk is being copied"
+    moved = chunks.bytes
+    assert moved > 0
+    assert (chunks.copy_next(nothing), chunks.bytes, len(seen)) == (False, moved, 1)
     assert not chunks.complete
 
 
@@ -136,8 +141,8 @@ def test_chunks_dropped_while_one_is_made_stay_dropped() -> None:
         return split(copies, 1, 1)
 
     chunks = Chunks(work, Direction.LOAD, cut, 1 << 30)
-    assert chunks.take() is None
-    assert not chunks.left
+    assert not chunks.copy_next(nothing)
+    assert chunks.bytes == 0
 
 
 @pytest.mark.parametrize(("keys", "small"), [(SMALL_DESCRIPTORS // 32, True), (SMALL_DESCRIPTORS // 32 + 1, False)])
@@ -171,8 +176,7 @@ def test_a_piece_of_which_nothing_is_wanted_is_a_turn_of_its_own() -> None:
     blocks[0, -1] = 5
     work = BlockWork([BlockList((plan,), blocks, np.zeros(1, np.int64), np.zeros(1, np.int64), u64([1 << 40]))])
     chunks = Chunks(work, Direction.LOAD, lambda copies: split(copies, 1, 4096), 1 << 30)
-    taken = []
-    while chunks.left:
-        taken.append(chunks.take())
-    moved = [one.total_bytes for one in taken if one is not None]
-    assert moved == [0] * 3 + [32]
+    moved = [0]
+    while chunks.copy_next(nothing):
+        moved.append(chunks.bytes)
+    assert (moved, chunks.bytes) == ([0] * 4, 32)

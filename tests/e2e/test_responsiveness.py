@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
-from kvoffloadd.deliveries import TURN_S
-from kvoffloadd.lanes import Lane
+from kvoffloadd.lanes import TURN_S, Lane
 from scripts.harness.daemon import Daemon
 from tests.e2e.gpu_rank import HOST
 from tests.e2e.rank import Rank, new_keys

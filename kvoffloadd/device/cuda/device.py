@@ -26,7 +26,7 @@ from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
-from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, U64Array
 
 log = logging.getLogger(__name__)
 
@@ -168,14 +168,8 @@ class CudaDevice:
         if self._closed:
             raise UsageError(f"{self.kind}: closed")
         chunks = Chunks(work, direction, partial(self._cut, direction), self._chunk_bytes)
-
-        def on_end(result: CopyResult) -> None:
-            self._copies.discard(copy)
-            done(result)
-
         turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
-        copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, on_end)
-        self._copies.add(copy)
+        copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, done, self._copies)
         if self._pinning.covers(work.payload_end):
             copy.start()
         else:
@@ -190,10 +184,10 @@ class CudaDevice:
         copies = cut_at(copies, device_side(direction, copies.src, copies.dst), self._mapped_ends)
         return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
 
-    def _move(self, direction: Direction, chunk: Copies) -> None:
-        if self._pinning.failure and _end(direction, chunk) > self._pinning.pinned_to:
+    def _move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> None:
+        if self._pinning.failure and (host_side(direction, src, dst) + size).max() > self._pinning.pinned_to:
             raise DeviceError(self._pinning.failure)
-        self._streams[direction].move(chunk)
+        self._streams[direction].move(src, dst, size)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
@@ -250,9 +244,3 @@ class CudaDevice:
         for stream in self._streams.values():
             stream.destroy()
         self._memory.close()
-
-
-def _end(direction: Direction, copies: Copies) -> int:
-    """The address behind the last byte of this process's side; 0 if there is none."""
-    host = host_side(direction, copies.src, copies.dst)
-    return int((host + copies.size).max()) if len(copies) else 0

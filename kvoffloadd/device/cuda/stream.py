@@ -20,7 +20,6 @@ import numpy as np
 
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import Driver
-from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import U64Array
 
 log = logging.getLogger(__name__)
@@ -81,15 +80,16 @@ class CopyStream:
         self._in_flight_bytes = 0
         self._last_end_s = 0.0
 
-    def move(self, chunk: Copies) -> None:
-        """Copies one chunk: returns when it has ended, however long that takes. Blocks, without the GIL.
+    def move(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+        """Copies one chunk, see `copy_runs`: returns when it has ended, however long that takes. Blocks, without the
+        GIL.
 
         Raises:
             CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
                 `on_broken` has been called.
         """
         driver = self._driver
-        src, dst, size = (np.ascontiguousarray(column) for column in (chunk.src, chunk.dst, chunk.size))
+        src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
         try:
             driver.check("cuCtxSetCurrent", driver.set_current(self._context))
             status = self._run(src, dst, size, self.batch)

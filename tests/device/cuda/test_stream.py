@@ -64,6 +64,10 @@ def stream(gpu: Gpu, driver: Driver, *, batch: bool = True, told: list[str] | No
     return CopyStream(driver, context, 0, batch=batch, on_broken=(told if told is not None else []).append)
 
 
+def runs(copies: Copies) -> tuple[U64Array, U64Array, U64Array]:
+    return copies.src, copies.dst, copies.size
+
+
 def expected(memory: Memory, copies: Copies, src: U8Array, dst: U8Array, src_base: int, dst_base: int) -> U8Array:
     """What `dst` holds after the copies."""
     begins, ends = copies.src - np.uint64(src_base), copies.dst - np.uint64(dst_base)
@@ -82,7 +86,7 @@ def test_every_byte_arrives_and_no_other_changes(
     memory.buffer.upload(0, device)
     copies = memory.copies(rng, 700, to_gpu=to_gpu)
     made = stream(gpu, driver, batch=batch)
-    made.move(copies)
+    made.move(*runs(copies))
     at = memory.mapping.address, memory.buffer.address
     if to_gpu:
         device = expected(memory, copies, host, device, *at)
@@ -103,7 +107,7 @@ def test_threads_share_a_stream(gpu: Gpu, driver: Driver, memory: Memory, rng: n
     def work(mine: list[U64Array]) -> None:
         for offsets in mine:
             src, dst = offsets + np.uint64(memory.mapping.address), offsets + np.uint64(memory.buffer.address)
-            made.move(Copies(src, dst, np.full(len(offsets), ROW, np.uint64), len(offsets)))
+            made.move(src, dst, np.full(len(offsets), ROW, np.uint64))
 
     threads = [threading.Thread(target=work, args=(chunks[part::2],)) for part in range(2)]
     for thread in threads:
@@ -123,7 +127,7 @@ def test_move_returns_when_the_bytes_are_there(
     made = stream(gpu, driver)
     extras.delay(made._stream, 0.1)
     copies = memory.copies(rng, 3, to_gpu=True)
-    made.move(copies)
+    made.move(*runs(copies))
     assert int((memory.buffer.download(0, SIZE) == 9).sum()) == 3 * ROW
     made.destroy()
 
@@ -143,7 +147,7 @@ def test_a_refused_batch_is_copied_one_by_one(
     memory.host[:] = 5
     memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
     made = stream(gpu, Refusing())
-    made.move(memory.copies(rng, 100, to_gpu=True))
+    made.move(*runs(memory.copies(rng, 100, to_gpu=True)))
     assert int((memory.buffer.download(0, SIZE) == 5).sum()) == 100 * ROW
     assert made.batch_failures == 1
     made.destroy()
@@ -160,7 +164,7 @@ def test_what_is_refused_altogether_fails(gpu: Gpu, memory: Memory, rng: np.rand
     told: list[str] = []
     made = stream(gpu, RefusingAll(), told=told)
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
-        made.move(memory.copies(rng, 10, to_gpu=True))
+        made.move(*runs(memory.copies(rng, 10, to_gpu=True)))
     assert told == []
     made.destroy()
 
@@ -177,7 +181,7 @@ def test_an_error_that_lasts_is_told(gpu: Gpu, memory: Memory, rng: np.random.Ge
     told: list[str] = []
     made = stream(gpu, Broken(), told=told)
     with pytest.raises(CudaError) as caught:
-        made.move(memory.copies(rng, 1, to_gpu=True))
+        made.move(*runs(memory.copies(rng, 1, to_gpu=True)))
     assert caught.value.sticky
     assert told == ["cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"]
     gpu.synchronize()

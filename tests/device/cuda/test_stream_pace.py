@@ -11,7 +11,6 @@ import pytest
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS
 from kvoffloadd.device.cuda import stream
 from kvoffloadd.device.cuda.stream import STEP_S, STEP_SHARE, CopyStream, Rate
-from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import U64Array
 
 MIB = 1 << 20
@@ -70,10 +69,9 @@ class Link:
         return SUCCESS if self.now_s >= self._ends[event] else NOT_READY
 
 
-def rows(total_bytes: int, row_bytes: int) -> Copies:
-    """A chunk."""
-    size = np.full(total_bytes // row_bytes, row_bytes, np.uint64)
-    return Copies(size, size, size, len(size))
+def rows(total_bytes: int, row_bytes: int) -> U64Array:
+    """The sizes of a chunk's copies, and their addresses, too."""
+    return np.full(total_bytes // row_bytes, row_bytes, np.uint64)
 
 
 LARGE, SMALL = rows(64 * MIB, 2 * MIB), rows(4 * MIB, 4096)
@@ -84,16 +82,16 @@ def start(link: Link, monkeypatch: pytest.MonkeyPatch) -> CopyStream:
     return CopyStream(link, 1, 0, batch=True, on_broken=lambda _: None)  # type: ignore[arg-type]  # a fake
 
 
-def late_s(link: Link, made: CopyStream, chunk: Copies) -> float:
+def late_s(link: Link, made: CopyStream, chunk: U64Array) -> float:
     """How long after a chunk's end `move` returns."""
     began_s = link.now_s
-    made.move(chunk)
-    return link.now_s - began_s - link.took_s(chunk.size)
+    made.move(chunk, chunk, chunk)
+    return link.now_s - began_s - link.took_s(chunk)
 
 
-def bound_s(link: Link, chunk: Copies) -> float:
+def bound_s(link: Link, chunk: U64Array) -> float:
     """The latest that an end may be seen, whatever was before."""
-    return max(STEP_S, STEP_SHARE * link.took_s(chunk.size), 1e-3 if link.took_s(chunk.size) > 1 else 0) + 100e-6
+    return max(STEP_S, STEP_SHARE * link.took_s(chunk), 1e-3 if link.took_s(chunk) > 1 else 0) + 100e-6
 
 
 def test_large_chunks_between_small_rows_end_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +108,7 @@ def test_after_small_rows_alone_the_link_is_learnt_again(monkeypatch: pytest.Mon
     link = Link()
     made = start(link, monkeypatch)
     for _ in range(500):
-        made.move(SMALL)
+        made.move(SMALL, SMALL, SMALL)
     assert made._rate.bytes_per_s < 0.3 * LINK_BYTES_PER_S
     late = [late_s(link, made, LARGE) for _ in range(40)]
     assert max(late) <= bound_s(link, LARGE)
@@ -121,16 +119,16 @@ def test_after_small_rows_alone_the_link_is_learnt_again(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("chunk", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("bytes_per_s", [LINK_BYTES_PER_S, 4e9, 1e9])
 def test_looks_are_few_where_the_rate_is_known(
-    monkeypatch: pytest.MonkeyPatch, chunk: Copies, bytes_per_s: float
+    monkeypatch: pytest.MonkeyPatch, chunk: U64Array, bytes_per_s: float
 ) -> None:
     """Each costs the GIL."""
     link = Link(bytes_per_s)
     made = start(link, monkeypatch)
     for _ in range(20):
-        made.move(chunk)
+        made.move(chunk, chunk, chunk)
     before = link.looks
     late = [late_s(link, made, chunk) for _ in range(10)]
-    assert max(late) <= max(bound_s(link, chunk), 0.1 * link.took_s(chunk.size))
+    assert max(late) <= max(bound_s(link, chunk), 0.1 * link.took_s(chunk))
     assert link.looks - before <= 10 * 80
 
 
@@ -138,7 +136,7 @@ def test_a_link_that_slows_down_is_learnt(monkeypatch: pytest.MonkeyPatch) -> No
     link = Link()
     made = start(link, monkeypatch)
     for _ in range(20):
-        made.move(LARGE)
+        made.move(LARGE, LARGE, LARGE)
     link._bytes_per_s = 5e9  # an engine's own copies
     for _ in range(20):
         assert late_s(link, made, LARGE) <= bound_s(link, LARGE)
