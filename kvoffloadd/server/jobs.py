@@ -50,7 +50,7 @@ class GroupJob:
     """One group's share of a job, checked."""
 
     keyspace: Keyspace
-    group: RegisteredGroup
+    registered: RegisteredGroup
     keys: U64Array  # (n, WORDS)
     blocks: U32Array  # (n, blocks_per_key)
     first: int  # position of the first key in its prompt
@@ -143,7 +143,7 @@ class SessionJobs:
         self._admit(message)
         for group in groups:
             if (group.blocks == NO_BLOCK).any():
-                raise BlockIdError(f"group {group.group.group}: a store needs all block ids of each key")
+                raise BlockIdError(f"group {group.registered.group}: a store needs all block ids of each key")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = self._leased(groups, lease) if lease else None
         with self._charged(groups) as charge:
@@ -180,7 +180,7 @@ class SessionJobs:
         check_targets(
             registration.families,
             [
-                Target(group.group.group, [held.plan for held in group.group.held], group.blocks[mask])
+                Target(group.registered.group, group.registered.plans, group.blocks[mask])
                 for group, mask in zip(groups, wanted, strict=True)
             ],
         )
@@ -256,26 +256,26 @@ class SessionJobs:
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         for item in groups:
-            group = registration.group(item.group)
+            registered = registration.group(item.group)
             keys = keys_array(item.keys, self.namespace.key_bytes)
             if distinct and has_duplicates(keys):
                 raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
-            per_key = group.schema.blocks_per_key
+            per_key = registered.schema.blocks_per_key
             if len(item.blocks) != 4 * per_key * len(keys):
                 raise BlockIdError(
                     f"group {item.group}: {len(item.blocks)} bytes of block ids; {len(keys)} keys of {per_key} blocks "
                     f"need {4 * per_key * len(keys)}"
                 )
             blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
-            if blocks.size and blocks.max() >= group.num_blocks:
-                outside = (blocks >= group.num_blocks) & (blocks != NO_BLOCK)
+            if blocks.size and blocks.max() >= registered.num_blocks:
+                outside = (blocks >= registered.num_blocks) & (blocks != NO_BLOCK)
                 if outside.any():
                     raise BlockIdError(
                         f"group {item.group}: block id {int(blocks[outside].max())}; "
-                        f"the tensors have {group.num_blocks} blocks"
+                        f"the tensors have {registered.num_blocks} blocks"
                     )
-            checked.append(GroupJob(self.namespace.keyspaces[item.group], group, keys, blocks, item.first))
-        total = sum(len(job.keys) * job.group.price for job in checked)
+            checked.append(GroupJob(self.namespace.keyspaces[item.group], registered, keys, blocks, item.first))
+        total = sum(len(job.keys) * job.registered.price for job in checked)
         cap = self.limits.keys_per_request
         if total > cap:
             raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
@@ -295,9 +295,13 @@ class SessionJobs:
         Raises LimitError.
         """
         outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(group.keys) for group in groups)
-        job_bytes = _DESCRIPTOR_BYTES * min(sum(len(g.keys) * g.group.descriptors for g in groups), SMALL_DESCRIPTORS)
+        job_bytes = _DESCRIPTOR_BYTES * min(
+            sum(len(g.keys) * g.registered.descriptors for g in groups), SMALL_DESCRIPTORS
+        )
         for group in groups:
-            job_bytes += group.blocks.nbytes + len(group.keys) * (_KEY_BYTES + _PAYLOAD_BYTES * len(group.group.held))
+            job_bytes += group.blocks.nbytes + len(group.keys) * (
+                _KEY_BYTES + _PAYLOAD_BYTES * len(group.registered.held)
+            )
         with ExitStack() as undone:
             self.outbox.reserve(outbox_bytes)
             undone.callback(self.outbox.unreserve, outbox_bytes)
@@ -319,7 +323,9 @@ class SessionJobs:
         lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
         if any((lookup.rows < 0).any() for lookup in lookups):
             raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        parts = [entries.records(lookup.rows, group.group.parts) for group, lookup in zip(groups, lookups, strict=True)]
+        parts = [
+            entries.records(lookup.rows, group.registered.parts) for group, lookup in zip(groups, lookups, strict=True)
+        ]
         all_parts = np.concatenate([np.zeros(0, np.int64), *(p.ravel() for p in parts)])
         state = entries.parts.state[all_parts]
         leased = np.isin(all_parts, lease.parts) & (state == PartState.RESERVED)
@@ -337,7 +343,9 @@ class SessionJobs:
     # --- plans ---
 
     def _reserve(self, groups: list[GroupJob]) -> list[Reservation]:
-        wanted = [Wanted.from_first(group.keyspace, group.keys, group.group.parts, group.first) for group in groups]
+        wanted = [
+            Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first) for group in groups
+        ]
         return self.context.cache.reserve_all(wanted)
 
     def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
@@ -384,11 +392,11 @@ class SessionJobs:
 
 def _every_part(cache: Cache, group: GroupJob, indices: I64Array, rows: I64Array) -> Payloads:
     """All parts that this rank holds of the keys with these indices."""
-    parts = cache.entries.records(rows[indices], group.group.parts)
+    parts = cache.entries.records(rows[indices], group.registered.parts)
     count, width = parts.shape
     return Payloads(parts.ravel(), np.repeat(indices, width), np.tile(np.arange(width), count))
 
 
 def _block_list(cache: Cache, group: GroupJob, payloads: Payloads) -> BlockList:
-    plans, addresses = tuple(held.plan for held in group.group.held), cache.payload_addresses(payloads.parts)
+    plans, addresses = group.registered.plans, cache.payload_addresses(payloads.parts)
     return BlockList(plans, group.blocks, payloads.keys, payloads.columns, addresses)

@@ -75,6 +75,11 @@ class RegisteredGroup:
         return np.array([held.part for held in self.held], np.uint16)
 
     @cached_property
+    def plans(self) -> tuple[GroupPlan, ...]:
+        """Of the same parts."""
+        return tuple(held.plan for held in self.held)
+
+    @cached_property
     def num_blocks(self) -> int:
         """Block ids at or above are refused."""
         return min(held.plan.num_blocks for held in self.held)
