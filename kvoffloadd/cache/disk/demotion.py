@@ -207,9 +207,8 @@ class Demotion:
         if self._uses is None or not len(rows):
             return rows
         tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        slots = self._uses.slots(tags)
-        known, uses = self._uses.look_up(tags, slots)
-        self._uses.record(tags, slots, np.minimum(uses + np.uint8(1), np.uint8(15)))
+        known, uses = self._uses.look_up(tags)
+        self._uses.record(tags, np.minimum(uses + np.uint8(1), np.uint8(15)))
         return rows[known]
 
     def _known(self, rows: U32Array) -> U32Array:
@@ -218,7 +217,7 @@ class Demotion:
         if self._uses is None or not len(rows):
             return rows
         tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        return rows[self._uses.look_up(tags, self._uses.slots(tags))[1] >= 2]
+        return rows[self._uses.look_up(tags)[1] >= 2]
 
     def _enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
         size = sum(keyspace.part_bytes)
