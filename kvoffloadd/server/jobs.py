@@ -21,7 +21,7 @@ from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.wanted import Payloads, Reservation, Wanted
+from kvoffloadd.cache.memory.reservation import Payloads, Reservation, Wanted, reserve_all
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.deliveries import TURN_S
@@ -342,7 +342,7 @@ class SessionJobs:
 
     def _reserve(self, groups: list[GroupJob]) -> list[Reservation]:
         wanted = [Wanted.from_first(group.keyspace, group.keys, group.group.parts, group.first) for group in groups]
-        return self.context.cache.reserve_all(wanted)
+        return reserve_all(self.context.cache, wanted)
 
     def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)

@@ -463,11 +463,11 @@ class Demotion:
 
     def _look_ahead(self) -> None:
         """Offer what the memory tier would evict next."""
-        tier, entries = self._cache.tier, self._cache.entries
+        tier = self._cache.tier
         for size, queue in self._cache.eviction.queues.items():
             # Slots per key as the keys have them now, not as they might have at most.
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
                 continue
-            self.offer(self._known(queue.policy.victims(ahead, entries.evictable)))
+            self.offer(self._known(self._cache.eviction.victims(queue, ahead)))
