@@ -118,7 +118,9 @@ class SessionLoad(SessionJob):
         def build(good: BoolArray) -> BlockWork:
             masks = np.split(good, np.cumsum([len(p.keys) for p in payloads])[:-1])
             each = zip(groups, payloads, masks, strict=True)
-            return BlockWork([_block_list(self.cache, *group, p.only(mask)) for group, p, mask in each])
+            return BlockWork(
+                [_block_list(self.cache, *group, p if mask.all() else p.only(mask)) for group, p, mask in each]
+            )
 
         self.lookups = []
         if not self.on_disk:

@@ -494,3 +494,20 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     assert check(cache, holds=3, reserved=0) == []
     cache.unhold(found.hit_rows)
     assert check(cache, 0, 0) == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_keys_that_eviction_met_in_use_can_go_once_they_are_not(policy: str) -> None:
+    cache = make_cache(4, 4, policy=policy)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1, 2, 3, 4)
+    rows = cache.find(keyspace, keys_of(1, 2, 3, 4)).hit_rows
+    cache.hold(rows)
+    assert not len(reserve(cache, keyspace, keys_of(5, 6), ONE, 0).parts)
+    assert check(cache, holds=4, reserved=0) == []
+    cache.eviction.any_aside = False
+    assert check(cache, holds=4, reserved=0) == ["eviction: 4 keys are set aside, and would stay there"]
+    cache.eviction.any_aside = True
+    cache.unhold(rows)
+    cache.abort(reserve(cache, keyspace, keys_of(5, 6), ONE, 0).parts)
+    assert cache.find(keyspace, keys_of(1, 2, 3, 4)).hits.sum() == 2

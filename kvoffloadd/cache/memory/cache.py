@@ -71,7 +71,7 @@ def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U
     hits = [(group, np.flatnonzero(group[1].hits)) for group in groups]
     rows = _joined([lookup.rows[indices] for (_, lookup, _), indices in hits])
     places = _joined([indices + first for (_, _, first), indices in hits])
-    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits])
+    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits]) if len(hits) > 1 else None
     ordered = np.sort(rows)
     if (ordered[1:] == ordered[:-1]).any():  # a policy takes each key once, where the prompt has it first
         once = first_of_each(rows)
@@ -220,6 +220,8 @@ class Cache:
 
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
+        if not len(rows):
+            return
         count_down(self.entries.leases, rows)
         if (self.entries.state[rows] == RowState.RETIRED).any():
             self.entries.free_retired(rows)
