@@ -25,7 +25,7 @@ from kvoffloadd.cache.disk.demotion import DiskSettings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.keyhash import SEED_BITS
+from kvoffloadd.cache.memory.index import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.warm_restart import adopt

@@ -330,7 +330,7 @@ class Jobs:
             due = np.flatnonzero(columns.unverified[job.parts])
         if not len(due):
             return
-        for turn in in_turns(due, self.cache.payload_bytes(job.parts[due])):
+        for turn in in_turns(due, self.cache.entries.payload_bytes(job.parts[due])):
             parts = job.parts[turn]
             digests = await job.step(Phase.VERIFICATION, partial(self._hash, job, parts), job.options.deadline_s)
             if isinstance(digests, BaseException):
@@ -344,7 +344,7 @@ class Jobs:
     def _hash(
         self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
     ) -> Callable[[], bool]:
-        sizes = self.cache.payload_bytes(parts)
+        sizes = self.cache.entries.payload_bytes(parts)
         work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
         ticket = self.hash_lane.submit(
             work, resume, flow=job.options.flow, urgent=VERIFY_URGENT, cost_bytes=int(sizes.sum())
@@ -362,9 +362,9 @@ class Jobs:
         """
         columns = self.cache.entries.parts
         parts = np.flatnonzero(columns.unverified[: columns.runs.used])
-        for turn in in_turns(parts, self.cache.payload_bytes(parts)):
+        for turn in in_turns(parts, self.cache.entries.payload_bytes(parts)):
             unverified = turn[columns.unverified[turn] != 0]
-            sizes = self.cache.payload_bytes(unverified)
+            sizes = self.cache.entries.payload_bytes(unverified)
             work = partial(hash_payloads, self.cache.payload_addresses(unverified), sizes)
             digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
             wrong = (digests != columns.digest[unverified]).any(axis=1)

@@ -87,7 +87,7 @@ class Sealing:
         taken_sizes = [np.zeros(0, np.int64)]
         while waiting and room > 0:
             batch = self._only(waiting[0])
-            before = np.cumsum(sizes := self.cache.payload_bytes(batch.parts)) - sizes
+            before = np.cumsum(sizes := self.cache.entries.payload_bytes(batch.parts)) - sizes
             count = int(np.searchsorted(before, room))
             first, rest = _cut(batch, count)
             if len(first.parts):
@@ -131,7 +131,8 @@ class Sealing:
             self._settle(number, len(parts))
             if not isinstance(digests, BaseException):
                 self.cache.seal(parts, generations, digests[at : at + len(parts)])
-                self.cache.lower.sealed(parts)
+                if self.cache.lower is not None:
+                    self.cache.lower.sealed(parts)
             at += len(parts)
         if not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)

@@ -8,7 +8,7 @@ from kvoffloadd.errors import KvOffloadError
 
 _CACHE = "kvoffloadd.cache."
 _OTHERS = ("kvoffloadd.storage.disk.", "kvoffloadd.device.")
-_PURE = ("kvoffloadd.cache.memory.keys", "kvoffloadd.cache.memory.keyhash", "kvoffloadd.cache.memory.lookup")
+_PURE = ("kvoffloadd.cache.memory.keys", "kvoffloadd.cache.memory.lookup")
 
 
 def leaves_cache_unsure(error: BaseException) -> bool:

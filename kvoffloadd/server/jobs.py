@@ -21,7 +21,7 @@ from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.wanted import Payloads, Reservation, Wanted
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.overlap import Target, check_targets
@@ -37,6 +37,7 @@ from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.registration import RegisteredGroup, Registration
 
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
+NO_PARTS = np.zeros(0, np.int64)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 _KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 72, 24
@@ -108,17 +109,21 @@ class SessionLoad(SessionJob):
         lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
         masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
         self.lost = [np.flatnonzero(~mask) for mask in masks]
-        payloads = [
-            _every_part(self.cache, group, np.flatnonzero(mask), lookup.rows)
-            for group, mask, lookup in zip(self.groups, masks, lookups, strict=True)
-        ]
-        self.chosen = [p.keys for p in payloads]
-        rows = [lookup.rows[p.keys].astype(np.uint32) for lookup, p in zip(lookups, payloads, strict=True)]
-        lists = [_block_list(self.cache, group, p) for group, p in zip(self.groups, payloads, strict=True)]
+        self.chosen = []
+        lists, rows, parts = list[BlockList](), [NO_ROWS], [NO_PARTS]
+        for group, mask, lookup in zip(self.groups, masks, lookups, strict=True):
+            hits, width = np.flatnonzero(mask), len(group.registered.parts)
+            records = self.cache.entries.records(lookup.rows[hits], group.registered.parts).ravel()
+            addresses = self.cache.payload_addresses(records)
+            keys, columns = np.repeat(hits, width), np.tile(np.arange(width), len(hits))
+            lists.append(BlockList(group.registered.plans, group.blocks, keys, columns, addresses))
+            self.chosen.append(keys)
+            rows.append(lookup.rows[keys].astype(np.uint32))
+            parts.append(records)
         self.lookups = []
         if last:
             self.groups, self.on_disk = [], []
-        return LoadPlan(np.concatenate(rows), np.concatenate([p.parts for p in payloads]), lists)
+        return LoadPlan(np.concatenate(rows), np.concatenate(parts), lists)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +153,7 @@ class SessionJobs:
         leased = self._leased(groups, lease) if lease else None
         with self._charged(groups) as charge:
             reserved = leased or self._reserve(groups)
-            parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
+            parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
             cache = self.context.cache
             lists = [_block_list(cache, group, some) for group, some in zip(groups, reserved, strict=True)]
             if lease:
@@ -326,7 +331,7 @@ class SessionJobs:
         parts = [
             entries.records(lookup.rows, group.registered.parts) for group, lookup in zip(groups, lookups, strict=True)
         ]
-        all_parts = np.concatenate([np.zeros(0, np.int64), *(p.ravel() for p in parts)])
+        all_parts = np.concatenate([NO_PARTS, *(p.ravel() for p in parts)])
         state = entries.parts.state[all_parts]
         leased = np.isin(all_parts, lease.parts) & (state == PartState.RESERVED)
         stored = state >= PartState.COMMITTED  # before the reservation, which took the key's other parts
@@ -346,7 +351,7 @@ class SessionJobs:
         wanted = [
             Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first) for group in groups
         ]
-        return self.context.cache.reserve_all(wanted)
+        return reserve_all(self.context.cache, wanted)
 
     def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)
@@ -390,13 +395,6 @@ class SessionJobs:
         )
 
 
-def _every_part(cache: Cache, group: GroupJob, indices: I64Array, rows: I64Array) -> Payloads:
-    """All parts that this rank holds of the keys with these indices."""
-    parts = cache.entries.records(rows[indices], group.registered.parts)
-    count, width = parts.shape
-    return Payloads(parts.ravel(), np.repeat(indices, width), np.tile(np.arange(width), count))
-
-
-def _block_list(cache: Cache, group: GroupJob, payloads: Payloads) -> BlockList:
-    plans, addresses = group.registered.plans, cache.payload_addresses(payloads.parts)
-    return BlockList(plans, group.blocks, payloads.keys, payloads.columns, addresses)
+def _block_list(cache: Cache, group: GroupJob, made: Reservation) -> BlockList:
+    plans, addresses = group.registered.plans, cache.payload_addresses(made.parts)
+    return BlockList(plans, group.blocks, made.keys, made.columns, addresses)

@@ -20,7 +20,7 @@ import numpy as np
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
-from kvoffloadd.cache.memory.wanted import Wanted
+from kvoffloadd.cache.memory.reservation import Wanted, reserve_all
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config, LimitsConfig
 from kvoffloadd.errors import (
@@ -250,7 +250,7 @@ class Session:
         self._account.charge(leases=most)
         kept = 0
         try:
-            reserved = self._context.cache.reserve_all(plans)
+            reserved = reserve_all(self._context.cache, plans)
             parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
             kept = LEASE_KEYS + len(parts) if len(parts) else 0
         finally:

@@ -50,7 +50,7 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     for start in range(0, len(sealed), CHUNK_PARTS):
         parts = sealed[start : start + CHUNK_PARTS]
         parts = parts[columns.state[parts] == PartState.SEALED]
-        for turn in in_turns(parts, context.cache.payload_bytes(parts)):
+        for turn in in_turns(parts, context.cache.entries.payload_bytes(parts)):
             mine = turn[columns.state[turn] == PartState.SEALED]  # others may have gone during the turns before
             wrong = await _wrong_payloads(context, mine)
             audit.payloads += len(mine)
@@ -77,7 +77,7 @@ async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:
     """Those of the sealed parts that do not match; one that is evicted meanwhile is not judged."""
     columns, cache = context.cache.entries.parts, context.cache
     generations, expected = columns.generation[parts], columns.digest[parts]
-    sizes = cache.payload_bytes(parts)
+    sizes = cache.entries.payload_bytes(parts)
     work = partial(hash_payloads, cache.payload_addresses(parts), sizes)
     hashed = await context.hash_lane.perform(work, flow=BACKGROUND, cost_bytes=int(sizes.sum()))
     differs: np.ndarray[tuple[int], np.dtype[np.bool_]] = (hashed != expected).any(axis=1)

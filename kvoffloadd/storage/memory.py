@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -55,11 +56,13 @@ class MemoryTier:
         self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
         self.num_slabs = -(-self.num_pages // self.slab_pages)
         self.pool = pool or ArenaFile.make(self.num_pages * PAGE_BYTES, self.slab_pages * PAGE_BYTES)
+        self.address: Final = self.pool.address  # of the arena's first byte
         self.slot_records = SlotRecords(self.pool.records, self.pool.slabs, self.slab_pages, self.pool.seed)
         self._owner: U32Array = reserve_array((self.num_pages,), np.uint32)  # owner + 1 of the slot at its first page
         self._slab_size: I64Array = np.zeros(self.num_slabs, np.int64)  # slot size in pages; 0: unassigned
         self._slab_used: I64Array = np.zeros(self.num_slabs, np.int64)
-        self.slab_touched: U64Array = np.zeros(self.num_slabs, np.uint64)
+        self.slab_touched: U64Array = np.zeros(self.num_slabs, np.uint64)  # when one of its slots was last used
+        self._tick = 0  # counts uses
         self._unassigned: list[int] = list(range(self.num_slabs - 1, -1, -1))
         self._sizes: dict[int, _Size] = {}
         self._closed = threading.Event()
@@ -69,11 +72,6 @@ class MemoryTier:
     def capacity_bytes(self) -> int:
         """Bytes of the arena."""
         return self.num_pages * PAGE_BYTES
-
-    @property
-    def address(self) -> int:
-        """Of the arena's first byte."""
-        return self.pool.address
 
     def prefault(self, threads: int) -> None:
         """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; ended by
@@ -89,11 +87,6 @@ class MemoryTier:
         self._closed.set()
         with self._prefaulting:  # it ends within a millisecond or so
             self.pool.close()
-
-    def addresses(self, pages: U32Array) -> U64Array:
-        """Address of each slot. `pages`: u32 first pages."""
-        found: U64Array = pages.astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.address)
-        return found
 
     @property
     def payload_bytes_max(self) -> int:
@@ -166,9 +159,10 @@ class MemoryTier:
         for size in np.unique(sizes).tolist():
             self._sizes[size].push(pages[sizes == size][::-1])
 
-    def touch(self, pages: U32Array, tick: int) -> None:
+    def touch(self, pages: U32Array) -> None:
         """Note a use of these slots; feeds `coldest_slabs`."""
-        self.slab_touched[pages // self.slab_pages] = tick
+        self._tick += 1
+        self.slab_touched[pages // self.slab_pages] = self._tick
 
     def coldest_slabs(self, size: int) -> I64Array:
         """Slabs of other sizes that could hold a slot of `size` pages, least recently touched first."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
 from scripts.harness.figures import (
@@ -92,7 +93,7 @@ def fill(cache: Cache, count: int) -> Filled:
     for first in range(0, count, KEYS):
         keys = keys_of(np.arange(first, min(first + KEYS, count))).view(np.uint64)
         begun = time.perf_counter()
-        parts = cache.reserve(keyspace, keys, part, 0).parts
+        parts = reserve(cache, keyspace, keys, part, 0).parts
         cache.begin(parts)
         cache.commit(parts)
         seconds.append(time.perf_counter() - begun)

@@ -20,6 +20,7 @@ from kvoffloadd.cache.disk.promotion import Fetch, Urgency
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
@@ -288,7 +289,7 @@ class Tier:
     def write(self, keyspace: Keyspace, numbers: Sequence[int], parts: Sequence[int] | None = None) -> I64Array:
         """Store these keys as far as there is room, without checksums. Returns the parts to be sealed."""
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16) if parts is None else np.array(parts, np.uint16)
-        reserved = self.cache.reserve(keyspace, keys_of(*numbers), wanted, 0).parts
+        reserved = reserve(self.cache, keyspace, keys_of(*numbers), wanted, 0).parts
         self.cache.begin(reserved)
         columns = self.cache.entries.parts
         rows = columns.row[reserved]
@@ -308,7 +309,7 @@ class Tier:
 
     def hash(self, parts: I64Array) -> Sums:
         """As the hash lane does; `take` comes some time later."""
-        digests = hash_payloads(self.cache.payload_addresses(parts), self.cache.payload_bytes(parts))
+        digests = hash_payloads(self.cache.payload_addresses(parts), self.cache.entries.payload_bytes(parts))
         return Sums(parts, self.cache.entries.parts.generation[parts], digests)
 
     def take(self, sums: Sums) -> None:

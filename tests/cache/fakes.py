@@ -9,6 +9,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
@@ -89,10 +90,10 @@ def store(
 ) -> I64Array:
     """Commit parts of keys, all of them if not told which; the payloads are zeros."""
     wanted: U16Array = np.array(range(keyspace.schema.parts) if parts is None else parts, np.uint16)
-    reserved = cache.reserve(keyspace, keys, wanted, 0).parts
+    reserved = reserve(cache, keyspace, keys, wanted, 0).parts
     cache.begin(reserved)
     kept = cache.commit(reserved)
     if seals:
-        digests = hash_payloads(cache.payload_addresses(kept), cache.payload_bytes(kept))
+        digests = hash_payloads(cache.payload_addresses(kept), cache.entries.payload_bytes(kept))
         cache.seal(kept, cache.entries.parts.generation[kept], digests)
     return kept

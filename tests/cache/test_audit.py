@@ -11,6 +11,7 @@ from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.audit import check, steps
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.reservation import reserve
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 
@@ -28,7 +29,7 @@ def cache() -> Cache:
     two = make_keyspace(made, b"b" * 16, pages=(1, 3))[1]
     store(made, one, keys_of(*range(COUNT)))
     store(made, two, keys_of(*range(COUNT, COUNT + 10)))
-    made.reserve(two, keys_of(900), np.array([0], np.uint16), 0)
+    reserve(made, two, keys_of(900), np.array([0], np.uint16), 0)
     made.hold(made.find(one, keys_of(1, 2)).rows.astype(np.uint32))
     made.entries.retire(made.find(one, keys_of(2)).rows.astype(np.uint32))
     return made

@@ -14,7 +14,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.wanted import Wanted
+from kvoffloadd.cache.memory.reservation import Wanted, reserve, reserve_all
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
@@ -35,7 +35,7 @@ def cache() -> Iterator[Cache]:
 
 def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> I64Array:
     """Reserve and commit at once; what was reserved."""
-    reservation = cache.reserve(keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0)
+    reservation = reserve(cache, keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0)
     cache.begin(reservation.parts)
     cache.commit(reservation.parts)
     return reservation.parts
@@ -48,7 +48,7 @@ def states(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
 
 def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
-    reservation = cache.reserve(keyspace, keys_of(1, 2), ONE, 0)
+    reservation = reserve(cache, keyspace, keys_of(1, 2), ONE, 0)
     assert reservation.states.tolist() == [R, R]
     assert states(cache, keyspace, 1, 2, 3) == [P, P, M]
     cache.begin(reservation.parts)
@@ -79,7 +79,7 @@ def test_keys_that_the_index_can_not_hold_get_no_space() -> None:
     cache.entries.index.hash = lambda keyspace, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, *range(300))
-    reservation = cache.reserve(keyspace, keys_of(*range(299, 1400)), ONE, 0)
+    reservation = reserve(cache, keyspace, keys_of(*range(299, 1400)), ONE, 0)
     assert reservation.states.tolist() == [H] + [N] * 1100
     assert not len(reservation.parts)
     assert states(cache, keyspace, *range(302)) == [H] * 300 + [M] * 2
@@ -93,10 +93,10 @@ def test_what_was_held_can_go_once_it_is_let_go(policy: str) -> None:
     _, keyspace = make_keyspace(cache)
 
     def one_more(number: int) -> tuple[list[int], I64Array]:
-        reservation = cache.reserve(keyspace, keys_of(number), ONE, 0)
+        reservation = reserve(cache, keyspace, keys_of(number), ONE, 0)
         return reservation.states.tolist(), reservation.parts
 
-    reserved = cache.reserve(keyspace, keys_of(*range(8)), ONE, 0).parts
+    reserved = reserve(cache, keyspace, keys_of(*range(8)), ONE, 0).parts
     assert one_more(8)[0] == [N], "all is being written"
     cache.begin(reserved)
     cache.commit(reserved)
@@ -123,13 +123,13 @@ def test_a_key_of_which_one_part_is_not_written_can_go(policy: str) -> None:
     cache = make_cache(pages=4, slab_pages=4, policy=policy)
     _, keyspace = make_keyspace(cache, pages=(1, 1))
     store(cache, keyspace, 1, 2)
-    first = cache.reserve(keyspace, keys_of(7), ONE, 0).parts
+    first = reserve(cache, keyspace, keys_of(7), ONE, 0).parts
     cache.begin(first)
     cache.commit(first)
-    second = cache.reserve(keyspace, keys_of(7), BOTH[1:], 0).parts
-    assert cache.reserve(keyspace, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
+    second = reserve(cache, keyspace, keys_of(7), BOTH[1:], 0).parts
+    assert reserve(cache, keyspace, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
     cache.abort(second)
-    assert cache.reserve(keyspace, keys_of(9), BOTH, 0).states.tolist() == [R]
+    assert reserve(cache, keyspace, keys_of(9), BOTH, 0).states.tolist() == [R]
     assert check(cache, 0, reserved=4) == []
     cache.tier.close()
 
@@ -146,20 +146,20 @@ def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> No
         Wanted.from_first(one, keys_of(4, 8, 9), ONE, 0),
         Wanted.from_first(two, keys_of(1, 2, 10, 11, 12, 13), ONE, 0),
     ]
-    found = [made.states.tolist() for made in cache.reserve_all(request)]
+    found = [made.states.tolist() for made in reserve_all(cache, request)]
     assert found == [[H, R, R], [H, H, R, R, R, N]], "three of eight are named, and five are taken"
     assert states(cache, one, 4) == [H]
     assert states(cache, two, 1, 2, 3) == [H, H, M]
     assert check(cache, 0, reserved=5) == []
-    assert cache.reserve_all([]) == []
+    assert reserve_all(cache, []) == []
     cache.tier.close()
 
 
 def test_the_first_reservation_wins(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, 1)
-    mine = cache.reserve(keyspace, keys_of(1, 2), ONE, 0)
-    theirs = cache.reserve(keyspace, keys_of(1, 2, 3), ONE, 0)
+    mine = reserve(cache, keyspace, keys_of(1, 2), ONE, 0)
+    theirs = reserve(cache, keyspace, keys_of(1, 2, 3), ONE, 0)
     assert mine.states.tolist() == [H, R]
     assert theirs.states.tolist() == [H, P, R]
     assert check(cache, 0, reserved=2) == []
@@ -167,13 +167,13 @@ def test_the_first_reservation_wins(cache: Cache) -> None:
 
 def test_only_complete_keys_hit(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache, pages=(1, 2))
-    first = cache.reserve(keyspace, keys_of(1), ONE, 0)
+    first = reserve(cache, keyspace, keys_of(1), ONE, 0)
     cache.begin(first.parts)
     cache.commit(first.parts)
     assert states(cache, keyspace, 1) == [M], "one part of two is nothing to load"
-    again = cache.reserve(keyspace, keys_of(1), ONE, 0)
+    again = reserve(cache, keyspace, keys_of(1), ONE, 0)
     assert again.states.tolist() == [H], "this part is there"
-    rest = cache.reserve(keyspace, keys_of(1), BOTH, 0)
+    rest = reserve(cache, keyspace, keys_of(1), BOTH, 0)
     assert rest.states.tolist() == [R]
     assert len(rest.parts) == 1, "only what lacks is reserved"
     cache.begin(rest.parts)
@@ -233,7 +233,7 @@ def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> No
     store(cache, one, 3)
     assert cache.tier.num_free(1) == 0
     for wanted in (6, 1, 5, 7):
-        cache.reserve(one, keys_of(*range(1000 * wanted, 1000 * wanted + wanted)), ONE, 0)
+        reserve(cache, one, keys_of(*range(1000 * wanted, 1000 * wanted + wanted)), ONE, 0)
         assert cache.tier.num_free(1) <= 1, "the second slot of the last key"
     cache.tier.close()
 
@@ -247,25 +247,25 @@ def test_what_has_none_of_the_slots_that_are_wanted_stays(policy: str, same: boo
     _, other = make_keyspace(cache, b"b" * 16, pages=(3,))
     _, small = make_keyspace(cache, b"c" * 16, pages=(1,))
     for number in range(0, 448, 8):
-        made = cache.reserve(large, keys_of(*range(number, number + 8)), ONE, 0).parts
+        made = reserve(cache, large, keys_of(*range(number, number + 8)), ONE, 0).parts
         cache.begin(made)
         cache.commit(made)
     for number in range(1000, 1128):
         store(cache, large if same else other, number)
-    cache.reserve(other, keys_of(*range(5000, 5000 + cache.tier.num_free(3))), ONE, 0)
-    cache.reserve(small, keys_of(*range(6000, 6000 + cache.tier.num_free(1))), ONE, 0)
+    reserve(cache, other, keys_of(*range(5000, 5000 + cache.tier.num_free(3))), ONE, 0)
+    reserve(cache, small, keys_of(*range(6000, 6000 + cache.tier.num_free(1))), ONE, 0)
     rows = cache.entries.find(large, keys_of(*range(448))).astype(np.uint32)
     held = rows[::16]  # so that no slab of theirs can be taken over
     cache.hold(held)
     kept = large.rows if not same else 448
     for wanted in (1, 5, 20):
         evicted = cache.eviction.keys_evicted
-        states = cache.reserve(other, keys_of(*range(100 * wanted + 7000, 101 * wanted + 7000)), ONE, 0).states
+        states = reserve(cache, other, keys_of(*range(100 * wanted + 7000, 101 * wanted + 7000)), ONE, 0).states
         assert states.tolist() == [R] * wanted
         assert cache.eviction.keys_evicted == evicted + wanted
     assert (cache.entries.find(large, keys_of(*range(448))) >= 0).sum() == kept
     evicted = cache.eviction.keys_evicted
-    cache.reserve(small, keys_of(*range(8000, 8400)), ONE, 0)
+    reserve(cache, small, keys_of(*range(8000, 8400)), ONE, 0)
     assert cache.eviction.keys_evicted == evicted + 400 - (26 if same else 0), "what was passed over goes now"
     assert check(cache, len(held), int((cache.entries.parts.state == PartState.RESERVED).sum())) == []
     cache.tier.close()
@@ -282,12 +282,12 @@ def test_what_one_request_evicts_is_bounded_from_its_first_look_on(
     cache.hold(cache.find(one, keys_of(*range(984))).hit_rows)
     wide = cache.declare(cache.open_namespace(b"w" * 16, 1, "", 32), GroupSchema(0, GroupKind.FULL, 16, parts=1024))
     cache.set_part_bytes(wide, {0: 4096})
-    made = cache.reserve(wide, keys_of(*range(40)), ONE, 0).parts
+    made = reserve(cache, wide, keys_of(*range(40)), ONE, 0).parts
     cache.begin(made)
     cache.commit(made)
     assert cache.tier.num_free(1) == 0
     for number in (1, 2, 3):
-        states = cache.reserve(one, keys_of(*range(1000 * number, 1000 * number + 30)), ONE, 0).states.tolist()
+        states = reserve(cache, one, keys_of(*range(1000 * number, 1000 * number + 30)), ONE, 0).states.tolist()
         assert states == [R] * 4 + [N] * 26
         assert wide.rows == 40 - 4 * number
     assert check(cache, 984, 12) == []
@@ -356,8 +356,8 @@ def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:
     store(cache, keyspace, *range(6))
     held = cache.find(keyspace, keys_of(0, 1)).hit_rows
     cache.hold(held)
-    writing = cache.reserve(keyspace, keys_of(6, 7), ONE, 0)
-    answer = cache.reserve(keyspace, keys_of(*range(20, 26)), ONE, 0)
+    writing = reserve(cache, keyspace, keys_of(6, 7), ONE, 0)
+    answer = reserve(cache, keyspace, keys_of(*range(20, 26)), ONE, 0)
     assert answer.states.tolist() == [R, R, R, R, N, N]
     assert cache.counters.keys_without_space == 2
     assert states(cache, keyspace, *range(8)) == [H, H, M, M, M, M, P, P]
@@ -370,7 +370,7 @@ def test_what_is_held_or_written_is_no_victim(cache: Cache) -> None:
 def test_a_request_does_not_evict_what_it_names(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, *range(8))
-    answer = cache.reserve(keyspace, keys_of(0, 1, 2, 30, 31), ONE, 0)
+    answer = reserve(cache, keyspace, keys_of(0, 1, 2, 30, 31), ONE, 0)
     assert answer.states.tolist() == [H, H, H, R, R]
     assert states(cache, keyspace, 0, 1, 2) == [H, H, H]
 
@@ -397,7 +397,7 @@ def test_a_held_key_outlives_clear_and_drop_but_does_not_hit(cache: Cache) -> No
 
 def test_a_store_under_way_does_not_survive_a_clear(cache: Cache) -> None:
     namespace, keyspace = make_keyspace(cache)
-    reservation = cache.reserve(keyspace, keys_of(1), ONE, 0)
+    reservation = reserve(cache, keyspace, keys_of(1), ONE, 0)
     cache.begin(reservation.parts)
     for _ in cache.clear(namespace):
         pass
@@ -453,7 +453,7 @@ def test_a_namespace_keeps_its_schema(cache: Cache) -> None:
     half = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16, parts=2))
     cache.set_part_bytes(half, {1: 4096})
     with pytest.raises(SchemaError):
-        cache.reserve(half, keys_of(1), BOTH, 0)
+        reserve(cache, half, keys_of(1), BOTH, 0)
 
 
 def test_keys_are_unpacked_by_width() -> None:
@@ -471,7 +471,7 @@ def test_keys_are_unpacked_by_width() -> None:
 def test_snapshot_lists_complete_keys(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, 1, 2)
-    cache.reserve(keyspace, keys_of(3), ONE, 0)
+    reserve(cache, keyspace, keys_of(3), ONE, 0)
     packed, cursor = cache.snapshot(keyspace, 0)
     assert cursor == 0
     assert {row[1] for row in keys_array(packed, 32).tolist()} == {1, 2}
@@ -494,3 +494,20 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     assert check(cache, holds=3, reserved=0) == []
     cache.unhold(found.hit_rows)
     assert check(cache, 0, 0) == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_keys_that_eviction_met_in_use_can_go_once_they_are_not(policy: str) -> None:
+    cache = make_cache(4, 4, policy=policy)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, 1, 2, 3, 4)
+    rows = cache.find(keyspace, keys_of(1, 2, 3, 4)).hit_rows
+    cache.hold(rows)
+    assert not len(reserve(cache, keyspace, keys_of(5, 6), ONE, 0).parts)
+    assert check(cache, holds=4, reserved=0) == []
+    cache.eviction.any_aside = False
+    assert check(cache, holds=4, reserved=0) == ["eviction: 4 keys are set aside, and would stay there"]
+    cache.eviction.any_aside = True
+    cache.unhold(rows)
+    cache.abort(reserve(cache, keyspace, keys_of(5, 6), ONE, 0).parts)
+    assert cache.find(keyspace, keys_of(1, 2, 3, 4)).hits.sum() == 2

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.cache.warm_restart import adopt
@@ -53,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         parts = np.random.default_rng(seed).permutation(keyspace.schema.parts)[: 1 + seed % keyspace.schema.parts]
         wanted = np.sort(parts).astype(np.uint16)
         before = self.cache.find(keyspace, keys_of(*keys)).states
-        answer = self.cache.reserve(keyspace, keys_of(*keys), wanted, 0)
+        answer = reserve(self.cache, keyspace, keys_of(*keys), wanted, 0)
         assert (answer.states[before == KeyState.HIT] == KeyState.HIT).all()
         if len(answer.parts):
             self.reserved.append((n, answer.parts))

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffloadd.cache.disk import demotion
 from kvoffloadd.cache.disk.promotion import Fetch, Urgency
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.model import PAGE_BYTES, U32Array
 from kvoffloadd.storage.disk.health import RootState
 
@@ -104,7 +105,7 @@ class DiskMachine(RuleBasedStateMachine):
     def give_up_a_store(self, n: int, some: list[int]) -> None:
         keyspace = self.keyspace(n)
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
-        reserved = self.tier.cache.reserve(keyspace, keys_of(*some), wanted, 0).parts
+        reserved = reserve(self.tier.cache, keyspace, keys_of(*some), wanted, 0).parts
         self.tier.cache.begin(reserved)
         self.tier.cache.abort(reserved)
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.memory.index import WORDS, Index
-from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.cache.memory.index import SEED_BITS, WORDS, Index, KeyHash
 from kvoffloadd.cache.stats.missreasons import MissReasons
 from kvoffloadd.model import U64Array
 

@@ -12,6 +12,7 @@ from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyspaces import NUMBERS, Keyspaces
 from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.errors import InternalError, LimitError
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState
 
@@ -194,7 +195,7 @@ def test_who_still_has_a_retired_space_reaches_nothing(cache: Cache, how: str) -
     assert rows == held.tolist()
     before = check(cache, len(held), 0)
     with pytest.raises(InternalError):
-        cache.reserve(old, keys_of(3), ONE, 0)
+        reserve(cache, old, keys_of(3), ONE, 0)
     with pytest.raises(InternalError):
         cache.entries.insert([(old, 1)], keys_of(3), np.zeros(1, np.uint64), np.zeros(1, np.uint32))
     assert check(cache, len(held), 0) == before == []

@@ -14,6 +14,7 @@ from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.stats.lookupstats import NAMESPACES_MAX, LookupStats
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U64Array
@@ -37,7 +38,7 @@ def cache() -> Iterator[Cache]:
 
 
 def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
-    parts = cache.reserve(keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0).parts
+    parts = reserve(cache, keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0).parts
     cache.begin(parts)
     cache.commit(parts)
 
@@ -115,8 +116,8 @@ def test_keys_of_another_namespace(cache: Cache) -> None:
 
 def test_pending_and_incomplete_keys(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache, pages=(1, 1))
-    cache.reserve(keyspace, keys_of(1), np.array([0, 1], np.uint16), 0)
-    first = cache.reserve(keyspace, keys_of(2), ONE, 0)
+    reserve(cache, keyspace, keys_of(1), np.array([0, 1], np.uint16), 0)
+    first = reserve(cache, keyspace, keys_of(2), ONE, 0)
     cache.begin(first.parts)
     cache.commit(first.parts)
     ask(cache, keyspace, 1, 2, 3)
@@ -208,12 +209,12 @@ class Replay:
         name = self._space.namespace.fingerprint
         self._held[ids] = True
         self._order.append(ids)
-        self._ghosts.came(0, name, 0, keys)
+        self._ghosts.came(0, name, self._ghosts.hash(0, keys))
         self._free -= len(ids)
         while self._free < 0:
             oldest = self._order.pop(0)
             self._held[oldest] = False
-            self._ghosts.went(name, 0, self._keys[oldest], Reason.EVICTED)
+            self._ghosts.went(name, self._ghosts.hash(0, self._keys[oldest]), Reason.EVICTED)
             self._free += len(oldest)
 
     def row(self) -> dict[str, Any]:

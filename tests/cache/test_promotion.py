@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.probe import READ_FAILURES_MAX
@@ -195,7 +196,7 @@ async def test_a_key_that_somebody_is_storing_is_not_waited_for(open_tier: Open)
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)
-    mine = tier.cache.reserve(keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
+    mine = reserve(tier.cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
     tier.reserved = 1
     assert await tier.fetch(keyspace, 1, 2) == [2]
     tier.cache.abort(mine.parts)

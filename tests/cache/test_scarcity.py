@@ -12,8 +12,8 @@ from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.reservation import Wanted, reserve, reserve_all
 from kvoffloadd.cache.memory.runallocator import BLOCK
-from kvoffloadd.cache.memory.wanted import Wanted
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
@@ -47,8 +47,8 @@ def left(cache: Cache) -> int:
     return capacity(cache) - cache.entries.parts.runs.taken
 
 
-def reserve(cache: Cache, keyspace: Keyspace, *numbers: int) -> tuple[list[int], I64Array]:
-    made = cache.reserve(keyspace, keys_of(*numbers), ONE, 0)
+def reserve_keys(cache: Cache, keyspace: Keyspace, *numbers: int) -> tuple[list[int], I64Array]:
+    made = reserve(cache, keyspace, keys_of(*numbers), ONE, 0)
     return made.states.tolist(), made.parts
 
 
@@ -81,11 +81,11 @@ def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -
     mine = fill(cache, wide, others)
     _, narrow = keyspace_of(cache, "c", 2, uid=3, known=2)
     evicted, spare = cache.eviction.keys_evicted, left(cache) // 2
-    assert reserve(cache, narrow, *range(spare))[0] == [R] * spare
+    assert reserve_keys(cache, narrow, *range(spare))[0] == [R] * spare
     assert cache.eviction.keys_evicted == evicted
-    assert reserve(cache, narrow, 1000, 1001, 1002)[0] == [R] * 3
+    assert reserve_keys(cache, narrow, 1000, 1001, 1002)[0] == [R] * 3
     assert cache.eviction.keys_evicted == evicted + 1, "one of 1,024 records does for three of two"
-    assert reserve(cache, narrow, *range(2000, 2000 + 509))[0] == [R] * 509
+    assert reserve_keys(cache, narrow, *range(2000, 2000 + 509))[0] == [R] * 509
     assert cache.eviction.keys_evicted == evicted + 1, "and for 509 more"
     assert wide.rows + others.rows == mine + (capacity(cache) // 1024 - mine) - 1
     assert check(cache, 0, reserved=spare + 512) == []
@@ -98,7 +98,7 @@ def test_keys_that_can_be_loaded_stay_while_others_lack_parts(cache: Cache) -> N
     fill(cache, wide, keyspace_of(cache, "b", 1024, uid=2)[1])
     _, eights = keyspace_of(cache, "d", 8, uid=4)
     count = left(cache) // 8 + 100
-    assert reserve(cache, eights, *range(count))[0] == [R] * count
+    assert reserve_keys(cache, eights, *range(count))[0] == [R] * count
     assert cache.find(narrow, keys_of(*range(200))).hits.all()
     assert cache.eviction.keys_evicted == 1
     assert check(cache, 0, reserved=count) == []
@@ -108,13 +108,13 @@ def test_what_is_named_leased_or_in_flight_does_not_go_for_its_records(cache: Ca
     _, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
     _, others = keyspace_of(cache, "b", 1024, uid=2)
     mine = fill(cache, wide, others)
-    in_flight = cache.reserve(wide, keys_of(*range(mine - 2)), np.array([1], np.uint16), 0).parts
+    in_flight = reserve(cache, wide, keys_of(*range(mine - 2)), np.array([1], np.uint16), 0).parts
     rows = cache.entries.find(others, keys_of(*range(100)))
     leased = rows[rows >= 0].astype(np.uint32)
     cache.hold(leased)
     evicted = cache.eviction.keys_evicted
     # Of two that could go one is named.
-    states, parts = reserve(cache, wide, mine - 1, 5000, 5001)
+    states, parts = reserve_keys(cache, wide, mine - 1, 5000, 5001)
     assert states == [H, R, N]
     assert cache.eviction.keys_evicted == evicted + 1
     assert cache.entries.find(wide, keys_of(*range(mine - 2), mine - 1)).min() >= 0
@@ -133,7 +133,7 @@ def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache
     tail = runs.allocate(1, runs.ready(1, BLOCK))
     runs.free(1, tail[::2])
     _, wide = keyspace_of(cache, "a", 1000, uid=1)
-    states, parts = reserve(cache, wide, 1, 2)
+    states, parts = reserve_keys(cache, wide, 1, 2)
     assert states == [R, N]
     assert cache.find(narrow, keys_of(*range(1000))).hits.sum() <= 24
     cache.abort(parts)
@@ -145,18 +145,18 @@ def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache
 def test_one_user_can_not_take_what_others_need(cache: Cache) -> None:
     """Though all of his keys are in flight, so that none of them can go."""
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
-    states, parts = reserve(cache, wide, *range(200))
+    states, parts = reserve_keys(cache, wide, *range(200))
     took = states.count(R)
     assert states == [R] * took + [N] * (200 - took)
     assert took == cache.scarcity.share // 1024
     _, narrow = keyspace_of(cache, "b", 8, uid=2, known=8)
     every = np.arange(8, dtype=np.uint16)
-    assert cache.reserve(narrow, keys_of(*range(100)), every, 0).states.tolist() == [R] * 100
+    assert reserve(cache, narrow, keys_of(*range(100)), every, 0).states.tolist() == [R] * 100
     assert left(cache) >= capacity(cache) // 4 - 1024 - 800
     assert left(cache) + 800 >= cache.tier.num_pages, "what is left would do for a memory full of complete keys"
     assert check(cache, 0, reserved=took + 800) == []
     cache.abort(parts)
-    assert reserve(cache, wide, *range(300, 310))[0] == [R] * 10
+    assert reserve_keys(cache, wide, *range(300, 310))[0] == [R] * 10
     assert check(cache, 0, reserved=810) == []
 
 
@@ -172,7 +172,7 @@ def test_who_has_his_share_makes_room_for_his_own_keys_alone(cache: Cache) -> No
     assert cache.eviction.keys_evicted == evicted + 3
     assert (wide.rows, others.rows) == (mine, 3)
     _, small = keyspace_of(cache, "c", 5, uid=1)
-    assert reserve(cache, small, *range(10))[0] == [R] * 10
+    assert reserve_keys(cache, small, *range(10))[0] == [R] * 10
     assert wide.rows >= mine - 1
     assert check(cache, 0, reserved=10) == []
 
@@ -181,18 +181,18 @@ def test_who_can_not_be_served_evicts_nothing(cache: Cache) -> None:
     _, small = keyspace_of(cache, "s", 2, uid=1)
     store(cache, small, keys_of(*range(10)), [0])
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
-    reserve(cache, wide, *range(200))
+    reserve_keys(cache, wide, *range(200))
     assert small.rows == 10 or wide.rows == cache.scarcity.share // 1024
     evicted, rows = cache.eviction.keys_evicted, small.rows
-    assert reserve(cache, wide, 900)[0] == [N], "ten keys of two are less than one of 1,024"
+    assert reserve_keys(cache, wide, 900)[0] == [N], "ten keys of two are less than one of 1,024"
     assert (cache.eviction.keys_evicted, small.rows) == (evicted, rows)
 
 
 def test_keys_that_have_their_records_need_none(cache: Cache) -> None:
     _, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
-    took = reserve(cache, wide, *range(200))[0].count(R)
+    took = reserve_keys(cache, wide, *range(200))[0].count(R)
     again = [Wanted.from_first(wide, keys_of(*range(took + 5)), np.array([1], np.uint16), 0)]
-    assert cache.reserve_all(again)[0].states.tolist() == [R] * took + [N] * 5
+    assert reserve_all(cache, again)[0].states.tolist() == [R] * took + [N] * 5
 
 
 def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_search_goes_on_where_the_last_one_ended(cache: Cache, monkeypatch: py
     _, others = keyspace_of(cache, "b", 1024, uid=2)
     fill(cache, wide, others)
     _, narrow = keyspace_of(cache, "c", 1024, uid=3)
-    served = sum(reserve(cache, narrow, *range(10 * n, 10 * n + 3))[0].count(R) for n in range(6))
+    served = sum(reserve_keys(cache, narrow, *range(10 * n, 10 * n + 3))[0].count(R) for n in range(6))
     assert served >= 6
     assert check(cache, 0, reserved=served) == []
 
@@ -212,7 +212,7 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
     _, others = keyspace_of(cache, "b", 1024, uid=2)
     store(cache, wide, keys_of(*range(8)), [0])
-    reserved = reserve(cache, wide, *range(100, 160))[1]
+    reserved = reserve_keys(cache, wide, *range(100, 160))[1]
     cache.begin(reserved)
     cache.commit(reserved)
     store(cache, others, keys_of(*range(16)), [0])
@@ -233,7 +233,7 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
 
     monkeypatch.setattr(cache.scarcity, "_evict", note)
     evicted, before = cache.eviction.keys_evicted, cache.entries.records_by_uid[1]
-    states, parts = reserve(cache, wide, *range(1000, 1051))
+    states, parts = reserve_keys(cache, wide, *range(1000, 1051))
     assert len(gone) == len(set(gone)) == cache.eviction.keys_evicted - evicted > 0
     assert cache.entries.records_by_uid[1] == before + 1024 * (states.count(R) - len(gone))
     assert check(cache, len(held), reserved=len(parts)) == []
@@ -242,7 +242,7 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
 def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
-    took = reserve(cache, wide, *range(200))[0].count(R)  # none of them may go
+    took = reserve_keys(cache, wide, *range(200))[0].count(R)  # none of them may go
     values, asked = cache.entries.keyspaces.values, []
 
     def note() -> ValuesView[Keyspace]:
@@ -250,7 +250,7 @@ def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monke
         return values()
 
     monkeypatch.setattr(cache.entries.keyspaces, "values", note)
-    assert reserve(cache, wide, 900)[0] == [N]
+    assert reserve_keys(cache, wide, 900)[0] == [N]
     assert 1 <= len(asked) <= 2 < took
 
 

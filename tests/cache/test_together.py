@@ -12,7 +12,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keys import keys_array, spans
 from kvoffloadd.cache.memory.keytable import begins_of, numbers_of
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.wanted import Reservation, Wanted
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
 from kvoffloadd.model import GroupKind, GroupSchema, KeyState, U64Array
 
 from .fakes import keys_of, make_cache, make_keyspace
@@ -56,16 +56,16 @@ def test_groups_are_reserved_and_found_as_one_by_one(
     for number, cache in enumerate(caches):
         asked = spaces_of(cache, groups)
         for (_, _, numbers), (keyspace, _), done in zip(before, asked, complete, strict=False):
-            parts = cache.reserve_all([wanted_of(keyspace, keys_of(*numbers))])[0].parts
+            parts = reserve_all(cache, [wanted_of(keyspace, keys_of(*numbers))])[0].parts
             if done:
                 cache.begin(parts)
                 cache.commit(parts)
         if number:
             founds = cache.find_all(asked)
-            made = cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked])
+            made = reserve_all(cache, [wanted_of(keyspace, keys) for keyspace, keys in asked])
         else:
             founds = [cache.find(keyspace, keys) for keyspace, keys in asked]
-            made = [cache.reserve_all([wanted_of(keyspace, keys)])[0] for keyspace, keys in asked]
+            made = [reserve_all(cache, [wanted_of(keyspace, keys)])[0] for keyspace, keys in asked]
         for (keyspace, keys), one in zip(asked, made, strict=True):
             rows = cache.find(keyspace, keys).rows[one.keys]
             assert (cache.entries.parts.row[one.parts] == rows).all(), "each part is of the key that it is told for"
@@ -85,7 +85,7 @@ def test_groups_are_reserved_and_found_as_one_by_one(
 def test_what_finds_no_room_is_at_the_end_of_all_groups() -> None:
     cache = make_cache(pages=16)
     asked = spaces_of(cache, [(1, PAGE, list(range(1, 7)))] * 4)
-    made = cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked])
+    made = reserve_all(cache, [wanted_of(keyspace, keys) for keyspace, keys in asked])
     states = np.concatenate([one.states for one in made]).tolist()
     served = states.count(KeyState.RESERVED)
     assert 0 < served < len(states)
@@ -96,7 +96,7 @@ def test_what_finds_no_room_is_at_the_end_of_all_groups() -> None:
 def test_a_group_that_was_cleared_has_nothing() -> None:
     cache = make_cache()
     asked = spaces_of(cache, [(1, PAGE, [1, 2]), (1, PAGE, [1, 2])])
-    for made in cache.reserve_all([wanted_of(keyspace, keys) for keyspace, keys in asked]):
+    for made in reserve_all(cache, [wanted_of(keyspace, keys) for keyspace, keys in asked]):
         cache.begin(made.parts)
         cache.commit(made.parts)
     cache.entries.keyspaces.retire(asked[0][0])
@@ -127,11 +127,11 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
     cache.set_part_bytes(many, dict.fromkeys(range(16), PAGE))
     one = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
     cache.set_part_bytes(one, {0: PAGE})
-    made = cache.reserve_all([Wanted.from_first(many, keys_of(*range(1, 65)), np.zeros(1, np.uint16), 0)])[0]
+    made = reserve_all(cache, [Wanted.from_first(many, keys_of(*range(1, 65)), np.zeros(1, np.uint16), 0)])[0]
     cache.begin(made.parts)
     cache.commit(made.parts)
     assert cache.tier.num_free(1) == 0
-    reserved = cache.reserve_all([wanted_of(one, keys_of(*range(1, 41)))])[0]
+    reserved = reserve_all(cache, [wanted_of(one, keys_of(*range(1, 41)))])[0]
     assert reserved.states.tolist() == [KeyState.RESERVED] * 40
     assert cache.eviction.keys_evicted == 40
     assert check(cache, 0, 40) == []
@@ -145,7 +145,7 @@ def test_groups_without_keys_or_with_one(counts: list[int], key_bytes: int) -> N
     keyspaces = [make_keyspace(cache, group=group)[1] for group in range(len(counts))]
     keys = [keys_array(bytes(range(key_bytes * n)), key_bytes) for n in counts]
     wanted = [Wanted.from_first(s, k, np.zeros(1, np.uint16), 0) for s, k in zip(keyspaces, keys, strict=True)]
-    made = cache.reserve_all(wanted)
+    made = reserve_all(cache, wanted)
     assert [len(one.parts) for one in made] == counts
     parts = np.concatenate([one.parts for one in made])
     cache.begin(parts)

@@ -9,6 +9,7 @@ import pytest
 
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
@@ -43,7 +44,7 @@ def test_what_was_sealed_is_taken_over() -> None:
     keyspace = make_keyspace(cache, NAME)[1]
     store(cache, keyspace, keys_of(1, 2, 3))
     store(cache, keyspace, keys_of(4), seals=False)
-    cache.reserve(keyspace, keys_of(5), np.array([0], np.uint16), 0)
+    reserve(cache, keyspace, keys_of(5), np.array([0], np.uint16), 0)
     after, saved = heir(cache)
     assert len(adopt(after, saved)) == 3
     assert check(after, 0, 0) == []

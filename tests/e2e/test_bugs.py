@@ -73,7 +73,7 @@ def use(rank: Rank, seed: int) -> None:
     "function",
     [
         pytest.param("kvoffloadd.cache.memory.index:Index:_place", id="a request, between rows and table"),
-        pytest.param("kvoffloadd.cache.memory.cache:Cache:_touch_slots", id="a completion, between states and events"),
+        pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:account", id="a completion, between states and events"),
         pytest.param("kvoffloadd.storage.memory:MemoryTier:take", id="memory that the cache keeps"),
         pytest.param("kvoffloadd.cache.stats.missreasons:MissReasons:why", id="a callback of the loop"),
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:vacate", id="a request that goes on later"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.storage.memory import MemoryTier
@@ -81,7 +82,7 @@ def test_no_step_of_the_cache_is_long() -> None:
     for number in range(ROUNDS):
         asked: U64Array = rng.integers(0, 1 << 63, (BIG, 4), dtype=np.uint64)
         begun = time.thread_time()
-        reserved = cache.reserve(keyspace, asked, np.zeros(1, np.uint16), 0)
+        reserved = reserve(cache, keyspace, asked, np.zeros(1, np.uint16), 0)
         took("reserve")
         assert len(reserved.parts) == BIG
         if number % 4 == 3:

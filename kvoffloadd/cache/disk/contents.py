@@ -174,7 +174,8 @@ class DiskContents:
 
     def record_miss_reason(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
         """Remember why these keys went. Those that memory still holds are no misses, and recorded when they go."""
-        self.cache.entries.ghosts.went(disk_keyspace.name.fingerprint, disk_keyspace.name.group, keys, why)
+        ghosts, name = self.cache.entries.ghosts, disk_keyspace.name
+        ghosts.went(name.fingerprint, ghosts.hash(name.group, keys), why)
 
     def emit_removed(self, keyspace: Keyspace, keys: U64Array) -> None:
         """Emit an event for those keys, removed from disk, that are not in memory either."""

@@ -207,9 +207,8 @@ class Demotion:
         if self._uses is None or not len(rows):
             return rows
         tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        slots = self._uses.slots(tags)
-        known, uses = self._uses.look_up(tags, slots)
-        self._uses.record(tags, slots, np.minimum(uses + np.uint8(1), np.uint8(15)))
+        known, uses = self._uses.look_up(tags)
+        self._uses.record(tags, np.minimum(uses + np.uint8(1), np.uint8(15)))
         return rows[known]
 
     def _known(self, rows: U32Array) -> U32Array:
@@ -218,7 +217,7 @@ class Demotion:
         if self._uses is None or not len(rows):
             return rows
         tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        return rows[self._uses.look_up(tags, self._uses.slots(tags))[1] >= 2]
+        return rows[self._uses.look_up(tags)[1] >= 2]
 
     def _enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
         size = sum(keyspace.part_bytes)
@@ -464,11 +463,11 @@ class Demotion:
 
     def _look_ahead(self) -> None:
         """Offer what the memory tier would evict next."""
-        tier, entries = self._cache.tier, self._cache.entries
+        tier = self._cache.tier
         for size, queue in self._cache.eviction.queues.items():
             # Slots per key as the keys have them now, not as they might have at most.
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
                 continue
-            self.offer(self._known(queue.policy.victims(ahead, entries.evictable)))
+            self.offer(self._known(self._cache.eviction.victims(queue, ahead)))

@@ -25,6 +25,7 @@ from kvoffloadd.cache.disk.window import Window
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.lanes import DAEMON, Flow, Ticket
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U32Array, U64Array
@@ -296,7 +297,7 @@ class Promotion:
         """Reserve slots and read into them."""
         cache, catalog, keyspace = self._cache, self._disk.catalog, on_disk.keyspace
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
-        reservation = cache.reserve(keyspace, on_disk.keys, wanted, 0, positions=on_disk.positions)
+        reservation = reserve(cache, keyspace, on_disk.keys, wanted, 0, positions=on_disk.positions)
         reserved = reservation.states == _RESERVED
         self.counters.without_space += int((reservation.states > _RESERVED).sum())
         parts = reservation.parts

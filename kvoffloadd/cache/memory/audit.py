@@ -118,6 +118,8 @@ def _check_spaces(cache: Cache) -> list[str]:
     if sizes != cache.eviction.sizes:
         findings.append(f"eviction: spaces use slots of {len(sizes)} sizes, counted {len(cache.eviction.sizes)}")
     aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
+    if aside and not cache.eviction.any_aside:
+        findings.append(f"eviction: {aside} keys are set aside, and would stay there")
     parts = entries.parts.state[: entries.parts.runs.used]
     in_flight = int(np.count_nonzero((parts == PartState.RESERVED) | (parts == PartState.WRITING)))
     in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight

@@ -1,4 +1,4 @@
-"""The memory cache: namespaces, lookups, holds, and the reserve / commit / abort of slots.
+"""The memory cache: namespaces, lookups, holds, and the commit or abort of reserved slots.
 
 Event loop only, no locks, nothing here waits. Keys are (n, WORDS) u64, as `keys_array` makes them. A method that
 raises has changed nothing.
@@ -19,18 +19,16 @@ from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState, begins_of
 from kvoffloadd.cache.memory.lookup import LookupResult
-from kvoffloadd.cache.memory.lowertier import LowerTier, NoLowerTier
+from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.memory.scarcity import Scarcity
-from kvoffloadd.cache.memory.wanted import Joined, Reservation, Wanted
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import (
-    BoolArray,
+    PAGE_BYTES,
     GroupSchema,
     I64Array,
     KeyState,
@@ -38,8 +36,7 @@ from kvoffloadd.model import (
     U16Array,
     U32Array,
     U64Array,
-    slot_pages,
-)
+)  # fmt: skip
 from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -65,7 +62,6 @@ class CacheCounters:
 # As plain ints: comparing an array with an enum member costs more than the rest of a lookup.
 _MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
 NO_ROWS = np.zeros(0, np.uint32)
-_RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
 
 
 def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
@@ -75,8 +71,9 @@ def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U
     hits = [(group, np.flatnonzero(group[1].hits)) for group in groups]
     rows = _joined([lookup.rows[indices] for (_, lookup, _), indices in hits])
     places = _joined([indices + first for (_, _, first), indices in hits])
-    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits])
-    if len(distinct(rows)) < len(rows):  # a policy takes each key once, where the prompt has it first
+    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits]) if len(hits) > 1 else None
+    ordered = np.sort(rows)
+    if (ordered[1:] == ordered[:-1]).any():  # a policy takes each key once, where the prompt has it first
         once = first_of_each(rows)
         rows, places = rows[once], places[once]
         begins = None if begins is None else np.searchsorted(once, begins)
@@ -98,11 +95,10 @@ class Cache:
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
-        self.lower: LowerTier = self.entries.lower
+        self.lower: LowerTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._warned_of_names = False
         self._state_changed = False
-        self._tick = 0
 
     def attach(self, lower: LowerTier) -> None:
         """Put a tier below memory."""
@@ -131,7 +127,8 @@ class Cache:
             if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
                 for keyspace in namespace.keyspaces.values():
                     self.entries.keyspaces.retire(keyspace)
-                    self.lower.close_keyspace(keyspace)
+                    if self.lower is not None:
+                        self.lower.close_keyspace(keyspace)
                 namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
 
@@ -166,7 +163,8 @@ class Cache:
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """Make room in queues and below for parts whose payload sizes, `known`, have just become known."""
         self.eviction.admit(keyspace, known)
-        self.lower.open_keyspace(keyspace)
+        if self.lower is not None:
+            self.lower.open_keyspace(keyspace)
 
     def save_state(self) -> None:
         """Save namespaces and epochs for a successor: before the slot record of a key whose group has changed is
@@ -197,26 +195,24 @@ class Cache:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
         retired since the caller got hold of it, all is a miss.
         """
-        return self._lookup_result(self.entries.find(keyspace, keys))
+        return self.find_all([(keyspace, keys)])[0]
 
     def find_all(self, groups: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
         """`find` of each keyspace's keys, in one go: some hundred groups of a request cost little more than one."""
-        if len(groups) < 2:
-            return [self.find(keyspace, keys) for keyspace, keys in groups]
+        if not groups:
+            return []
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
-        joined = self._lookup_result(self.entries.find_all(counts, join_keys(keys for _, keys in groups)))
-        return [
-            LookupResult(joined.rows[s], joined.states[s], joined.hits[s]) for s in spans(count for _, count in counts)
-        ]
-
-    def _lookup_result(self, rows: I64Array) -> LookupResult:
+        keys = groups[0][1] if len(groups) == 1 else join_keys(keys for _, keys in groups)
+        rows = self.entries.find_all(counts, keys)
         held = rows >= 0
         hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
         unready = np.flatnonzero(held & ~hits)
         if len(unready):
             states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
-        return LookupResult(rows, states, hits)
+        if len(groups) == 1:
+            return [LookupResult(rows, states, hits)]
+        return [LookupResult(rows[s], states[s], hits[s]) for s in spans(count for _, count in counts)]
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
@@ -224,9 +220,13 @@ class Cache:
 
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
+        if not len(rows):
+            return
         count_down(self.entries.leases, rows)
-        self.entries.free_retired(rows)
-        self.eviction.readmit(rows)
+        if (self.entries.state[rows] == RowState.RETIRED).any():
+            self.entries.free_retired(rows)
+        if self.eviction.any_aside:
+            self.eviction.readmit(rows)
 
     def use_all(self, used: Sequence[tuple[Keyspace, LookupResult, int]]) -> None:
         """A request uses the keys that hit, of each of its groups: count the use in the policies. The number is the
@@ -239,131 +239,16 @@ class Cache:
         for queue, groups in queues.values():
             rows, places, begins = _used(groups)
             queue.policy.touch(rows, places, begins)
-            self.lower.used(rows)
-            self._touch_slots(self.entries.first[rows].astype(np.int64))
-
-    def _touch_slots(self, parts: I64Array) -> None:
-        self._tick += 1
-        self.tier.touch(self.entries.parts.page[parts], self._tick)
+            self.tier.touch(self.entries.parts.page[self.entries.first[rows]])
+            if self.lower is not None:
+                self.lower.used(rows)
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """u64 addresses of the parts' payloads, valid while the parts are held."""
-        return self.tier.addresses(self.entries.parts.page[parts])
+        pages = self.entries.parts.page[parts].astype(np.uint64)
+        return pages * np.uint64(PAGE_BYTES) + np.uint64(self.tier.address)
 
-    def payload_bytes(self, parts: I64Array) -> I64Array:
-        """Size of each part's payload."""
-        rows = self.entries.parts.row[parts]
-        sizes = np.zeros(len(parts), np.int64)
-        for keyspace, indices in self.entries.by_keyspace(rows):
-            numbers = parts[indices] - self.entries.first[rows[indices]]
-            sizes[indices] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
-        return sizes
-
-    # --- writing: reserve, begin, then commit or abort ---
-
-    def reserve(
-        self, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
-    ) -> Reservation:
-        """`reserve_all` of one group. `first` is the position of its first key, or `positions` has each one's."""
-        if positions is None:
-            return self.reserve_all([Wanted.from_first(keyspace, keys, parts, first)])[0]
-        return self.reserve_all([Wanted(keyspace, keys, parts, positions)])[0]
-
-    def reserve_all(self, request: Sequence[Wanted]) -> list[Reservation]:
-        """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
-        names. Its groups are distinct.
-
-        States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
-        the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
-        new.
-
-        Raises:
-            SchemaError: no rank has registered a wanted part yet.
-            InternalError: a keyspace is retired.
-        """
-        for wanted in request:
-            self.entries.check_current(wanted.keyspace)
-            unknown = [p for p in wanted.parts.tolist() if not wanted.keyspace.part_bytes[p]]
-            if unknown:
-                raise SchemaError(
-                    f"no rank has registered part {unknown[0]} of group {wanted.keyspace.schema.group} yet"
-                )
-        # Groups whose keys take the same slots are one list of keys from here on: what it takes is paid once.
-        alike: list[list[Wanted]] = []
-        for wanted in request:
-            if alike and wanted.is_like(alike[-1][0]):
-                alike[-1].append(wanted)
-            else:
-                alike.append([wanted])
-        joined = [Joined.of(groups, self.entries.index) for groups in alike]
-        rows = [self.entries.find_all(groups.keyspaces, groups.keys, groups.hashes) for groups in joined]
-        present = np.concatenate([NO_ROWS, *(r[r >= 0].astype(np.uint32) for r in rows)])
-        if len(present):
-            self.hold(present)
-        reserved = [self._reserve(*groups_and_rows) for groups_and_rows in zip(joined, rows, strict=True)]
-        if len(present):
-            self.unhold(present)
-        return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
-
-    def _reserve(self, wanted: Joined, rows: I64Array) -> Reservation:
-        """`reserve_all` of groups that are alike. `rows` of their keys, -1 for new ones, which get theirs here."""
-        states = np.full(len(rows), _RESERVED, np.uint8)
-        empty = np.ones((len(rows), len(wanted.parts)), bool)
-        held = np.flatnonzero(rows >= 0)
-        if len(held):
-            now = self.entries.parts.state[self.entries.records(rows[held], wanted.parts)]
-            empty[held] = now == PartState.EMPTY
-            states[held[~empty[held].any(axis=1)]] = _HIT
-            writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
-            states[held[writing]] = _PENDING
-        unserved = np.flatnonzero(states == _RESERVED)
-        num_served = self._reserve_slots(wanted, rows, empty, unserved)
-        states[unserved[num_served:]] = _NO_SPACE
-        self.counters.keys_without_space += len(unserved) - num_served
-        keys = unserved[:num_served]
-        which, columns = np.nonzero(empty[keys])
-        return Reservation(self.entries.records(rows[keys], wanted.parts)[which, columns], keys[which], columns, states)
-
-    def _reserve_slots(self, wanted: Joined, rows: I64Array, empty: BoolArray, at: I64Array) -> int:
-        """Reserve slots for the `empty` wanted parts of the keys with indices `at`, in order; new keys get their
-        `rows`. Returns how many of the keys got all their slots; the others got none.
-
-        One slot size after the other: the slots of one are taken before room is made for the next.
-        """
-        keyspace, keys, parts = wanted.keyspaces[0][0], wanted.keys, wanted.parts
-        sizes = np.array([slot_pages(keyspace.part_bytes[p]) for p in parts.tolist()], np.int64)
-        num_new = (rows[at] < 0).cumsum()
-        served = int(np.searchsorted(num_new, self.scarcity.make_room(keyspace, int(num_new[-1:].sum())), side="right"))
-        inserted = False
-        for size in distinct(sizes).tolist():
-            columns = sizes == size
-            need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
-            room = self.eviction.make_room(size, int(need[-1]) if served else 0)
-            fits = int(np.searchsorted(need, room, side="right"))
-            if not inserted:
-                new = at[:fits][rows[at[:fits]] < 0]
-                try:
-                    rows[new] = self.entries.insert(
-                        wanted.counts(new), keys[new], wanted.hashes[new], wanted.positions[new]
-                    )
-                except LimitError:
-                    return 0  # the index has no room for them, though memory has
-                inserted = True
-            else:
-                self._undo(self.entries.records(rows[at[fits:served]], parts)[empty[at[fits:served]]])
-            served = fits
-            records = self.entries.records(rows[at[:served]], parts)
-            self._give_slots(records[:, columns][empty[at[:served]][:, columns]], size)
-        return served
-
-    def _give_slots(self, records: I64Array, size: int) -> None:
-        self.entries.parts.page[records] = self.tier.take(size, records.astype(np.uint32))
-        self.entries.parts.state[records] = PartState.RESERVED
-        self.counters.parts_reserved += len(records)
-
-    def _undo(self, records: I64Array) -> None:
-        """Free the slots that were reserved for these parts; some have none yet."""
-        self.abort(records[self.entries.parts.state[records] == PartState.RESERVED])
+    # --- writing: `reservation` reserves, then begin, then commit or abort ---
 
     def begin(self, parts: I64Array) -> None:
         """A copy is about to write these reserved parts."""
@@ -371,18 +256,11 @@ class Cache:
 
     def commit(self, parts: I64Array) -> I64Array:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
-        entries = self.entries
-        entries.parts.state[parts] = PartState.COMMITTED
-        count_down(entries.missing, entries.parts.row[parts])
-        entries.account(parts, +1)
         self.counters.parts_committed += len(parts)
-        self._touch_slots(parts)
-        kept: I64Array = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
-        rows = distinct(entries.parts.row[parts])
-        live = entries.live(rows)
-        entries.record_change(live[entries.complete(live)], added=True)
-        entries.free_retired(rows)
-        self.eviction.readmit(rows)
+        self.tier.touch(self.entries.parts.page[parts])
+        kept, rows = self.entries.commit(parts)
+        if self.eviction.any_aside:
+            self.eviction.readmit(rows)
         return kept
 
     def abort(self, parts: I64Array) -> None:
@@ -394,7 +272,8 @@ class Cache:
         live = entries.live(rows)
         entries.retire(live[entries.vacant(live)])
         entries.free_retired(rows)
-        self.eviction.readmit(rows)
+        if self.eviction.any_aside:
+            self.eviction.readmit(rows)
 
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
         """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""
@@ -462,7 +341,8 @@ class Cache:
     def forget_clears(self) -> None:
         """If too many clears are remembered, forget those of namespaces of which nothing is left here."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
-            self.epochs.forget(self.namespaces.keys() | self.lower.namespaces())
+            in_lower = self.lower.namespaces() if self.lower is not None else set()
+            self.epochs.forget(self.namespaces.keys() | in_lower)
 
     def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
         """List packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
@@ -470,7 +350,7 @@ class Cache:
         """
         if keyspace.retired:
             return b"", 0
-        if cursor >= _IN_LOWER:
+        if self.lower is not None and cursor >= _IN_LOWER:
             packed, after = self.lower.snapshot(keyspace, cursor - _IN_LOWER, SCAN_ROWS)
             return packed, after + _IN_LOWER if after else 0
         rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
@@ -478,7 +358,7 @@ class Cache:
         packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
         if after < self.entries.index.rows_end:
             return packed, after
-        return packed, 0 if isinstance(self.lower, NoLowerTier) else _IN_LOWER
+        return packed, 0 if self.lower is None else _IN_LOWER
 
     def figures(self) -> dict[str, int]:
         """Counters and gauges, for `status`."""

@@ -42,6 +42,7 @@ class Eviction:
         self._make_policy = make_policy
         self.sizes: Counter[int] = Counter()
         self.queues: dict[int, Queue] = {}
+        self.any_aside = False  # whether a policy may have set rows aside: without any, `readmit` does nothing
         self.keys_evicted = 0
         self.slabs_taken_over = 0
 
@@ -98,12 +99,19 @@ class Eviction:
 
     def readmit(self, rows: U32Array) -> None:
         """These rows, in prompt order, were unheld: those that are evictable now enter their queues again."""
-        if not any(queue.policy.num_aside for queue in self.queues.values()):
+        self.any_aside = any(queue.policy.num_aside for queue in self.queues.values())
+        if not self.any_aside:
             return
         rows = rows[first_of_each(rows)]
         rows = rows[self._entries.evictable(rows)]
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.readmit(rows[indices])
+
+    def victims(self, queue: Queue, wanted: int) -> U32Array:
+        """What a queue would evict next, see `Policy.victims`. Nothing is evicted."""
+        rows = queue.policy.victims(wanted, self._entries.evictable)
+        self.any_aside = self.any_aside or queue.policy.num_aside > 0
+        return rows
 
     def _victims(self, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
         """Choose keys whose eviction frees up to so many slots: at least one key, if one that may be evicted is among
@@ -121,7 +129,7 @@ class Eviction:
             while looked_at < until:
                 left = until - looked_at if seen else RECORDS_MAX
                 count = min(ahead, seen + max(1, left // queue.widest))
-                rows = queue.policy.victims(count, self._entries.evictable)
+                rows = self.victims(queue, count)
                 looked_at += self._records(rows)
                 has = self._slots(rows, size)
                 if has.any():

@@ -6,7 +6,7 @@ costs a few segments at a time, however many keys are held. All columns are rese
 lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its keyspace, which are
 compared before a row is ever answered: two keys are never taken for each other, whatever their hashes.
 
-Equal hashes can't be told apart by splitting. Without the seed such keys can't be chosen (see `keyhash`);
+Equal hashes can't be told apart by splitting. Without the seed such keys can't be chosen (see `KeyHash`);
 and if there were some, all work stays bounded: a segment splits only so often, and takes no more keys than it has room
 for.
 
@@ -15,15 +15,15 @@ Event loop only.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.ma  # or the first np.unique would, in the midst of serving: it takes 12 ms
 import numpy.typing as npt
 
-from kvoffloadd.cache.memory.keyhash import KeyHash
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 
 Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
@@ -41,6 +41,46 @@ _EXPECTED_FILL = 0.65
 _EMPTY, _DEAD, _FIRST_TAG = 0, 1, 2
 _DEEPER_MAX = 3
 """How many splits deeper than all segments together would be a segment may be. Keys of different hashes need fewer."""
+
+SEED_BITS = 128
+_HALF_BITS = np.uint64(32)
+_HIGH_HALF = np.uint64(0xFFFFFFFF00000000)
+_HALVES = KEY_BYTES_MAX // 4
+
+
+class KeyHash:
+    """(keyspace, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
+
+    Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
+    keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
+    hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
+    them with chance 2**-b, however the keys were chosen without knowing the secret. Sums of whole words
+    would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
+
+    What follows is a bijection with secret factors, which takes the sums' linearity away: who learns of two keys that
+    share some bits can't tell from that which others do.
+    """
+
+    def __init__(self, seed: int, purpose: str) -> None:
+        secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + purpose.encode())
+        words: U64Array = np.frombuffer(secret.digest(8 * (2 * _HALVES + 6)), "<u8").astype(np.uint64)
+        self._factors = words[: 2 * _HALVES].reshape(_HALVES, 2)
+        self._of_space, self._offset = words[2 * _HALVES : 2 * _HALVES + 4].reshape(2, 2)
+        self._mixers = words[-2:] | np.uint64(1)
+
+    def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
+        """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
+        sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
+        keyspaces = keyspace[:, None] if isinstance(keyspace, np.ndarray) else np.uint64(keyspace)
+        sums += keyspaces * self._of_space + self._offset
+        h: U64Array = sums[:, 0] >> _HALF_BITS
+        h |= sums[:, 1] & _HIGH_HALF
+        h ^= h >> np.uint64(32)
+        h *= self._mixers[0]
+        h ^= h >> np.uint64(29)
+        h *= self._mixers[1]
+        h ^= h >> np.uint64(32)
+        return h
 
 
 class Index:

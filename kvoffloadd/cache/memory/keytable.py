@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.cache.memory.index import Index, count_up, distinct
+from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
-from kvoffloadd.cache.memory.lowertier import LowerTier, NoLowerTier
+from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
@@ -69,7 +69,7 @@ class KeyTable:
         self.inherited: U8Array = reserve_array(
             (max_rows,), np.uint8
         )  # 1: not stored in this run, but by an earlier one
-        self.lower: LowerTier = NoLowerTier()
+        self.lower: LowerTier | None = None
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()
         self.events_lost = 0
@@ -88,20 +88,34 @@ class KeyTable:
         """
         for keyspace, _ in keyspaces:
             self.check_current(keyspace)
-        width = keyspaces[0][0].schema.parts
-        rows = self.index.insert(numbers_of(keyspaces), keys, hashes)
-        self.first[rows] = self.parts.allocate(width, rows)
+        width, numbers, begins = keyspaces[0][0].schema.parts, numbers_of(keyspaces), begins_of(keyspaces)
+        rows = self.index.insert(numbers, keys, hashes)
+        first = self.first[rows] = self.parts.runs.allocate(width, len(rows))
+        self.parts.row[self.parts.run(first, width)] = rows[:, None]
         for keyspace, count in keyspaces:
             self.records_by_uid[keyspace.namespace.uid] += count * width
+            keyspace.rows += count
         self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
-        self.lower.reset(rows)
         self.state[rows] = RowState.LIVE
-        for keyspace, count in keyspaces:
-            keyspace.rows += count
+        if self.lower is not None:
+            self.lower.reset(rows)
         if queue := keyspaces[0][0].queue:
-            queue.policy.insert(rows, hashes, positions, begins_of(keyspaces))
+            queue.policy.insert(rows, hashes, positions, begins)
         return rows
+
+    def commit(self, parts: I64Array) -> tuple[I64Array, U32Array]:
+        """These parts are valid now. Returns those whose keys are live, and the rows of all."""
+        rows = self.parts.row[parts]
+        self.parts.state[parts] = PartState.COMMITTED
+        count_down(self.missing, rows)
+        every = distinct(rows)
+        self.account(parts, +1)
+        kept: I64Array = parts[self.state[rows] == RowState.LIVE]
+        self.record_change(every[(self.state[every] == RowState.LIVE) & (self.missing[every] == 0)], added=True)
+        if len(kept) < len(parts):
+            self.free_retired(every)
+        return kept, every
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
         """Record numbers, shape (rows, parts)."""
@@ -117,19 +131,29 @@ class KeyTable:
 
     def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
         """The row of each key, or -1. Keys of a retired keyspace have no rows."""
-        return np.full(len(keys), -1, np.int64) if keyspace.retired else self.index.find(keyspace.id, keys)
+        return self.find_all([(keyspace, len(keys))], keys)
 
-    def find_all(
-        self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, hashes: U64Array | None = None
-    ) -> I64Array:
-        """`find` for keys of several keyspaces: of each in turn so many. `hashes`: as in `Index.find`."""
-        rows = self.index.find(numbers_of(keyspaces), keys, hashes)
+    def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
+        """`find` for keys of several keyspaces: of each in turn so many."""
+        rows = self.index.find(numbers_of(keyspaces), keys)
         begin = 0
         for keyspace, count in keyspaces:
             if keyspace.retired:
                 rows[begin : begin + count] = -1
             begin += count
         return rows
+
+    def find_for_insert(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> tuple[I64Array, U64Array]:
+        """`find_all` before the keys that have no row are inserted. Returns the hashes of all keys, too.
+
+        Raises:
+            InternalError: a keyspace is retired.
+        """
+        for keyspace, _ in keyspaces:
+            self.check_current(keyspace)
+        numbers = numbers_of(keyspaces)
+        hashes = self.index.hash(numbers, keys)
+        return self.index.find(numbers, keys, hashes), hashes
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""
@@ -204,7 +228,7 @@ class KeyTable:
         for width, indices in self.by_width(rows):
             records = self.parts.run(self.first[rows[indices]], width).ravel()
             self.vacate(records[self.parts.state[records] != PartState.EMPTY])
-            self.parts.free(width, self.first[rows[indices]])
+            self.parts.runs.free(width, self.first[rows[indices]])
         for keyspace, indices in self.by_keyspace(rows):
             self.records_by_uid[keyspace.namespace.uid] -= len(indices) * keyspace.schema.parts
             keyspace.rows -= len(indices)
@@ -228,13 +252,22 @@ class KeyTable:
 
     def account(self, parts: I64Array, sign: int) -> None:
         """Count the committed bytes of each keyspace: `parts` are being committed (+1) or vacated (-1)."""
+        for keyspace, _, sizes in self._sizes(parts):
+            keyspace.bytes += sign * int(sizes.sum())
+
+    def payload_bytes(self, parts: I64Array) -> I64Array:
+        """Size of each part's payload."""
+        found = np.zeros(len(parts), np.int64)
+        for _, indices, sizes in self._sizes(parts):
+            found[indices] = sizes
+        return found
+
+    def _sizes(self, parts: I64Array) -> Iterator[tuple[Keyspace, I64Array, I64Array]]:
+        """Payload sizes by keyspace: yields each with the indices of its parts in `parts`, and their sizes."""
         rows = self.parts.row[parts]
         for keyspace, indices in self.by_keyspace(rows):
-            if keyspace.schema.parts == 1:
-                keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
-                continue
             numbers = parts[indices] - self.first[rows[indices]]
-            keyspace.bytes += sign * int(np.asarray(keyspace.part_bytes, np.int64)[numbers].sum())
+            yield keyspace, indices, np.asarray(keyspace.part_bytes, np.int64)[numbers]
 
     def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
         """Complete keys were added or removed: update the counts and the reasons of later misses, and emit an event if
@@ -247,14 +280,16 @@ class KeyTable:
         for fingerprint, keyspaces in by_namespace.items():
             group = groups_of([(keyspace, len(indices)) for keyspace, indices in keyspaces])
             keys = self.index.keys[rows[np.concatenate([indices for _, indices in keyspaces])]]
+            hashes = self.ghosts.hash(group, keys)
             if added:
-                self.ghosts.came(keyspaces[0][0].namespace.uid, fingerprint, group, keys)
+                self.ghosts.came(keyspaces[0][0].namespace.uid, fingerprint, hashes)
             else:
-                self.ghosts.went(fingerprint, group, keys, why)
+                self.ghosts.went(fingerprint, hashes, why)
             for keyspace, indices in keyspaces if keyspaces[0][0].namespace.listeners else ():
                 changed = self.index.keys[rows[indices]]
                 # Keys that the lower tier holds could be served before, and can be served after.
-                changed = changed[~self.lower.holds_keys(keyspace, changed)]
+                if self.lower is not None:
+                    changed = changed[~self.lower.holds_keys(keyspace, changed)]
                 self.emit_event(keyspace, changed, added=added)
 
     def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:

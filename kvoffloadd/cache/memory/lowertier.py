@@ -1,10 +1,8 @@
-"""The interface between the memory tier and the tier below it (disk, or none)."""
+"""The interface between the memory tier and the tier below it (disk)."""
 
 from __future__ import annotations
 
 from typing import Protocol
-
-import numpy as np
 
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
@@ -36,34 +34,3 @@ class LowerTier(Protocol):
 
     def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
         """List packed keys among `count` rows from `cursor` on. Returns them and the next cursor, 0 at the end."""
-
-
-class NoLowerTier:
-    """Memory is the only tier."""
-
-    def open_keyspace(self, keyspace: Keyspace) -> None:
-        """See `LowerTier`."""
-
-    def close_keyspace(self, keyspace: Keyspace) -> None:
-        """See `LowerTier`."""
-
-    def reset(self, rows: U32Array) -> None:
-        """See `LowerTier`."""
-
-    def sealed(self, parts: I64Array) -> None:
-        """See `LowerTier`."""
-
-    def used(self, rows: U32Array) -> None:
-        """See `LowerTier`."""
-
-    def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
-        """None of them."""
-        return np.zeros(len(keys), bool)
-
-    def namespaces(self) -> set[bytes]:
-        """None."""
-        return set()
-
-    def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
-        """Nothing."""
-        return b"", 0

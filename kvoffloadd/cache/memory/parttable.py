@@ -35,25 +35,13 @@ class PartTable:
     """
 
     def __init__(self, max_parts: int) -> None:
-        self.runs = RunAllocator(max_parts)
+        self.runs = RunAllocator(max_parts)  # the records of a free run are all EMPTY
         self.row: U32Array = reserve_array((max_parts,), np.uint32)
         self.page: U32Array = reserve_array((max_parts,), np.uint32)
         self.state: U8Array = reserve_array((max_parts,), np.uint8)
         self.generation: U16Array = reserve_array((max_parts,), np.uint16)
         self.digest: U64Array = reserve_array((max_parts, 2), np.uint64)
         self.unverified: U8Array = reserve_array((max_parts,), np.uint8)  # adopted, and not read since
-
-    def allocate(self, width: int, rows: U32Array) -> U32Array:
-        """A run of `width` EMPTY records for each row; returns the first of each. The caller has made sure
-        that they are `runs.ready`.
-        """
-        first = self.runs.allocate(width, len(rows))
-        self.row[self.run(first, width)] = rows[:, None]
-        return first
-
-    def free(self, width: int, first: U32Array) -> None:
-        """Give runs back; all their records are EMPTY."""
-        self.runs.free(width, first)
 
     run = staticmethod(RunAllocator.of)
 

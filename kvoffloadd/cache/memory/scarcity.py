@@ -47,6 +47,8 @@ class Scarcity:
         if wanted * width > self._left(uid):
             wanted = self._shrink(uid, width, wanted)
         ready = entries.parts.runs.ready(width, wanted)
+        if ready == wanted:
+            return ready
         # A user with so many records has keys that lack parts: they go before those of others.
         is_cause = entries.records_by_uid[uid] > self.share // 3
         for whose, spares in ((uid, True), (None, True), (None, False)):

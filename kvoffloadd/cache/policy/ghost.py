@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffloadd.model import BoolArray, U32Array
+from kvoffloadd.cache.policy.prompts import highest_from_here
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
 
 USES_MAX = 15
 """Uses of a key are counted up to here."""
@@ -25,19 +25,36 @@ class UseCounts:
         self.num_slots = slots_for(min_slots)
         self._entries = np.zeros(self.num_slots, np.uint16)
 
-    def slots(self, tags: U32Array) -> U32Array:
-        """Where keys with these tags are remembered."""
+    def look_up(self, tags: U32Array) -> tuple[BoolArray, U8Array]:
+        """Which of the keys are remembered, and their uses so far, 0 for the others."""
+        return self._compare(self._slots(tags), _marks(tags))
+
+    def record(self, tags: U32Array, uses: U8Array) -> None:
+        """Remember 1..USES_MAX uses for each key."""
+        self._entries[self._slots(tags)] = _marks(tags) | uses
+
+    def count(
+        self, tags: U32Array, uses: U8Array | None, begins: I64Array | None
+    ) -> tuple[U32Array, BoolArray, U8Array]:
+        """Count one more use of each key of a prompt, in its order; `begins`: of several, as in `prompts`. `uses`:
+        those so far; None: as remembered. Returns the slot of each key, whether it was remembered, and its uses now.
+        """
+        slots, marks = self._slots(tags), _marks(tags)
+        known, remembered = self._compare(slots, marks)
+        uses = np.minimum((remembered if uses is None else uses) + np.uint8(1), np.uint8(USES_MAX))
+        # A key was used at least as often as any that follows it. This mends counts that were forgotten: a gap that
+        # looks unused would be evicted first, and takes all that follows it out of reach.
+        uses = np.maximum.accumulate(uses[::-1])[::-1] if begins is None else highest_from_here(uses, begins)
+        self._entries[slots] = marks | uses
+        return slots, known, uses
+
+    def _slots(self, tags: U32Array) -> U32Array:
         return tags & np.uint32(self.num_slots - 1)
 
-    def look_up(self, tags: U32Array, slots: U32Array) -> tuple[BoolArray, npt.NDArray[np.uint8]]:
-        """Which of the keys are remembered, and their uses so far, 0 for the others."""
-        difference = self._entries[slots] ^ _marks(tags)
+    def _compare(self, slots: U32Array, marks: U16Array) -> tuple[BoolArray, U8Array]:
+        difference = self._entries[slots] ^ marks
         known = (difference > 0) & (difference <= _USES_MASK)  # 0: an empty slot looks like a mark of 0
         return known, (difference * known).astype(np.uint8)
-
-    def record(self, tags: U32Array, slots: U32Array, uses: npt.NDArray[np.uint8]) -> None:
-        """Remember 1..USES_MAX uses for each key."""
-        self._entries[slots] = _marks(tags) | uses
 
 
 def slots_for(min_slots: int) -> int:
@@ -45,5 +62,5 @@ def slots_for(min_slots: int) -> int:
     return 1 << max(0, min_slots - 1).bit_length()
 
 
-def _marks(tags: U32Array) -> npt.NDArray[np.uint16]:
+def _marks(tags: U32Array) -> U16Array:
     return (tags >> np.uint32(_MARK_SHIFT)).astype(np.uint16) << np.uint16(4)

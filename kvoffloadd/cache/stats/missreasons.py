@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.cache.memory.index import SEED_BITS, KeyHash
 from kvoffloadd.model import BoolArray, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 
@@ -53,28 +53,25 @@ class MissReasons:
     """
 
     def __init__(self, seed: int) -> None:
-        self._hash = KeyHash(seed, "ghosts")
+        self.hash = KeyHash(seed, "ghosts")
+        """(group, keys) -> u64 per key, the same in every namespace. All bits count."""
         self._secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + b"namespaces").digest(16)
         self._salts: dict[bytes, np.uint64] = {}
         self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16)
         self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32)
 
-    def hash(self, group: int | U64Array, keys: U64Array) -> U64Array:
-        """u64 per key, the same in every namespace. All bits count. `group`: of all keys, or of each."""
-        return self._hash(group, keys)
-
-    def came(self, uid: int, fingerprint: bytes, group: int | U64Array, keys: U64Array) -> None:
-        """These keys are complete in this namespace. Where another one of the user had them before, that is what stays
-        known.
+    def came(self, uid: int, fingerprint: bytes, h: U64Array) -> None:
+        """Keys with these hashes are complete in this namespace. Where another one of the user had them before, that is
+        what stays known.
         """
-        h = self._of_user(uid, self.hash(group, keys))
+        h = self._of_user(uid, h)
         slots, marks = _slots(h, _STORED_BITS), _names(h)
         known = self._stored[slots]
         self._stored[slots] = np.where(_differ(known, marks), marks | self._number(fingerprint), known)
 
-    def went(self, fingerprint: bytes, group: int | U64Array, keys: U64Array, reason: int) -> None:
-        """These keys, which were complete, are not held any more: EVICTED, CLEARED or CORRUPT."""
-        h = self._own(fingerprint, self.hash(group, keys))
+    def went(self, fingerprint: bytes, h: U64Array, reason: int) -> None:
+        """Keys with these hashes, which were complete, are not held any more: EVICTED, CLEARED or CORRUPT."""
+        h = self._own(fingerprint, h)
         self._gone[_slots(h, _GONE_BITS)] = _marks(h) | np.uint16(reason)
 
     def why(self, uid: int, fingerprint: bytes, h: U64Array) -> U8Array:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.policy.density import HitDensity, bucket
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts
-from kvoffloadd.cache.policy.hitdensity import CLASSES, NUM_CLASSES, HitDensityPolicy
+from kvoffloadd.cache.policy.hitdensity import CLASSES, NUM_CLASSES, HitDensity, HitDensityPolicy, bucket
 from kvoffloadd.model import BoolArray, U32Array
 
 
@@ -59,16 +58,15 @@ def test_use_counts_are_remembered_by_tag_and_fade_by_collision() -> None:
     counts = UseCounts(1000)
     assert counts.num_slots == 1024
     tags = np.array([5, 6, 7 | 0xABC << 20], np.uint32)  # two with a mark of 0, as an empty slot has
-    slots = counts.slots(tags)
-    assert not counts.look_up(tags, slots)[0].any()
-    counts.record(tags, slots, np.array([1, 2, USES_MAX], np.uint8))
-    known, uses = counts.look_up(tags, slots)
+    assert not counts.look_up(tags)[0].any()
+    counts.record(tags, np.array([1, 2, USES_MAX], np.uint8))
+    known, uses = counts.look_up(tags)
     assert known.all()
     assert uses.tolist() == [1, 2, USES_MAX]
     other = tags ^ np.uint32(1 << 20)
-    assert not counts.look_up(other, slots)[0].any()
-    counts.record(other[:1], slots[:1], np.array([9], np.uint8))
-    assert counts.look_up(tags, slots)[1].tolist() == [0, 2, USES_MAX]
+    assert not counts.look_up(other)[0].any()
+    counts.record(other[:1], np.array([9], np.uint8))
+    assert counts.look_up(tags)[1].tolist() == [0, 2, USES_MAX]
 
 
 def test_classes_tell_turns_apart_where_uses_are_few() -> None:
