@@ -12,9 +12,9 @@ slowly than tags do, so that newcomers without end, each due at once, can't keep
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import count, pairwise
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound="Hashable")
@@ -28,10 +28,9 @@ class _Flow(Generic[Item]):
     by `start` from its first item on, also without items, until virtual time has come to what it has been served.
     """
 
-    __slots__ = ("active", "divisor", "flows", "heap", "items", "key", "parent", "queued", "stands", "start", "virtual")
+    __slots__ = ("active", "divisor", "flows", "heap", "items", "key", "queued", "stands", "start", "virtual")
 
-    def __init__(self, parent: _Flow[Item] | None, key: Hashable, divisor: int) -> None:
-        self.parent = parent
+    def __init__(self, key: Hashable, divisor: int) -> None:
         self.key = key
         self.divisor = divisor
         self.queued = 0  # items in it and below
@@ -56,9 +55,9 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, turn_cost: int) -> None:
         self._turn_cost = turn_cost
-        self._root: _Flow[Item] = _Flow(None, None, 1)
-        self._places: dict[Item, list[_Flow[Item]]] = {}
-        self._numbers = itertools.count()
+        self._root: _Flow[Item] = _Flow(None, 1)
+        self._places: dict[Item, list[list[_Flow[Item]]]] = {}  # of each item the flows it is in, each from the root on
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -76,29 +75,41 @@ class FairQueue(Generic[Item]):
         An item that is queued in another flow waits in both, and goes with the first that has its turn, which pays.
         """
         flow = self._root
+        place = [flow]
         for key, divisor in path:
             below = flow.flows.get(key)
             if below is None:
-                below = flow.flows[key] = _Flow(flow, key, divisor)
+                below = flow.flows[key] = _Flow(key, divisor)
             flow = below
-        places = self._places.setdefault(item, [])
-        if flow in places:
+            place.append(flow)
+        if item in flow.items:
             return
-        places.append(flow)
         flow.items[item] = cost
-        self._count_in(flow)
+        self._places.setdefault(item, []).append(place)
+        for above, flow in pairwise(place):
+            flow.queued += 1
+            if flow.queued == 1:
+                above.active += 1
+                due = above.virtual + self._turn_cost * (flow.divisor - 1)
+                if flow.stands < 0 or flow.start < due:
+                    self._stand(above, flow, due)
 
     def take(self) -> Item | None:
         """Removes and returns the item whose turn it is; None if there is none."""
         if not self._places:
             if self._root.flows:  # no flow waits: the next to come are equals
-                self._root = _Flow(None, None, 1)
+                self._root = _Flow(None, 1)
             return None
         flow = self._root
+        place = [flow]
         while flow.flows:
             flow = self._due(flow)
+            place.append(flow)
         item, cost = next(iter(flow.items.items()))
-        self._charge(flow, cost)
+        for above, flow in pairwise(place):
+            passed = cost // (NEWCOMERS_SHARE * above.active)
+            above.virtual = max(above.virtual + passed, flow.start)
+            self._stand(above, flow, flow.start + cost * flow.divisor)
         self.remove(item)
         return item
 
@@ -107,34 +118,13 @@ class FairQueue(Generic[Item]):
         places = self._places.pop(item, None)
         if places is None:
             return False
-        for flow in places:
-            del flow.items[item]
-            self._count_out(flow)
+        for place in places:
+            del place[-1].items[item]
+            for above, flow in pairwise(place):
+                flow.queued -= 1
+                if not flow.queued:
+                    above.active -= 1
         return True
-
-    # --- the tree ---
-
-    def _count_in(self, flow: _Flow[Item]) -> None:
-        below: _Flow[Item] | None = flow
-        while below is not None:
-            below.queued += 1
-            above = below.parent
-            if above is not None and below.queued == 1:
-                above.active += 1
-                due = above.virtual + self._turn_cost * (below.divisor - 1)
-                if below.stands < 0 or below.start < due:
-                    self._stand(above, below, due)
-            below = above
-
-    @staticmethod
-    def _count_out(flow: _Flow[Item]) -> None:
-        below: _Flow[Item] | None = flow
-        while below is not None:
-            below.queued -= 1
-            above = below.parent
-            if above is not None and not below.queued:
-                above.active -= 1
-            below = above
 
     def _stand(self, above: _Flow[Item], flow: _Flow[Item], start: int) -> None:
         flow.start, flow.stands = start, next(self._numbers)
@@ -150,10 +140,3 @@ class FairQueue(Generic[Item]):
             heapq.heappop(above.heap)
             if number == flow.stands:
                 del above.flows[flow.key]
-
-    def _charge(self, flow: _Flow[Item], cost: int) -> None:
-        while (above := flow.parent) is not None:
-            passed = cost // (NEWCOMERS_SHARE * above.active)
-            above.virtual = max(above.virtual + passed, flow.start)
-            self._stand(above, flow, flow.start + cost * flow.divisor)
-            flow = above
