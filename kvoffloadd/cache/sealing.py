@@ -25,6 +25,9 @@ SEAL_URGENT = 1
 TICKETS_PER_THREAD = 2
 """In the lane, of one engine: one is hashed while the loop makes the next."""
 
+BATCH_PARTS = 8192
+"""Parts of a store that wait together: what a turn of the lane takes is found among no more at a time."""
+
 SIFT_PARTS = 4096
 """Parts that wait are looked through each time that so many, and as many as are there, have come."""
 
@@ -62,8 +65,9 @@ class Sealing:
         self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
-        batch = SealBatch(number, parts, self.cache.entries.parts.generation[parts])
-        self._waiting.setdefault(flow, deque()).append(batch)
+        waiting, generations = self._waiting.setdefault(flow, deque()), self.cache.entries.parts.generation[parts]
+        for at in range(0, len(parts), BATCH_PARTS):
+            waiting.append(SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]))
         if self.unsealed >= self._sift_at:
             self._sift()
         self._submit(flow)
@@ -71,27 +75,28 @@ class Sealing:
     def _submit(self, flow: Flow) -> None:
         """As many tickets of the flow as may be in the lane at a time."""
         while self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
-            batches, sizes = self._next_turn(flow)
+            batches, addresses, sizes = self._next_turn(flow)
             if not batches:
                 return
-            parts = np.concatenate([batch.parts for batch in batches])
-            work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
+            work = partial(hash_payloads, addresses, sizes)
             self._tickets[flow] = self._tickets.get(flow, 0) + 1
             self.lane.submit(
                 work, partial(self._sealed, flow, batches), flow=flow, urgent=SEAL_URGENT, cost_bytes=int(sizes.sum())
             )
 
-    def _next_turn(self, flow: Flow) -> tuple[list[SealBatch], I64Array]:
-        """What is hashed next of the flow, about a turn of the lane, and the bytes of each of its payloads."""
+    def _next_turn(self, flow: Flow) -> tuple[list[SealBatch], U64Array, I64Array]:
+        """What is hashed next of the flow, about a turn of the lane, and the address and bytes of each payload."""
         taken, room, waiting = list[SealBatch](), TURN_BYTES, self._waiting.get(flow)
-        taken_sizes = [np.zeros(0, np.int64)]
+        taken_addresses, taken_sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
         while waiting and room > 0:
             batch = self._only(waiting[0])
-            before = np.cumsum(sizes := self.cache.entries.payload_bytes(batch.parts)) - sizes
+            sizes, addresses = self.cache.entries.payload_bytes(batch.parts), self.cache.payload_addresses(batch.parts)
+            before = np.cumsum(sizes) - sizes
             count = int(np.searchsorted(before, room))
             first, rest = _cut(batch, count)
             if len(first.parts):
                 taken.append(first)
+                taken_addresses.append(addresses[:count])
                 taken_sizes.append(sizes[:count])
                 room -= int(sizes[:count].sum())
             if len(rest.parts):
@@ -100,7 +105,7 @@ class Sealing:
                 waiting.popleft()
         if waiting is not None and not waiting:
             del self._waiting[flow]
-        return taken, np.concatenate(taken_sizes)
+        return taken, np.concatenate(taken_addresses), np.concatenate(taken_sizes)
 
     def _only(self, batch: SealBatch) -> SealBatch:
         """Those of the parts that still are what they were; the others are not waited for any more."""
@@ -134,7 +139,7 @@ class Sealing:
                 if self.cache.lower is not None:
                     self.cache.lower.sealed(parts)
             at += len(parts)
-        if not isinstance(digests, CancelledWork):  # which says that the lane is closed
+        if flow in self._waiting and not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)
 
     def _settle(self, number: int, count: int) -> None:

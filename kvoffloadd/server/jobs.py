@@ -154,8 +154,10 @@ class SessionJobs:
         with self._charged(groups) as charge:
             reserved = leased or self._reserve(groups)
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
-            cache = self.context.cache
-            lists = [_block_list(cache, group, some) for group, some in zip(groups, reserved, strict=True)]
+            lists = [
+                BlockList(group.registered.plans, group.blocks, r.keys, r.columns, r.addresses)
+                for group, r in zip(groups, reserved, strict=True)
+            ]
             if lease:
                 self.instance.leases.fill(lease, parts)
                 self.account.refund(leases=len(parts))
@@ -163,9 +165,10 @@ class SessionJobs:
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             on_end, jobs = partial(self._complete, request), self.context.jobs
             if len(parts):
-                self._add(request, jobs.store(parts, lists, options, on_end))
+                job = jobs.store(parts, lists, options, on_end)
             else:
-                self._add(request, jobs.finish(Direction.STORE, options, on_end))
+                job = jobs.finish(Direction.STORE, options, on_end)
+        self._add(request, job)
         return Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
 
     def load(self, message: Load, registration: Registration) -> Accepted:
@@ -202,10 +205,10 @@ class SessionJobs:
             )  # fmt: skip
             on_end = partial(self._complete, request)
             if any(mask.any() for mask in wanted):
-                plan = request.resolve()
-                self._add(request, jobs.load(plan, options, on_end, request if on_disk else None))
+                job = jobs.load(request.resolve(), options, on_end, request if on_disk else None)
             else:
-                self._add(request, jobs.finish(Direction.LOAD, options, on_end))
+                job = jobs.finish(Direction.LOAD, options, on_end)
+        self._add(request, job)
         return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
 
     def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
@@ -342,7 +345,9 @@ class SessionJobs:
             to_fill = leased[span].reshape(group_parts.shape)
             keys, columns = np.nonzero(to_fill)
             states = np.where(to_fill.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
-            reserved.append(Reservation(group_parts[keys, columns], keys, columns, states))
+            chosen = group_parts[keys, columns]
+            addresses = self.context.cache.payload_addresses(chosen)
+            reserved.append(Reservation(chosen, addresses, keys, columns, states))
         return reserved
 
     # --- plans ---
@@ -393,8 +398,3 @@ class SessionJobs:
                 reason=result.reason[:200],
             )
         )
-
-
-def _block_list(cache: Cache, group: GroupJob, made: Reservation) -> BlockList:
-    plans, addresses = group.registered.plans, cache.payload_addresses(made.parts)
-    return BlockList(plans, group.blocks, made.keys, made.columns, addresses)

@@ -40,6 +40,7 @@ class Turns:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._queue: FairQueue[Served] = FairQueue(int(TURN_S * 1e6))
+        self._waiting = False  # some may be in the queue
         self._round_ends = 0.0
         self._scheduled = False
 
@@ -47,7 +48,7 @@ class Turns:
         """Serves it at once if no other waits and this turn of the loop has time left. False: it has to queue,
         and should read nothing more until its turn has come.
         """
-        if self._scheduled and (len(self._queue) or time.monotonic() >= self._round_ends):
+        if self._scheduled and (self._waiting or time.monotonic() >= self._round_ends):
             return False
         if not self._scheduled:
             self._schedule()
@@ -57,6 +58,7 @@ class Turns:
     def queue(self, served: Served) -> None:
         """Serves it once, later, when it is due."""
         self._queue.push([(key, 1) for key in served.flow], served, max(served.turn_us, 1))
+        self._waiting = True
         if not self._scheduled:
             self._schedule()
 
@@ -72,11 +74,15 @@ class Turns:
     def _round(self) -> None:
         ends = time.monotonic() + ROUND_S
         try:
-            while (served := self._queue.take()) is not None:
+            while self._waiting:
+                served = self._queue.take()
+                if served is None:
+                    self._waiting = False
+                    break
                 served.serve()
                 if time.monotonic() >= ends:
                     break
         finally:  # one connection's bug is not the others' end
             self._scheduled = False
-            if len(self._queue):
+            if self._waiting:
                 self._schedule()

@@ -21,9 +21,10 @@ _RESERVED, _HIT, _PENDING, _NO_SPACE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """What was reserved, key by key, part by part: of each payload three numbers."""
+    """What was reserved, key by key, part by part: of each payload four numbers."""
 
     parts: I64Array  # its record number
+    addresses: U64Array  # where it is to be written
     keys: I64Array  # the index of its key among the keys of the request
     columns: I64Array  # the index of its part among the parts that are wanted
     states: U8Array  # a `KeyState` for each key of the request
@@ -83,7 +84,8 @@ class Joined:
         groups = []
         for span, begin, end in zip(key_spans, [0, *ends], ends, strict=False):
             keys = made.keys[begin:end] - span.start
-            groups.append(Reservation(made.parts[begin:end], keys, made.columns[begin:end], made.states[span]))
+            parts, addresses = made.parts[begin:end], made.addresses[begin:end]
+            groups.append(Reservation(parts, addresses, keys, made.columns[begin:end], made.states[span]))
         return groups
 
 
@@ -147,7 +149,8 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array) -> 
     states[unserved[len(records) :]] = _NO_SPACE
     cache.counters.keys_without_space += len(unserved) - len(records)
     which, columns = np.nonzero(empty[keys])
-    return Reservation(records[which, columns], keys[which], columns, states)
+    parts = records[which, columns]
+    return Reservation(parts, cache.payload_addresses(parts), keys[which], columns, states)
 
 
 def _take_slots(
