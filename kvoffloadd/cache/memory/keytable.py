@@ -252,22 +252,25 @@ class KeyTable:
 
     def account(self, parts: I64Array, sign: int) -> None:
         """Count the committed bytes of each keyspace: `parts` are being committed (+1) or vacated (-1)."""
-        for keyspace, _, sizes in self._sizes(parts):
-            keyspace.bytes += sign * int(sizes.sum())
+        rows = self.parts.row[parts]
+        for keyspace, indices in self.by_keyspace(rows):
+            if keyspace.schema.parts == 1:
+                keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
+            else:
+                keyspace.bytes += sign * int(self._sizes(keyspace, parts[indices], rows[indices]).sum())
 
     def payload_bytes(self, parts: I64Array) -> I64Array:
         """Size of each part's payload."""
-        found = np.zeros(len(parts), np.int64)
-        for _, indices, sizes in self._sizes(parts):
-            found[indices] = sizes
-        return found
-
-    def _sizes(self, parts: I64Array) -> Iterator[tuple[Keyspace, I64Array, I64Array]]:
-        """Payload sizes by keyspace: yields each with the indices of its parts in `parts`, and their sizes."""
         rows = self.parts.row[parts]
+        sizes = np.zeros(len(parts), np.int64)
         for keyspace, indices in self.by_keyspace(rows):
-            numbers = parts[indices] - self.first[rows[indices]]
-            yield keyspace, indices, np.asarray(keyspace.part_bytes, np.int64)[numbers]
+            sizes[indices] = self._sizes(keyspace, parts[indices], rows[indices])
+        return sizes
+
+    def _sizes(self, keyspace: Keyspace, parts: I64Array, rows: U32Array) -> I64Array:
+        """Payload sizes of parts of keys of this keyspace, which have these rows."""
+        sizes: I64Array = np.asarray(keyspace.part_bytes, np.int64)[parts - self.first[rows]]
+        return sizes
 
     def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
         """Complete keys were added or removed: update the counts and the reasons of later misses, and emit an event if
