@@ -216,7 +216,7 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(scene.cache, "reserve_all", fail)
+        planted.setattr("kvoffloadd.server.session.reserve_all", fail)
         with pytest.raises(ZeroDivisionError):
             scene.reserve(scene.first, KEYS)
     assert scene.charged() == 0
