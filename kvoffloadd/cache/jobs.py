@@ -345,7 +345,7 @@ class Jobs:
         self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
     ) -> Callable[[], bool]:
         sizes = self.cache.entries.payload_bytes(parts)
-        work = partial(hash_payloads, self.cache.payload_addresses(parts), sizes)
+        work = partial(hash_payloads, self.cache.entries.payload_addresses(parts), sizes)
         ticket = self.hash_lane.submit(
             work, resume, flow=job.options.flow, urgent=VERIFY_URGENT, cost_bytes=int(sizes.sum())
         )
@@ -365,7 +365,7 @@ class Jobs:
         for turn in in_turns(parts, self.cache.entries.payload_bytes(parts)):
             unverified = turn[columns.unverified[turn] != 0]
             sizes = self.cache.entries.payload_bytes(unverified)
-            work = partial(hash_payloads, self.cache.payload_addresses(unverified), sizes)
+            work = partial(hash_payloads, self.cache.entries.payload_addresses(unverified), sizes)
             digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
             wrong = (digests != columns.digest[unverified]).any(axis=1)
             columns.unverified[unverified] = 0

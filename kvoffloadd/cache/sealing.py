@@ -74,7 +74,7 @@ class Sealing:
 
     def _submit(self, flow: Flow) -> None:
         """As many tickets of the flow as may be in the lane at a time."""
-        while self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
+        while flow in self._waiting and self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
             batches, addresses, sizes = self._next_turn(flow)
             if not batches:
                 return
@@ -86,24 +86,24 @@ class Sealing:
 
     def _next_turn(self, flow: Flow) -> tuple[list[SealBatch], U64Array, I64Array]:
         """What is hashed next of the flow, about a turn of the lane, and the address and bytes of each payload."""
-        taken, room, waiting = list[SealBatch](), TURN_BYTES, self._waiting.get(flow)
+        entries, waiting = self.cache.entries, self._waiting[flow]
+        taken, room = list[SealBatch](), TURN_BYTES
         taken_addresses, taken_sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
         while waiting and room > 0:
             batch = self._only(waiting[0])
-            sizes, addresses = self.cache.entries.payload_bytes(batch.parts), self.cache.payload_addresses(batch.parts)
+            sizes, addresses = entries.payload_bytes(batch.parts), entries.payload_addresses(batch.parts)
             before = np.cumsum(sizes) - sizes
             count = int(np.searchsorted(before, room))
-            first, rest = _cut(batch, count)
-            if len(first.parts):
-                taken.append(first)
+            if count < len(sizes):
+                batch, waiting[0] = _cut(batch, count)
+            else:
+                waiting.popleft()
+            if count:
+                taken.append(batch)
                 taken_addresses.append(addresses[:count])
                 taken_sizes.append(sizes[:count])
                 room -= int(sizes[:count].sum())
-            if len(rest.parts):
-                waiting[0] = rest
-            else:
-                waiting.popleft()
-        if waiting is not None and not waiting:
+        if not waiting:
             del self._waiting[flow]
         return taken, np.concatenate(taken_addresses), np.concatenate(taken_sizes)
 
@@ -139,7 +139,7 @@ class Sealing:
                 if self.cache.lower is not None:
                     self.cache.lower.sealed(parts)
             at += len(parts)
-        if flow in self._waiting and not isinstance(digests, CancelledWork):  # which says that the lane is closed
+        if not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)
 
     def _settle(self, number: int, count: int) -> None:

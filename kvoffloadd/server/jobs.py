@@ -114,7 +114,7 @@ class SessionLoad(SessionJob):
         for group, mask, lookup in zip(self.groups, masks, lookups, strict=True):
             hits, width = np.flatnonzero(mask), len(group.registered.parts)
             records = self.cache.entries.records(lookup.rows[hits], group.registered.parts).ravel()
-            addresses = self.cache.payload_addresses(records)
+            addresses = self.cache.entries.payload_addresses(records)
             keys, columns = np.repeat(hits, width), np.tile(np.arange(width), len(hits))
             lists.append(BlockList(group.registered.plans, group.blocks, keys, columns, addresses))
             self.chosen.append(keys)
@@ -168,8 +168,9 @@ class SessionJobs:
                 job = jobs.store(parts, lists, options, on_end)
             else:
                 job = jobs.finish(Direction.STORE, options, on_end)
+        reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
         self._add(request, job)
-        return Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
+        return reply
 
     def load(self, message: Load, registration: Registration) -> Accepted:
         """Copy out the keys that hit; the completion names the others."""
@@ -208,8 +209,9 @@ class SessionJobs:
                 job = jobs.load(request.resolve(), options, on_end, request if on_disk else None)
             else:
                 job = jobs.finish(Direction.LOAD, options, on_end)
+        reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
         self._add(request, job)
-        return Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
+        return reply
 
     def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
         """Look keys up: what is in memory, and which keys are on disk."""
@@ -346,7 +348,7 @@ class SessionJobs:
             keys, columns = np.nonzero(to_fill)
             states = np.where(to_fill.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
             chosen = group_parts[keys, columns]
-            addresses = self.context.cache.payload_addresses(chosen)
+            addresses = self.context.cache.entries.payload_addresses(chosen)
             reserved.append(Reservation(chosen, addresses, keys, columns, states))
         return reserved
 
@@ -380,21 +382,20 @@ class SessionJobs:
         del self.running[request.id]
         if request.job is not None:
             request.registration.running.discard(request.job)
-        for progress, number in zip(self._counted_in, request.numbers, strict=True):
-            progress.end(number)
-        self.account.refund(job_bytes=request.charge.job_bytes, jobs=1)
-        self.outbox.unreserve(request.charge.outbox_bytes)
         failed = request.failed(result)
         outcome = result.outcome
         if outcome is Outcome.DONE and any(map(len, failed)):
             outcome = Outcome.PARTIAL
-        self.push(
-            Completed(
-                job=request.id,
-                outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
-                bytes=result.bytes,
-                seconds=result.seconds,
-                failed=[indices.astype("<u4").tobytes() for indices in failed],
-                reason=result.reason[:200],
-            )
+        completed = Completed(
+            job=request.id,
+            outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
+            bytes=result.bytes,
+            seconds=result.seconds,
+            failed=[indices.astype("<u4").tobytes() for indices in failed],
+            reason=result.reason[:200],
         )
+        for progress, number in zip(self._counted_in, request.numbers, strict=True):
+            progress.end(number)
+        self.account.refund(job_bytes=request.charge.job_bytes, jobs=1)
+        self.outbox.unreserve(request.charge.outbox_bytes)
+        self.push(completed)

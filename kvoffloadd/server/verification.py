@@ -78,7 +78,7 @@ async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:
     columns, cache = context.cache.entries.parts, context.cache
     generations, expected = columns.generation[parts], columns.digest[parts]
     sizes = cache.entries.payload_bytes(parts)
-    work = partial(hash_payloads, cache.payload_addresses(parts), sizes)
+    work = partial(hash_payloads, cache.entries.payload_addresses(parts), sizes)
     hashed = await context.hash_lane.perform(work, flow=BACKGROUND, cost_bytes=int(sizes.sum()))
     differs: np.ndarray[tuple[int], np.dtype[np.bool_]] = (hashed != expected).any(axis=1)
     same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.SEALED)

@@ -309,7 +309,7 @@ class Tier:
 
     def hash(self, parts: I64Array) -> Sums:
         """As the hash lane does; `take` comes some time later."""
-        digests = hash_payloads(self.cache.payload_addresses(parts), self.cache.entries.payload_bytes(parts))
+        digests = hash_payloads(self.cache.entries.payload_addresses(parts), self.cache.entries.payload_bytes(parts))
         return Sums(parts, self.cache.entries.parts.generation[parts], digests)
 
     def take(self, sums: Sums) -> None:

@@ -94,6 +94,6 @@ def store(
     cache.begin(reserved)
     kept = cache.commit(reserved)
     if seals:
-        digests = hash_payloads(cache.payload_addresses(kept), cache.entries.payload_bytes(kept))
+        digests = hash_payloads(cache.entries.payload_addresses(kept), cache.entries.payload_bytes(kept))
         cache.seal(kept, cache.entries.parts.generation[kept], digests)
     return kept

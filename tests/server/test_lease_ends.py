@@ -18,7 +18,6 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import context as contexts
-from kvoffloadd.server import session as sessions
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.outbox import Outbox
@@ -217,7 +216,7 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(sessions, "reserve_all", fail)
+        planted.setattr("kvoffloadd.server.session.reserve_all", fail)
         with pytest.raises(ZeroDivisionError):
             scene.reserve(scene.first, KEYS)
     assert scene.charged() == 0

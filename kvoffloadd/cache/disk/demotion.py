@@ -383,7 +383,7 @@ class Demotion:
         if delay := self._budget.delay_s(now):
             await asyncio.sleep(delay)
         self._budget.spend(total, len(records), self._disk.loop.time())
-        digests, addresses = entries.parts.digest[records], self._cache.payload_addresses(records)
+        digests, addresses = entries.parts.digest[records], self._cache.entries.payload_addresses(records)
         begin = 0
         while begin < len(records):
             part = WriteBatch(disk_keyspace.name, batch[begin:], digests[begin:], addresses[begin:])

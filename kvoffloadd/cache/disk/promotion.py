@@ -322,7 +322,7 @@ class Promotion:
         reads["page"] = catalog.page[records]
         reads["part"] = numbers
         reads["payload_bytes"] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
-        reads["address"] = cache.payload_addresses(parts)
+        reads["address"] = cache.entries.payload_addresses(parts)
         reads["key"] = on_disk.keys[reserved][key_of_part]
         for segment, at in pieces(catalog.segment[records], reads, self._piece_bytes):
             self._submit(reading, segment, parts[at], records[at], reads[at])

@@ -27,16 +27,7 @@ from kvoffloadd.cache.memory.scarcity import Scarcity
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.model import (
-    PAGE_BYTES,
-    GroupSchema,
-    I64Array,
-    KeyState,
-    U8Array,
-    U16Array,
-    U32Array,
-    U64Array,
-)  # fmt: skip
+from kvoffloadd.model import GroupSchema, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -243,11 +234,6 @@ class Cache:
             if self.lower is not None:
                 self.lower.used(rows)
 
-    def payload_addresses(self, parts: I64Array) -> U64Array:
-        """u64 addresses of the parts' payloads, valid while the parts are held."""
-        pages = self.entries.parts.page[parts].astype(np.uint64)
-        return pages * np.uint64(PAGE_BYTES) + np.uint64(self.tier.address)
-
     # --- writing: `reservation` reserves, then begin, then commit or abort ---
 
     def begin(self, parts: I64Array) -> None:
@@ -257,7 +243,6 @@ class Cache:
     def commit(self, parts: I64Array) -> I64Array:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
         self.counters.parts_committed += len(parts)
-        self.tier.touch(self.entries.parts.page[parts])
         kept, rows = self.entries.commit(parts)
         if self.eviction.any_aside:
             self.eviction.readmit(rows)

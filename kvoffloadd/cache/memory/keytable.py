@@ -21,7 +21,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.memory import MemoryTier
 
@@ -258,6 +258,10 @@ class KeyTable:
                 keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
             else:
                 keyspace.bytes += sign * int(self._sizes(keyspace, parts[indices], rows[indices]).sum())
+
+    def payload_addresses(self, parts: I64Array) -> U64Array:
+        """u64 addresses of the parts' payloads, valid while the parts are held."""
+        return self.parts.page[parts].astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.tier.address)
 
     def payload_bytes(self, parts: I64Array) -> I64Array:
         """Size of each part's payload."""

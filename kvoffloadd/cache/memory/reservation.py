@@ -150,7 +150,7 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array) -> 
     cache.counters.keys_without_space += len(unserved) - len(records)
     which, columns = np.nonzero(empty[keys])
     parts = records[which, columns]
-    return Reservation(parts, cache.payload_addresses(parts), keys[which], columns, states)
+    return Reservation(parts, cache.entries.payload_addresses(parts), keys[which], columns, states)
 
 
 def _take_slots(
