@@ -12,7 +12,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import SavedState
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array, slot_pages
+from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array
 from kvoffloadd.storage.slotrecords import RecoveredSlots
 
 
@@ -36,7 +36,7 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
         tokens_per_key, window_keys, blocks_per_key, parts = schema
         shape = GroupSchema(group, GroupKind(kind), tokens_per_key, window_keys, blocks_per_key, parts)
         keyspace = cache.declare(namespace, shape, number)
-        keyspace.part_bytes[:] = part_bytes
+        keyspace.set_part_bytes(dict(enumerate(part_bytes)))
         cache.admit(keyspace, part_bytes)
         at = np.flatnonzero(found.keyspaces == number)
         rows, records, whole = _insert(cache, keyspace, found.only(at))
@@ -58,9 +58,8 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
 def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U32Array, I64Array, I64Array]:
     """Rows of the keys that are whole; of each of their parts its record, and its index in `found`."""
     parts = keyspace.schema.parts
-    sizes = np.array([slot_pages(size) for size in keyspace.part_bytes], np.int64)
     fits = found.parts < parts
-    fits[fits] = found.sizes[fits] == sizes[found.parts[fits]]
+    fits[fits] = found.sizes[fits] == keyspace.part_pages[found.parts[fits]]
     at = np.flatnonzero(fits)
     hashes = cache.entries.index.hash(keyspace.id, found.keys)
     # Part by part of each key, together: a key is whole if its run is 0, 1, 2... By its hash: to sort by the key itself

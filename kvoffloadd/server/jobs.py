@@ -266,7 +266,12 @@ class SessionJobs:
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         for item in groups:
-            registered = registration.group(item.group)
+            registered = registration.groups.get(item.group)
+            if registered is None or not registered.held:
+                raise UnknownNameError(
+                    f"registration {registration.id} has no part of group {item.group}; it was registered with parts "
+                    f"of {sorted(number for number, group in registration.groups.items() if group.held)}"
+                )
             keys = keys_array(item.keys, self.namespace.key_bytes)
             if distinct and has_duplicates(keys):
                 raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
@@ -382,6 +387,7 @@ class SessionJobs:
         del self.running[request.id]
         if request.job is not None:
             request.registration.running.discard(request.job)
+            request.job = None  # it names the request: the collector alone would find that both are of no use
         failed = request.failed(result)
         outcome = result.outcome
         if outcome is Outcome.DONE and any(map(len, failed)):

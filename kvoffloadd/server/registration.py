@@ -108,17 +108,6 @@ class Registration:
     running: set[Job] = field(default_factory=set)  # jobs that use its memory
     descriptors: int = 0  # charged for its plans
 
-    def group(self, number: int) -> RegisteredGroup:
-        """Raises UnknownNameError if the group isn't registered here, or this rank has no part of it."""
-        group = self.groups.get(number)
-        if group is None:
-            raise UnknownNameError(f"registration {self.id} has no group {number}; it has {sorted(self.groups)}")
-        if not group.held:
-            raise UnknownNameError(
-                f"registration {self.id} has no part of group {number}: it was registered without refs"
-            )
-        return group
-
     def ready(self, spec: ReadySpec) -> ReadySignal:
         """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
         if spec.signal >= len(self.signals):

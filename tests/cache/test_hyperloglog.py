@@ -18,7 +18,8 @@ def test_an_estimate_is_within_five_standard_errors(count: int, seed: int) -> No
     sketch = HyperLogLog()
     for some in np.array_split(hashes, 7):
         sketch.add(some)
-    assert sketch.estimate() == pytest.approx(count, rel=5 * 0.0057, abs=0.5)
+    # Of ten hashes two share a register once in 700 times, and then count as one.
+    assert sketch.estimate() == pytest.approx(count, rel=5 * 0.0057, abs=1.5 if count > 1 else 0.5)
 
 
 def test_what_comes_again_changes_nothing(seed: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keytable import KeyTable, RowState
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.model import I64Array, U32Array, slot_pages
+from kvoffloadd.model import I64Array, U32Array
 
 STEP_ROWS = 32_768
 """Rows, records or slots that one step looks at, so that none holds the loop for more than some milliseconds."""
@@ -166,7 +166,7 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
             findings.append(f"index: a live key of group {keyspace.schema.group} is not found")
         if (found[~is_live] == mine[~is_live]).any():
             findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
-        pages = np.broadcast_to([slot_pages(size) for size in keyspace.part_bytes], records.shape)
+        pages = np.broadcast_to(keyspace.part_pages, records.shape)
         filled = parts.state[records] != PartState.EMPTY
         taken.append(records[filled])
         sizes.append(pages[filled])

@@ -145,9 +145,8 @@ class Cache:
         for part, size in payload_bytes.items():
             keyspace.check_part(part, size)
         new = {part: size for part, size in payload_bytes.items() if keyspace.part_bytes[part] != size}
-        for part, size in new.items():
-            keyspace.part_bytes[part] = size
         if new:
+            keyspace.set_part_bytes(new)
             self._state_changed = True
             self.admit(keyspace, new.values())
 

@@ -149,9 +149,10 @@ class Eviction:
         entries = self._entries
         counts = np.zeros(len(rows), np.int64)
         for keyspace, indices in entries.by_keyspace(rows):
-            fits = np.array([slot_pages(part_bytes) == size for part_bytes in keyspace.part_bytes])
             records = entries.parts.run(entries.first[rows[indices]], keyspace.schema.parts)
-            counts[indices] = ((entries.parts.state[records] != PartState.EMPTY) & fits).sum(axis=1)
+            counts[indices] = ((entries.parts.state[records] != PartState.EMPTY) & (keyspace.part_pages == size)).sum(
+                axis=1
+            )
         return counts
 
     def _take_colder_slab(self, size: int) -> bool:

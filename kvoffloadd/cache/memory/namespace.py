@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.errors import SchemaError
-from kvoffloadd.model import GroupSchema, slot_pages
+from kvoffloadd.model import GroupSchema, I64Array, slot_pages
 
 _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
@@ -75,7 +77,8 @@ class Keyspace:
     id: int  # in the index; no other keyspace has the same while this object lives, see `Keyspaces`
     namespace: Namespace
     schema: GroupSchema
-    part_bytes: list[int]  # payload size of each part; 0 until a rank that has the part registers
+    part_bytes: list[int]  # payload size of each part; 0 until a rank that has the part registers; see `set_part_bytes`
+    part_pages: I64Array = field(init=False)  # the size of its slot
     queue: Queue | None = None  # chosen by the first payload size that becomes known
     retired: bool = False  # it was cleared, or its namespace is forgotten
     slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
@@ -83,6 +86,15 @@ class Keyspace:
     rows: int = 0  # in any state
     keys: int = 0  # complete ones that can hit
     bytes: int = 0  # committed payload
+
+    def __post_init__(self) -> None:
+        self.set_part_bytes({})
+
+    def set_part_bytes(self, sizes: Mapping[int, int]) -> None:
+        """These parts, by number, have payloads of these sizes."""
+        for part, size in sizes.items():
+            self.part_bytes[part] = size
+        self.part_pages = np.array([slot_pages(size) for size in self.part_bytes], np.int64)
 
     def check_part(self, part: int, payload_bytes: int) -> None:
         """Raises SchemaError if another rank registered this part with another size."""

@@ -12,7 +12,7 @@ from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.errors import LimitError, SchemaError
-from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array, slot_pages
+from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
 
 _RESERVED, _HIT, _PENDING, _NO_SPACE = (
     int(state) for state in (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
@@ -163,7 +163,7 @@ def _take_slots(
     """
     entries, tier, parts = cache.entries, cache.tier, cache.entries.parts
     keyspace = wanted.keyspaces[0][0]
-    sizes = np.array([slot_pages(keyspace.part_bytes[p]) for p in wanted.parts.tolist()], np.int64)
+    sizes = keyspace.part_pages[wanted.parts]
     num_new = (rows[at] < 0).cumsum()
     served = int(np.searchsorted(num_new, cache.scarcity.make_room(keyspace, int(num_new[-1:].sum())), side="right"))
     records: I64Array | None = None
