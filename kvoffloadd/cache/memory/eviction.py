@@ -150,9 +150,8 @@ class Eviction:
         counts = np.zeros(len(rows), np.int64)
         for keyspace, indices in entries.by_keyspace(rows):
             records = entries.parts.run(entries.first[rows[indices]], keyspace.schema.parts)
-            counts[indices] = ((entries.parts.state[records] != PartState.EMPTY) & (keyspace.part_pages == size)).sum(
-                axis=1
-            )
+            used = entries.parts.state[records] != PartState.EMPTY
+            counts[indices] = (used & (keyspace.part_pages == size)).sum(axis=1)
         return counts
 
     def _take_colder_slab(self, size: int) -> bool:
