@@ -49,12 +49,13 @@ def killed(daemon: Daemon, victim: subprocess.Popen[str]) -> float:
     begun = time.monotonic()
     while True:
         slowest = max(slowest, daemon.ping_s())
-        running = daemon.status()["running"]["jobs"]
+        mapped = daemon.mapped("victim")
+        running = daemon.status()["running"]["jobs"]  # asked after it: the memory may go between the two
         if copied is None and not running:
             copied = time.monotonic()
         # As long as a copy runs, the memory that it reads or writes is there.
-        assert daemon.mapped("victim") == 1 or not running
-        if daemon.mapped("victim") == 0 and leases(daemon) == 0 and copied is not None:
+        assert mapped == 1 or not running
+        if mapped == 0 and leases(daemon) == 0 and copied is not None:
             assert slowest < HANG_S
             return time.monotonic() - copied
         assert time.monotonic() - begun < HANG_S, daemon.log()
