@@ -246,7 +246,6 @@ class Jobs:
         """Copy into reserved parts that the job owns from here on; commit or abort them at the end. `lists`: where each
         part's payload is copied from, in the same order.
         """
-        self.cache.begin(parts)
         job = self._add(Job(Direction.STORE, options, on_end, _now_s(), parts, bad=np.zeros(len(parts), bool)))
         job.lists = lists
         job.start(self._store(job))
@@ -338,8 +337,8 @@ class Jobs:
                     raise Stopped(job.stopped)
                 raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
             wrong = (digests != columns.digest[parts]).any(axis=1)
-            columns.unverified[parts] = 0
             self.drop(job.rows[turn[wrong]])  # at once, before another job loads them
+            columns.unverified[parts] = 0
 
     def _hash(
         self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
@@ -368,8 +367,8 @@ class Jobs:
             work = partial(hash_payloads, self.cache.entries.payload_addresses(unverified), sizes)
             digests = await self.hash_lane.perform(work, cost_bytes=int(sizes.sum()))
             wrong = (digests != columns.digest[unverified]).any(axis=1)
-            columns.unverified[unverified] = 0
             self.drop(columns.row[unverified[wrong]])
+            columns.unverified[unverified] = 0
 
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
@@ -404,21 +403,22 @@ class Jobs:
             return await steps
         except Stopped as stopped:
             return CopyResult.not_begun(stopped.outcome, str(stopped))
-        except _SHORT as error:
-            reason = f"it could not begin: {type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001  end of a job: nobody else would give it one
             about = {"message": "a job failed by a bug of ours", "exception": error}
             asyncio.get_running_loop().call_exception_handler(about)
-            reason = "it met a bug in the daemon; its log has the details"
         with suppress(Stopped):
             await job.step(Phase.END, _next_turn)
-        return CopyResult.not_begun(Outcome.FAILED, reason)
+        return CopyResult.not_begun(Outcome.FAILED, "it met a bug in the daemon; its log has the details")
 
     async def _copy(self, job: Job) -> CopyResult:
         """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
-        if job.options.ready is not None:
-            await self._await_signal(job, job.options.ready)
-        return await job.step(Phase.COPY, partial(self._submit, job))
+        try:
+            if job.options.ready is not None:
+                await self._await_signal(job, job.options.ready)
+            return await job.step(Phase.COPY, partial(self._submit, job))
+        except _SHORT as error:
+            await job.step(Phase.END, _next_turn)  # behind the reply
+            raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
 
     async def _await_signal(self, job: Job, ready: ReadySignal) -> None:
         def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:

@@ -139,7 +139,7 @@ class Sealing:
                 if self.cache.lower is not None:
                     self.cache.lower.sealed(parts)
             at += len(parts)
-        if not isinstance(digests, CancelledWork):  # which says that the lane is closed
+        if flow in self._waiting and not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)
 
     def _settle(self, number: int, count: int) -> None:

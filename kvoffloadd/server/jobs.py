@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,7 +76,7 @@ class SessionJob:
     chosen: list[I64Array]
     lost: list[I64Array]
     job: Job | None = None  # once it is under way
-    numbers: list[int] = field(default_factory=list)  # in the `Progress` of its namespace, and of all jobs
+    counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
 
     def failed(self, result: Completion) -> list[I64Array]:
         """By group, the indices of the keys that were not stored or loaded."""
@@ -108,8 +107,6 @@ class SessionLoad(SessionJob):
         last = not (self.lookups and self.on_disk)
         lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
         masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
-        self.lost = [np.flatnonzero(~mask) for mask in masks]
-        self.chosen = []
         lists, rows, parts = list[BlockList](), [NO_ROWS], [NO_PARTS]
         for group, mask, lookup in zip(self.groups, masks, lookups, strict=True):
             hits, width = np.flatnonzero(mask), len(group.registered.parts)
@@ -117,13 +114,14 @@ class SessionLoad(SessionJob):
             addresses = self.cache.entries.payload_addresses(records)
             keys, columns = np.repeat(hits, width), np.tile(np.arange(width), len(hits))
             lists.append(BlockList(group.registered.plans, group.blocks, keys, columns, addresses))
-            self.chosen.append(keys)
             rows.append(lookup.rows[keys].astype(np.uint32))
             parts.append(records)
-        self.lookups = []
+        plan, lost = LoadPlan(np.concatenate(rows), np.concatenate(parts), lists), [np.flatnonzero(~m) for m in masks]
+        # Together, at the end: what the job's end reads is whole, whatever fails before.
+        self.chosen, self.lost, self.lookups = [one.keys for one in lists], lost, []
         if last:
             self.groups, self.on_disk = [], []
-        return LoadPlan(np.concatenate(rows), np.concatenate(parts), lists)
+        return plan
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +149,8 @@ class SessionJobs:
                 raise BlockIdError(f"group {group.registered.group}: a store needs all block ids of each key")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = self._leased(groups, lease) if lease else None
-        with self._charged(groups) as charge:
+        charge = self._charge(groups)
+        try:
             reserved = leased or self._reserve(groups)
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
             lists = [
@@ -164,12 +163,15 @@ class SessionJobs:
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             on_end, jobs = partial(self._complete, request), self.context.jobs
+            reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
             if len(parts):
                 job = jobs.store(parts, lists, options, on_end)
             else:
                 job = jobs.finish(Direction.STORE, options, on_end)
-        reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
-        self._add(request, job)
+            self._add(request, job)
+        except BaseException:
+            self._refund(charge)
+            raise
         return reply
 
     def load(self, message: Load, registration: Registration) -> Accepted:
@@ -193,7 +195,8 @@ class SessionJobs:
                 for group, mask in zip(groups, wanted, strict=True)
             ],
         )
-        with self._charged(groups) as charge:
+        charge = self._charge(groups)
+        try:
             cache, jobs = self.context.cache, self.context.jobs
             if not message.lease:
                 used = zip(groups, lookups, strict=True)
@@ -205,12 +208,15 @@ class SessionJobs:
                 cache=cache, groups=groups, wanted=wanted, lookups=lookups, on_disk=on_disk,
             )  # fmt: skip
             on_end = partial(self._complete, request)
+            reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
             if any(mask.any() for mask in wanted):
                 job = jobs.load(request.resolve(), options, on_end, request if on_disk else None)
             else:
                 job = jobs.finish(Direction.LOAD, options, on_end)
-        reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
-        self._add(request, job)
+            self._add(request, job)
+        except BaseException:
+            self._refund(charge)
+            raise
         return reply
 
     def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
@@ -262,9 +268,9 @@ class SessionJobs:
         self, groups: Sequence[GroupBlocks], registration: Registration, *, distinct: bool = False
     ) -> list[GroupJob]:
         """`distinct`: no key may be named twice."""
-        checked = []
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
+        named, key_bytes = [], self.namespace.key_bytes
         for item in groups:
             registered = registration.groups.get(item.group)
             if registered is None or not registered.held:
@@ -272,7 +278,14 @@ class SessionJobs:
                     f"registration {registration.id} has no part of group {item.group}; it was registered with parts "
                     f"of {sorted(number for number, group in registration.groups.items() if group.held)}"
                 )
-            keys = keys_array(item.keys, self.namespace.key_bytes)
+            named.append((item, registered))
+        # Before anything whose time grows with their number.
+        total, cap = sum(len(i.keys) // key_bytes * r.price for i, r in named), self.limits.keys_per_request
+        if total > cap:
+            raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
+        checked = []
+        for item, registered in named:
+            keys = keys_array(item.keys, key_bytes)
             if distinct and has_duplicates(keys):
                 raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
             per_key = registered.schema.blocks_per_key
@@ -290,10 +303,6 @@ class SessionJobs:
                         f"the tensors have {registered.num_blocks} blocks"
                     )
             checked.append(GroupJob(self.namespace.keyspaces[item.group], registered, keys, blocks, item.first))
-        total = sum(len(job.keys) * job.registered.price for job in checked)
-        cap = self.limits.keys_per_request
-        if total > cap:
-            raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
         return checked
 
     def _admit(self, message: Store | Load) -> None:
@@ -304,26 +313,27 @@ class SessionJobs:
         if len(self.running) >= self.limits.jobs_per_session:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
-    @contextmanager
-    def _charged(self, groups: list[GroupJob]) -> Iterator[Charge]:
-        """Charge the job until its end, and reserve room for its completion: the last checks that can refuse it.
-        Raises LimitError.
+    def _charge(self, groups: list[GroupJob]) -> Charge:
+        """Charge the job until its end, and reserve room for its completion: the last checks that can refuse it. Pair
+        with `_refund`. Raises LimitError, or BusyError, with nothing charged.
         """
         outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(group.keys) for group in groups)
-        job_bytes = _DESCRIPTOR_BYTES * min(
-            sum(len(g.keys) * g.registered.descriptors for g in groups), SMALL_DESCRIPTORS
-        )
+        descriptors = sum(len(group.keys) * group.registered.descriptors for group in groups)
+        job_bytes = _DESCRIPTOR_BYTES * min(descriptors, SMALL_DESCRIPTORS)
         for group in groups:
-            job_bytes += group.blocks.nbytes + len(group.keys) * (
-                _KEY_BYTES + _PAYLOAD_BYTES * len(group.registered.held)
-            )
-        with ExitStack() as undone:
-            self.outbox.reserve(outbox_bytes)
-            undone.callback(self.outbox.unreserve, outbox_bytes)
+            key_bytes = _KEY_BYTES + _PAYLOAD_BYTES * len(group.registered.held)
+            job_bytes += group.blocks.nbytes + len(group.keys) * key_bytes
+        self.outbox.reserve(outbox_bytes)
+        try:
             self.account.charge(job_bytes=job_bytes, jobs=1)
-            undone.callback(self.account.refund, job_bytes=job_bytes, jobs=1)
-            yield Charge(outbox_bytes, job_bytes)
-            undone.pop_all()
+        except LimitError:
+            self.outbox.unreserve(outbox_bytes)
+            raise
+        return Charge(outbox_bytes, job_bytes)
+
+    def _refund(self, charge: Charge) -> None:
+        self.account.refund(job_bytes=charge.job_bytes, jobs=1)
+        self.outbox.unreserve(charge.outbox_bytes)
 
     def _check_lease(self, lease_id: int, lookups: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)
@@ -377,31 +387,33 @@ class SessionJobs:
         request.job = job
         self.running[request.id] = request
         request.registration.running.add(job)
-        request.numbers = [progress.begin() for progress in self._counted_in]
-
-    @property
-    def _counted_in(self) -> tuple[Progress, Progress]:
-        return self.namespace.jobs, self.context.jobs.progress
+        for progress in (self.namespace.jobs, self.context.jobs.progress):
+            request.counted.append((progress, progress.begin()))
 
     def _complete(self, request: SessionJob, result: Completion) -> None:
         del self.running[request.id]
         if request.job is not None:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
-        failed = request.failed(result)
-        outcome = result.outcome
-        if outcome is Outcome.DONE and any(map(len, failed)):
-            outcome = Outcome.PARTIAL
-        completed = Completed(
-            job=request.id,
-            outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
-            bytes=result.bytes,
-            seconds=result.seconds,
-            failed=[indices.astype("<u4").tobytes() for indices in failed],
-            reason=result.reason[:200],
-        )
-        for progress, number in zip(self._counted_in, request.numbers, strict=True):
-            progress.end(number)
-        self.account.refund(job_bytes=request.charge.job_bytes, jobs=1)
-        self.outbox.unreserve(request.charge.outbox_bytes)
+        try:
+            completed = _completed(request, result)
+        finally:
+            self._refund(request.charge)
+            for progress, number in request.counted:
+                progress.end(number)
         self.push(completed)
+
+
+def _completed(request: SessionJob, result: Completion) -> Completed:
+    failed = request.failed(result)
+    outcome = result.outcome
+    if outcome is Outcome.DONE and any(map(len, failed)):
+        outcome = Outcome.PARTIAL
+    return Completed(
+        job=request.id,
+        outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
+        bytes=result.bytes,
+        seconds=result.seconds,
+        failed=[indices.astype("<u4").tobytes() for indices in failed],
+        reason=result.reason[:200],
+    )

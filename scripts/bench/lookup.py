@@ -94,7 +94,6 @@ def fill(cache: Cache, count: int) -> Filled:
         keys = keys_of(np.arange(first, min(first + KEYS, count))).view(np.uint64)
         begun = time.perf_counter()
         parts = reserve(cache, keyspace, keys, part, 0).parts
-        cache.begin(parts)
         cache.commit(parts)
         seconds.append(time.perf_counter() - begun)
     if keyspace.keys != count:

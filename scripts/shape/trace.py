@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 KEYS, PAYLOAD_BYTES = 64, 65_536
-ROUNDS = 20
+ROUNDS = 40
 SETTLE_S, REST_S = 0.05, 0.1
 """After a job, for its checksums; before the next, for everything else."""
 

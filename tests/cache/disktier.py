@@ -290,7 +290,6 @@ class Tier:
         """Store these keys as far as there is room, without checksums. Returns the parts to be sealed."""
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16) if parts is None else np.array(parts, np.uint16)
         reserved = reserve(self.cache, keyspace, keys_of(*numbers), wanted, 0).parts
-        self.cache.begin(reserved)
         columns = self.cache.entries.parts
         rows = columns.row[reserved]
         of_key = self.cache.entries.index.keys[rows, 1].tolist()

@@ -91,7 +91,6 @@ def store(
     """Commit parts of keys, all of them if not told which; the payloads are zeros."""
     wanted: U16Array = np.array(range(keyspace.schema.parts) if parts is None else parts, np.uint16)
     reserved = reserve(cache, keyspace, keys, wanted, 0).parts
-    cache.begin(reserved)
     kept = cache.commit(reserved)
     if seals:
         digests = hash_payloads(cache.entries.payload_addresses(kept), cache.entries.payload_bytes(kept))

@@ -36,7 +36,6 @@ def cache() -> Iterator[Cache]:
 def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> I64Array:
     """Reserve and commit at once; what was reserved."""
     reservation = reserve(cache, keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0)
-    cache.begin(reservation.parts)
     cache.commit(reservation.parts)
     return reservation.parts
 
@@ -51,7 +50,6 @@ def test_nothing_but_a_commit_makes_a_key_hit(cache: Cache) -> None:
     reservation = reserve(cache, keyspace, keys_of(1, 2), ONE, 0)
     assert reservation.states.tolist() == [R, R]
     assert states(cache, keyspace, 1, 2, 3) == [P, P, M]
-    cache.begin(reservation.parts)
     assert states(cache, keyspace, 1, 2) == [P, P]
     cache.commit(reservation.parts[:1])
     cache.abort(reservation.parts[1:])
@@ -98,7 +96,6 @@ def test_what_was_held_can_go_once_it_is_let_go(policy: str) -> None:
 
     reserved = reserve(cache, keyspace, keys_of(*range(8)), ONE, 0).parts
     assert one_more(8)[0] == [N], "all is being written"
-    cache.begin(reserved)
     cache.commit(reserved)
     assert [one_more(number)[0] for number in range(100, 109)] == [[R]] * 8 + [[N]]
     cache.abort(np.flatnonzero(cache.entries.parts.state == PartState.RESERVED))
@@ -124,7 +121,6 @@ def test_a_key_of_which_one_part_is_not_written_can_go(policy: str) -> None:
     _, keyspace = make_keyspace(cache, pages=(1, 1))
     store(cache, keyspace, 1, 2)
     first = reserve(cache, keyspace, keys_of(7), ONE, 0).parts
-    cache.begin(first)
     cache.commit(first)
     second = reserve(cache, keyspace, keys_of(7), BOTH[1:], 0).parts
     assert reserve(cache, keyspace, keys_of(8, 9), BOTH, 0).states.tolist() == [R, N]
@@ -168,7 +164,6 @@ def test_the_first_reservation_wins(cache: Cache) -> None:
 def test_only_complete_keys_hit(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache, pages=(1, 2))
     first = reserve(cache, keyspace, keys_of(1), ONE, 0)
-    cache.begin(first.parts)
     cache.commit(first.parts)
     assert states(cache, keyspace, 1) == [M], "one part of two is nothing to load"
     again = reserve(cache, keyspace, keys_of(1), ONE, 0)
@@ -176,7 +171,6 @@ def test_only_complete_keys_hit(cache: Cache) -> None:
     rest = reserve(cache, keyspace, keys_of(1), BOTH, 0)
     assert rest.states.tolist() == [R]
     assert len(rest.parts) == 1, "only what lacks is reserved"
-    cache.begin(rest.parts)
     cache.commit(rest.parts)
     assert states(cache, keyspace, 1) == [H]
     assert keyspace.bytes == 3 * 4096
@@ -248,7 +242,6 @@ def test_what_has_none_of_the_slots_that_are_wanted_stays(policy: str, same: boo
     _, small = make_keyspace(cache, b"c" * 16, pages=(1,))
     for number in range(0, 448, 8):
         made = reserve(cache, large, keys_of(*range(number, number + 8)), ONE, 0).parts
-        cache.begin(made)
         cache.commit(made)
     for number in range(1000, 1128):
         store(cache, large if same else other, number)
@@ -283,7 +276,6 @@ def test_what_one_request_evicts_is_bounded_from_its_first_look_on(
     wide = cache.declare(cache.open_namespace(b"w" * 16, 1, "", 32), GroupSchema(0, GroupKind.FULL, 16, parts=1024))
     cache.set_part_bytes(wide, {0: 4096})
     made = reserve(cache, wide, keys_of(*range(40)), ONE, 0).parts
-    cache.begin(made)
     cache.commit(made)
     assert cache.tier.num_free(1) == 0
     for number in (1, 2, 3):
@@ -398,7 +390,6 @@ def test_a_held_key_outlives_clear_and_drop_but_does_not_hit(cache: Cache) -> No
 def test_a_store_under_way_does_not_survive_a_clear(cache: Cache) -> None:
     namespace, keyspace = make_keyspace(cache)
     reservation = reserve(cache, keyspace, keys_of(1), ONE, 0)
-    cache.begin(reservation.parts)
     for _ in cache.clear(namespace):
         pass
     assert cache.commit(reservation.parts).tolist() == [], "nothing is left to hash"

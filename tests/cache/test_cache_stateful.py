@@ -70,7 +70,6 @@ class CacheMachine(RuleBasedStateMachine):
         parts = parts[:cut]
         if not len(parts):
             return
-        self.cache.begin(parts)
         self.stamp += 1
         for page in self.cache.entries.parts.page[parts].tolist():
             self.arena[page] = self.stamp  # one stamp: the copy's bytes, whole or not at all

@@ -106,7 +106,6 @@ class DiskMachine(RuleBasedStateMachine):
         keyspace = self.keyspace(n)
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
         reserved = reserve(self.tier.cache, keyspace, keys_of(*some), wanted, 0).parts
-        self.tier.cache.begin(reserved)
         self.tier.cache.abort(reserved)
 
     @rule(n=which, some=numbers)

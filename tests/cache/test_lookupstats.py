@@ -39,7 +39,6 @@ def cache() -> Iterator[Cache]:
 
 def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
     parts = reserve(cache, keyspace, keys_of(*numbers), np.arange(keyspace.schema.parts, dtype=np.uint16), 0).parts
-    cache.begin(parts)
     cache.commit(parts)
 
 
@@ -118,7 +117,6 @@ def test_pending_and_incomplete_keys(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache, pages=(1, 1))
     reserve(cache, keyspace, keys_of(1), np.array([0, 1], np.uint16), 0)
     first = reserve(cache, keyspace, keys_of(2), ONE, 0)
-    cache.begin(first.parts)
     cache.commit(first.parts)
     ask(cache, keyspace, 1, 2, 3)
     assert told(cache) == {"pending": 1, "incomplete": 1, "never_stored": 1}

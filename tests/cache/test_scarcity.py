@@ -213,7 +213,6 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
     _, others = keyspace_of(cache, "b", 1024, uid=2)
     store(cache, wide, keys_of(*range(8)), [0])
     reserved = reserve_keys(cache, wide, *range(100, 160))[1]
-    cache.begin(reserved)
     cache.commit(reserved)
     store(cache, others, keys_of(*range(16)), [0])
     owners = cache.entries.owners(np.arange(scarcity_module.WINDOW))

@@ -58,7 +58,6 @@ def test_groups_are_reserved_and_found_as_one_by_one(
         for (_, _, numbers), (keyspace, _), done in zip(before, asked, complete, strict=False):
             parts = reserve_all(cache, [wanted_of(keyspace, keys_of(*numbers))])[0].parts
             if done:
-                cache.begin(parts)
                 cache.commit(parts)
         if number:
             founds = cache.find_all(asked)
@@ -97,7 +96,6 @@ def test_a_group_that_was_cleared_has_nothing() -> None:
     cache = make_cache()
     asked = spaces_of(cache, [(1, PAGE, [1, 2]), (1, PAGE, [1, 2])])
     for made in reserve_all(cache, [wanted_of(keyspace, keys) for keyspace, keys in asked]):
-        cache.begin(made.parts)
         cache.commit(made.parts)
     cache.entries.keyspaces.retire(asked[0][0])
     assert [found.hits.tolist() for found in cache.find_all(asked)] == [[False] * 2, [True] * 2]
@@ -128,7 +126,6 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
     one = cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 16))
     cache.set_part_bytes(one, {0: PAGE})
     made = reserve_all(cache, [Wanted.from_first(many, keys_of(*range(1, 65)), np.zeros(1, np.uint16), 0)])[0]
-    cache.begin(made.parts)
     cache.commit(made.parts)
     assert cache.tier.num_free(1) == 0
     reserved = reserve_all(cache, [wanted_of(one, keys_of(*range(1, 41)))])[0]
@@ -148,7 +145,6 @@ def test_groups_without_keys_or_with_one(counts: list[int], key_bytes: int) -> N
     made = reserve_all(cache, wanted)
     assert [len(one.parts) for one in made] == counts
     parts = np.concatenate([one.parts for one in made])
-    cache.begin(parts)
     cache.commit(parts)
     asked = list(zip(keyspaces, keys, strict=True))
     assert [found.hits.tolist() for found in cache.find_all(asked)] == [[True] * n for n in counts]

@@ -89,7 +89,6 @@ def test_no_step_of_the_cache_is_long() -> None:
             cache.abort(reserved.parts)
             took("abort")
             continue
-        cache.begin(reserved.parts)
         cache.commit(reserved.parts)
         took("commit")
         generations = cache.entries.parts.generation[reserved.parts]

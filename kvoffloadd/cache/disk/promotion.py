@@ -1,7 +1,7 @@
 """Promotion: keys on disk are read into memory slots, verified, and only then served.
 
 Event loop only. The read lanes of the disk's roots write into slots that are reserved here, and nowhere else; until a
-payload is verified its part is in state WRITING, which no lookup hits.
+payload is verified its part is in state RESERVED, which no lookup hits.
 
 A disk may never answer. The slots that it could keep are bounded by windows. A read is cancelled when no fetch waits
 for it any more, and when its root goes off no fetch waits: its slots are free at once. A read that a thread is inside
@@ -303,7 +303,6 @@ class Promotion:
         parts = reservation.parts
         if not len(parts):
             return
-        cache.begin(parts)
         rows = distinct(cache.entries.parts.row[parts])
         reading = ReadBatch(self._next_id, fetch.urgent, fetch.flow, keyspace, rows, len(parts), [])
         self._next_id = self._next_id % 0xFFFFFFFF + 1

@@ -68,7 +68,7 @@ def _check_counts(entries: KeyTable, holds: int, reserved: int) -> list[str]:
     if held != holds:
         findings.append(f"leases: keys are held {held} times, leases and loads account for {holds}")
     state = entries.parts.state[: entries.parts.runs.used]
-    in_flight = sum(int(np.count_nonzero(state == one)) for one in (PartState.RESERVED, PartState.WRITING))
+    in_flight = int(np.count_nonzero(state == PartState.RESERVED))
     if in_flight != reserved:
         findings.append(f"leases: {in_flight} parts are in flight, leases and stores account for {reserved}")
     taken = Counter[int]()
@@ -121,7 +121,7 @@ def _check_spaces(cache: Cache) -> list[str]:
     if aside and not cache.eviction.any_aside:
         findings.append(f"eviction: {aside} keys are set aside, and would stay there")
     parts = entries.parts.state[: entries.parts.runs.used]
-    in_flight = int(np.count_nonzero((parts == PartState.RESERVED) | (parts == PartState.WRITING)))
+    in_flight = int(np.count_nonzero(parts == PartState.RESERVED))
     in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
     if aside > in_use:
         findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use")

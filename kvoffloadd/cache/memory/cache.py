@@ -233,15 +233,12 @@ class Cache:
             if self.lower is not None:
                 self.lower.used(rows)
 
-    # --- writing: `reservation` reserves, then begin, then commit or abort ---
-
-    def begin(self, parts: I64Array) -> None:
-        """A copy is about to write these reserved parts."""
-        self.entries.parts.state[parts] = PartState.WRITING
+    # --- writing: `reservation` reserves, then commit or abort ---
 
     def commit(self, parts: I64Array) -> I64Array:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
         self.counters.parts_committed += len(parts)
+        self.tier.touch(self.entries.parts.page[parts])
         kept, rows = self.entries.commit(parts)
         if self.eviction.any_aside:
             self.eviction.readmit(rows)

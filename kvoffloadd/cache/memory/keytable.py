@@ -166,7 +166,7 @@ class KeyTable:
         unready = np.flatnonzero(self.missing[rows] > 0)
         for width, indices in self.by_width(rows[unready]):
             state = self.parts.state[self.parts.run(self.first[rows[unready[indices]]], width)]
-            flags[unready[indices]] = ((state == PartState.RESERVED) | (state == PartState.WRITING)).any(axis=1)
+            flags[unready[indices]] = (state == PartState.RESERVED).any(axis=1)
         return flags
 
     def evictable(self, rows: U32Array) -> BoolArray:

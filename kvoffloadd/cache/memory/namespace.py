@@ -11,7 +11,7 @@ import numpy as np
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.errors import SchemaError
-from kvoffloadd.model import GroupSchema, I64Array, slot_pages
+from kvoffloadd.model import PAGE_BYTES, GroupSchema, I64Array, slot_pages
 
 _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
@@ -78,7 +78,7 @@ class Keyspace:
     namespace: Namespace
     schema: GroupSchema
     part_bytes: list[int]  # payload size of each part; 0 until a rank that has the part registers; see `set_part_bytes`
-    part_pages: I64Array = field(init=False)  # the size of its slot
+    part_pages: I64Array = field(init=False)  # the size of its slot, see `model.slot_pages`
     queue: Queue | None = None  # chosen by the first payload size that becomes known
     retired: bool = False  # it was cleared, or its namespace is forgotten
     slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
@@ -88,13 +88,16 @@ class Keyspace:
     bytes: int = 0  # committed payload
 
     def __post_init__(self) -> None:
-        self.set_part_bytes({})
+        self._count_pages()
 
     def set_part_bytes(self, sizes: Mapping[int, int]) -> None:
         """These parts, by number, have payloads of these sizes."""
         for part, size in sizes.items():
             self.part_bytes[part] = size
-        self.part_pages = np.array([slot_pages(size) for size in self.part_bytes], np.int64)
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.part_pages = -(-np.array(self.part_bytes, np.int64) // PAGE_BYTES)
 
     def check_part(self, part: int, payload_bytes: int) -> None:
         """Raises SchemaError if another rank registered this part with another size."""

@@ -1,8 +1,8 @@
 """One record per part of each key: its slot, its state, its checksum. Columns, no objects. Event loop only.
 
-EMPTY --reserve--> RESERVED --begin--> WRITING --commit--> COMMITTED --seal--> SEALED
-  ^                   |                   |                    |                 |
-  +-------------------+------abort--------+-------evict--------+-----------------+
+EMPTY --reserve--> RESERVED --commit--> COMMITTED --seal--> SEALED
+  ^                   |                    |                 |
+  +-------abort-------+-------evict--------+-----------------+
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class PartState:
     """
 
     EMPTY: Final = 0
-    RESERVED: Final = 1
-    WRITING: Final = 2
-    COMMITTED: Final = 3
-    SEALED: Final = 4
+    RESERVED: Final = 1  # for a lease, or a copy that waits or writes
+    COMMITTED: Final = 2
+    SEALED: Final = 3
 
 
 class PartTable:

@@ -129,6 +129,8 @@ def reserve_all(cache: Cache, request: Sequence[Wanted]) -> list[Reservation]:
     reserved = [_reserve(cache, groups, rows, hashes) for groups, (rows, hashes) in zip(joined, found, strict=True)]
     if len(present):
         cache.unhold(present)
+    if len(joined) == len(request):
+        return reserved  # no two are alike
     return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
 
 
@@ -141,7 +143,7 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array) -> 
         now = cache.entries.parts.state[cache.entries.records(rows[held], wanted.parts)]
         empty[held] = now == PartState.EMPTY
         states[held[~empty[held].any(axis=1)]] = _HIT
-        writing = ((now == PartState.RESERVED) | (now == PartState.WRITING)).any(axis=1)
+        writing = (now == PartState.RESERVED).any(axis=1)
         states[held[writing]] = _PENDING
     unserved = np.flatnonzero(states == _RESERVED)
     records = _take_slots(cache, wanted, rows, hashes, empty, unserved)
