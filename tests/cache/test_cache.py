@@ -423,6 +423,21 @@ def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     cache.tier.close()
 
 
+def test_a_slab_is_in_use_when_its_keys_are_committed() -> None:
+    """A store may wait for long after its slots were reserved: what it stored is the newest all the same."""
+    cache = make_cache(pages=32, slab_pages=8)
+    _, small = make_keyspace(cache, b"a" * 16)
+    waiting = reserve(cache, small, keys_of(*range(8)), ONE, 0)
+    store(cache, small, *range(8, 32))
+    cache.commit(waiting.parts)
+    _, large = make_keyspace(cache, b"b" * 16, pages=(4,))
+    store(cache, large, 1, 2)
+    assert cache.eviction.slabs_taken_over == 1
+    assert states(cache, small, *range(8)) == [H] * 8
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
 def test_namespaces_do_not_meet_and_empty_ones_are_forgotten(cache: Cache) -> None:
     namespace, keyspace = make_keyspace(cache, b"a" * 16)
     other, other_space = make_keyspace(cache, b"b" * 16)

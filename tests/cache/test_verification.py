@@ -109,3 +109,33 @@ async def test_what_goes_while_what_was_adopted_is_verified(
     await verified
     assert not cache.entries.parts.unverified.any()
     assert len(cache.find(keyspaces[0], keys_of(1)).hit_rows) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("changed size during iteration"), ValueError()])
+async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: Exception) -> None:
+    """The tables may be half-written then: the loop's handler ends the daemon. Until then nobody takes the payload for
+    one that was checked.
+    """
+    loop = asyncio.get_running_loop()
+    told: list[object] = []
+    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    cache, nobody = make_cache(), None
+    plan = adopted(cache)
+    lane = Lane("hash", 1, loop)
+    jobs = Jobs(cache, None, lane, nobody, False)  # type: ignore[arg-type]  # signals are not asked
+
+    def drop(rows: object) -> None:
+        raise error
+
+    cache.drop = drop  # type: ignore[method-assign]
+    cache.entries.parts.digest[plan.parts[3]] += np.uint64(1)
+    results: list[Completion] = []
+    options = CopyOptions(nobody, loop.time() + 60)  # type: ignore[arg-type]  # nor is a device
+    job = jobs.load(plan, options, results.append)
+    assert await jobs.settle({job}, 20.0)
+    assert told == [error]
+    assert [(result.outcome, result.reason) for result in results] == [
+        (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
+    ]
+    assert np.count_nonzero(cache.entries.parts.unverified) == 10
+    await lane.close(5.0)

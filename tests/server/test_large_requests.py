@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvoffloadd.cache.jobs import Completion
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
+from kvoffloadd.model import Outcome
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import registration, registry, status
 from kvoffloadd.server.account import Account, Accounts, caps
 from kvoffloadd.server.context import Context
+from kvoffloadd.server.jobs import GroupJob, SessionLoad
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
@@ -401,3 +405,44 @@ async def test_a_job_that_a_bug_ends_before_it_begins_gives_back_its_charges(roo
             await room.ask(request)
     assert {name: count for name, count in account.used.items() if count} == {n: c for n, c in before.items() if c}
     assert room.session._outbox.reserved_bytes == 0
+
+
+async def test_too_many_keys_are_not_searched_for_duplicates(room: Room) -> None:
+    """A frame of 4 MiB may name half a million: the price is looked at before anything that takes time by the key."""
+    number = (await room.ask(message(1))).registration
+    cap = room.session._limits.keys_per_request
+    twice = m.GroupBlocks(group=0, keys=bytes(32) * (cap + 1), blocks=b"")
+    for request in (
+        m.Store(seq=2, job=1, registration=number, groups=[twice]),
+        m.Load(seq=3, job=2, registration=number, groups=[twice]),
+    ):
+        with pytest.raises(LimitError, match=f"the cap is {cap}"):
+            await room.ask(request)
+
+
+async def test_a_plan_that_fails_leaves_what_the_end_of_the_job_reads(room: Room) -> None:
+    """A load whose keys on disk have come, and which can't be planned again: its completion names all of its keys."""
+    number = (await room.ask(message(1))).registration
+    group = room.registry.registrations[number].groups[0]
+    cache = room.context.cache
+    (namespace,) = cache.namespaces.values()
+    keyspace = namespace.keyspaces[0]
+    keys = np.arange(8, dtype=np.uint64).reshape(2, 4)
+    made = GroupJob(keyspace, group, keys, np.zeros((2, 1), np.uint32), 0)
+    nobody: Any = None
+    load = SessionLoad(
+        1, nobody, nobody, nobody, [np.zeros(0, np.int64)], [np.arange(2)],
+        cache=cache, groups=[made], wanted=[np.ones(2, bool)], on_disk=nobody,
+        lookups=cache.find_all([(keyspace, keys)]),
+    )  # fmt: skip
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    entries: Any = cache.entries
+    entries.records = fail
+    with pytest.raises(MemoryError):
+        load.resolve()
+    del entries.records
+    end = Completion(Outcome.FAILED, 0, 0.0, np.zeros(0, bool))
+    assert [indices.tolist() for indices in load.failed(end)] == [[0, 1]]
