@@ -154,12 +154,14 @@ def _arguments() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--only", default="", metavar="TEXT", help="of the mutants that are written down, those with this in the name")
-    add("--sample", type=int, default=60, help="how many to draw from the syntax (default: %(default)s)")
+    add("--sample", type=int, help="how many to draw from the syntax (default: 60, with --only none)")
     add("--room", action="append", choices=list(ROOMS), help="draw from this folder (default: from all)")
     add("--floor", type=float, default=90.0, help="percent of the sample to be killed (default: %(default)s)")
     add("--jobs", type=int, default=2, help="mutants under test at once (default: %(default)s)")
     add_seed(parser)
     given = parser.parse_args()
+    if given.sample is None:
+        given.sample = 0 if given.only else 60
     if min(given.sample, given.floor) < 0 or given.jobs < 1:
         parser.error("--sample and --floor: not below 0; --jobs: at least 1")
     return given
