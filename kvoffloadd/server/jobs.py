@@ -149,7 +149,7 @@ class SessionJobs:
                 raise BlockIdError(f"group {group.registered.group}: a store needs all block ids of each key")
         lease = self.instance.leases.write(message.lease) if message.lease else None
         leased = self._leased(groups, lease) if lease else None
-        charge = self._charge(groups)
+        charge, reserved = self._charge(groups), leased
         try:
             reserved = leased or self._reserve(groups)
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
@@ -157,21 +157,22 @@ class SessionJobs:
                 BlockList(group.registered.plans, group.blocks, r.keys, r.columns, r.addresses)
                 for group, r in zip(groups, reserved, strict=True)
             ]
-            if lease:
-                self.instance.leases.fill(lease, parts)
-                self.account.refund(leases=len(parts))
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
-            on_end, jobs = partial(self._complete, request), self.context.jobs
             reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
-            if len(parts):
-                job = jobs.store(parts, lists, options, on_end)
-            else:
-                job = jobs.finish(Direction.STORE, options, on_end)
-            self._add(request, job)
         except BaseException:
+            for made in [] if lease else reserved or []:
+                self.context.cache.abort(made.parts)
             self._refund(charge)
             raise
+        if lease:
+            self.instance.leases.fill(lease, parts)
+            self.account.refund(leases=len(parts))
+        on_end, jobs = partial(self._complete, request), self.context.jobs
+        if len(parts):
+            self._begin(request, partial(jobs.store, parts, lists, options, on_end))
+        else:
+            self._begin(request, partial(jobs.finish, Direction.STORE, options, on_end))
         return reply
 
     def load(self, message: Load, registration: Registration) -> Accepted:
@@ -207,16 +208,16 @@ class SessionJobs:
                 message.job, registration, options, charge, nothing, [np.arange(len(group.keys)) for group in groups],
                 cache=cache, groups=groups, wanted=wanted, lookups=lookups, on_disk=on_disk,
             )  # fmt: skip
-            on_end = partial(self._complete, request)
             reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
-            if any(mask.any() for mask in wanted):
-                job = jobs.load(request.resolve(), options, on_end, request if on_disk else None)
-            else:
-                job = jobs.finish(Direction.LOAD, options, on_end)
-            self._add(request, job)
+            plan = request.resolve() if any(mask.any() for mask in wanted) else None
         except BaseException:
             self._refund(charge)
             raise
+        on_end = partial(self._complete, request)
+        if plan is not None:
+            self._begin(request, partial(jobs.load, plan, options, on_end, request if on_disk else None))
+        else:
+            self._begin(request, partial(jobs.finish, Direction.LOAD, options, on_end))
         return reply
 
     def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
@@ -382,25 +383,33 @@ class SessionJobs:
 
     # --- the life of a job ---
 
-    def _add(self, request: SessionJob, job: Job) -> None:
-        """Add a job that is under way; its end comes later."""
-        request.job = job
+    def _begin(self, request: SessionJob, start: Callable[[], Job]) -> None:
+        """Add the job, and start it; its end comes later. If it can't be started, nothing of it is left."""
         self.running[request.id] = request
-        request.registration.running.add(job)
         for progress in (self.namespace.jobs, self.context.jobs.progress):
             request.counted.append((progress, progress.begin()))
+        try:
+            request.job = start()
+        except BaseException:
+            self._remove(request)
+            raise
+        request.registration.running.add(request.job)
+
+    def _remove(self, request: SessionJob) -> None:
+        """The job has ended, or was never started: nothing counts for it any more."""
+        del self.running[request.id]
+        self._refund(request.charge)
+        for progress, number in request.counted:
+            progress.end(number)
 
     def _complete(self, request: SessionJob, result: Completion) -> None:
-        del self.running[request.id]
         if request.job is not None:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
         try:
             completed = _completed(request, result)
         finally:
-            self._refund(request.charge)
-            for progress, number in request.counted:
-                progress.end(number)
+            self._remove(request)
         self.push(completed)
 
 

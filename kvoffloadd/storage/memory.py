@@ -117,7 +117,7 @@ class MemoryTier:
         return int(self.slab_touched[list(known.slabs)].min()) if known and known.slabs else 0
 
     def take(self, size: int, owners: U32Array) -> U32Array:
-        """One slot of `size` pages per owner; the caller has made sure of `num_free`. Returns first pages."""
+        """One slot of `size` pages per owner, used now; the caller has made sure of `num_free`. Returns first pages."""
         pool = self._sizes.setdefault(size, _Size(size))
         while pool.num_free < len(owners):
             slab = next((s for s in reversed(self._unassigned) if self._slab_length(s) >= size), None)
@@ -128,6 +128,7 @@ class MemoryTier:
         pages = pool.pop(len(owners))
         self._owner[pages] = owners + np.uint32(1)
         np.add.at(self._slab_used, pages // self.slab_pages, 1)
+        self.touch(pages)  # or a slab that was just taken over would be the coldest, as what was in it before
         return pages
 
     def restore(self, pages: U32Array, owners: U32Array) -> None:
@@ -158,6 +159,11 @@ class MemoryTier:
         sizes = self._slab_size[slabs]
         for size in np.unique(sizes).tolist():
             self._sizes[size].push(pages[sizes == size][::-1])
+
+    def touch_slab(self, slab: int) -> None:
+        """Note that something in the slab is in use."""
+        self._tick += 1
+        self.slab_touched[slab] = self._tick
 
     def touch(self, pages: U32Array) -> None:
         """Note a use of these slots; feeds `coldest_slabs`."""

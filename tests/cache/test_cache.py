@@ -423,6 +423,25 @@ def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     cache.tier.close()
 
 
+@pytest.mark.parametrize("held", ["reserved", "pinned"])
+def test_slabs_in_use_starve_no_other_size(held: str) -> None:
+    """However many of them lie before those that could be taken over."""
+    cache = make_cache(pages=256, slab_pages=8)
+    _, small = make_keyspace(cache, b"a" * 16)
+    for number in range(256):
+        store(cache, small, number)
+    if held == "reserved":
+        _, large = make_keyspace(cache, b"b" * 16, pages=(4,))
+        assert len(reserve(cache, large, keys_of(*range(2 * eviction.SLABS_TRIED)), ONE, 0).parts) == 16
+    else:
+        cache.hold(cache.find(small, keys_of(*range(0, 8 * eviction.SLABS_TRIED, 8))).hit_rows)
+    _, other = make_keyspace(cache, b"c" * 16, pages=(2,))
+    for _ in range(2):
+        states = reserve(cache, other, keys_of(1, 2, 3), ONE, 0).states.tolist()
+    assert N not in states
+    cache.tier.close()
+
+
 def test_a_slab_is_in_use_when_its_keys_are_committed() -> None:
     """A store may wait for long after its slots were reserved: what it stored is the newest all the same."""
     cache = make_cache(pages=32, slab_pages=8)

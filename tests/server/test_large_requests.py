@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.jobs import Completion
+from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.model import Outcome
@@ -393,6 +395,7 @@ async def test_a_job_that_a_bug_ends_before_it_begins_gives_back_its_charges(roo
         raise ZeroDivisionError
 
     jobs: Any = room.context.jobs
+    jobs.progress = Progress()
     jobs.store = jobs.load = jobs.finish = fail
     account = room.context.accounts.of(0)
     before = dict(account.used)
@@ -405,6 +408,7 @@ async def test_a_job_that_a_bug_ends_before_it_begins_gives_back_its_charges(roo
             await room.ask(request)
     assert {name: count for name, count in account.used.items() if count} == {n: c for n, c in before.items() if c}
     assert room.session._outbox.reserved_bytes == 0
+    assert jobs.progress.is_past(jobs.progress.last)
 
 
 async def test_too_many_keys_are_not_searched_for_duplicates(room: Room) -> None:
@@ -446,3 +450,20 @@ async def test_a_plan_that_fails_leaves_what_the_end_of_the_job_reads(room: Room
     del entries.records
     end = Completion(Outcome.FAILED, 0, 0.0, np.zeros(0, bool))
     assert [indices.tolist() for indices in load.failed(end)] == [[0, 1]]
+
+
+async def test_a_store_that_a_bug_ends_behind_its_reservation_gives_its_slots_back(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = (await room.ask(message(1))).registration
+
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    blocks = m.GroupBlocks(group=0, keys=bytes(32), blocks=bytes(4))
+    with monkeypatch.context() as planted:
+        planted.setattr("kvoffloadd.server.jobs.Accepted", fail)
+        with pytest.raises(MemoryError):
+            await room.ask(m.Store(seq=2, job=1, registration=number, groups=[blocks]))
+    assert check(room.cache, 0, 0) == []
+    assert room.cache.counters.parts_aborted == 1

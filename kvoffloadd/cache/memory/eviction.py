@@ -169,6 +169,8 @@ class Eviction:
                 self.slabs_taken_over += 1
                 self._resize(size)
                 return True
+            if colder_than is None:  # something in it is held or being written: next time others are tried before it
+                self._tier.touch_slab(slab)
         return False
 
     def _resize(self, size: int) -> None:
