@@ -35,7 +35,7 @@ while time.monotonic() < end:
         served += 1
     except KvOffloadError as error:
         failed += 1
-        time.sleep(0.01)
+    time.sleep(0.0025)  # less often than the daemon's limit for one user
     longest = max(longest, time.monotonic() - began)
 print(served, failed, round(longest, 2))
 """
