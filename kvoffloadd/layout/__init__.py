@@ -7,28 +7,28 @@ that lets us allocate. Importing this loads no torch.
 from kvoffloadd.layout.backend import (
     FLASH_HND,
     FLASH_NHD,
+    FLASHINFER_HND,
     LATENT,
     PACKED_HND,
     PACKED_NHD,
     TRITON_HND,
     TRITON_NHD,
     Backend,
-    probe_block_dim,
 )
 from kvoffloadd.layout.cache import CanonicalCache, canonicalise
 from kvoffloadd.layout.canonical import Canonical, canonical_geometry, kernel_ids
 from kvoffloadd.layout.crosslayer import cross_layers
-from kvoffloadd.layout.fingerprint import fingerprint
 from kvoffloadd.layout.geometry import Rows, View
 from kvoffloadd.layout.heads import Share, share_of
 from kvoffloadd.layout.packing import packed_block_size, packed_pages
 from kvoffloadd.layout.plan import HOST, Allocated, Plan, TensorPlan
 from kvoffloadd.layout.reach import Reach, clip, descriptors, group_ids
 from kvoffloadd.layout.rows import packed_rows, packs_rows, uniform_type
-from kvoffloadd.layout.spec import Attention, LayerGroup, LayerKind, LayerSpec, Mamba, State, layer_kind
+from kvoffloadd.layout.spec import Attention, LayerGroup, LayerKind, LayerSpec, Mamba, Opaque, State, layer_kind
 from kvoffloadd.layout.validity import Loaded, valid_prefix
 
 __all__ = [
+    "FLASHINFER_HND",
     "FLASH_HND",
     "FLASH_NHD",
     "HOST",
@@ -47,6 +47,7 @@ __all__ = [
     "LayerSpec",
     "Loaded",
     "Mamba",
+    "Opaque",
     "Plan",
     "Reach",
     "Rows",
@@ -59,7 +60,6 @@ __all__ = [
     "clip",
     "cross_layers",
     "descriptors",
-    "fingerprint",
     "group_ids",
     "kernel_ids",
     "layer_kind",
@@ -67,7 +67,6 @@ __all__ = [
     "packed_pages",
     "packed_rows",
     "packs_rows",
-    "probe_block_dim",
     "share_of",
     "uniform_type",
     "valid_prefix",

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffloadd.errors import UsageError
 
 LAYER, BLOCK, KV, TOKEN, HEAD, DIM, PAIR = "layer", "block", "kv", "token", "head", "dim", "pair"
 """Names of dimensions. `kv`: 2, K and V; `dim`: a head's size; `pair`: 2 x dim, K and V of a head side by side."""
-
-SENTINEL_BLOCKS = 1_000_003
-"""A number of blocks that is no other dimension of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +31,6 @@ class Backend:
             raise UsageError(f"backend {self.name}: {self.memory} is no order of {self.shape}")
         if self.layered is not None and sorted(self.layered) != sorted((LAYER, *self.shape)):
             raise UsageError(f"backend {self.name}: {self.layered} is no order of layer and {self.shape}")
-
-    @classmethod
-    def from_orders(
-        cls, name: str, shape: Sequence[str], order: Sequence[int], layered: Sequence[int] | None = None
-    ) -> Backend:
-        """From permutations, as engines write them: `order[i]` is the dimension that is i-th in memory.
-
-        `layered` permutes (layer, *shape). Raises UsageError.
-        """
-        return cls(
-            name,
-            tuple(shape),
-            _permuted(name, shape, order),
-            None if layered is None else _permuted(name, (LAYER, *shape), layered),
-        )
-
-    @classmethod
-    def probe(cls, name: str, shape: Sequence[str], order: Callable[[bool], Sequence[int]]) -> Backend:
-        """Ask a backend: `order(False)` is its order, `order(True)` the one with layers.
-
-        A backend that raises AttributeError, NotImplementedError, TypeError or ValueError for the latter has none.
-        Raises UsageError.
-        """
-        try:
-            layered = tuple(order(True))
-        except (AttributeError, NotImplementedError, TypeError, ValueError):
-            layered = None
-        return cls.from_orders(name, shape, tuple(order(False)), layered)
 
     @property
     def with_layers(self) -> tuple[str, ...]:
@@ -88,31 +56,13 @@ class Backend:
         return self.shape.index(BLOCK)
 
 
-def _permuted(name: str, shape: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
-    if sorted(order) != list(range(len(shape))):
-        raise UsageError(f"backend {name}: {tuple(order)} is no order of the {len(shape)} dimensions {tuple(shape)}")
-    return tuple(shape[at] for at in order)
-
-
-def probe_block_dim(shape_of: Callable[[int], Sequence[int]]) -> int:
-    """Which dimension of `shape_of(num_blocks)` counts blocks: asked with a number that nothing else has.
-
-    A search in the real shape would be fooled: two blocks look like K and V, 16 like the tokens of a block.
-    Raises UsageError unless the number occurs exactly once.
-    """
-    shape = tuple(shape_of(SENTINEL_BLOCKS))
-    if shape.count(SENTINEL_BLOCKS) != 1:
-        raise UsageError(f"no single dimension counts blocks: with {SENTINEL_BLOCKS} blocks the shape is {shape}")
-    return shape.index(SENTINEL_BLOCKS)
-
-
 FLASH_NHD = Backend(
     "flash-nhd",
     (KV, BLOCK, TOKEN, HEAD, DIM),
     (KV, BLOCK, TOKEN, HEAD, DIM),
     (BLOCK, LAYER, KV, TOKEN, HEAD, DIM),
 )
-"""K and V apart, tokens before heads."""
+"""FlashAttention's. K and V apart, tokens before heads."""
 
 FLASH_HND = Backend(
     "flash-hnd",
@@ -128,15 +78,23 @@ TRITON_NHD = Backend(
     (BLOCK, KV, TOKEN, HEAD, DIM),
     (BLOCK, LAYER, KV, TOKEN, HEAD, DIM),
 )
-"""Blocks first, tokens before heads."""
+"""Triton's and FlashInfer's. Blocks first, tokens before heads."""
 
 TRITON_HND = Backend(
     "triton-hnd",
     (BLOCK, KV, TOKEN, HEAD, DIM),
-    (BLOCK, HEAD, KV, TOKEN, DIM),
+    (BLOCK, KV, HEAD, TOKEN, DIM),
     (BLOCK, HEAD, LAYER, KV, TOKEN, DIM),
 )
-"""Blocks first, heads first in memory."""
+"""Triton's. Blocks first, heads before tokens; with layers, heads before those and before K and V."""
+
+FLASHINFER_HND = Backend(
+    "flashinfer-hnd",
+    (BLOCK, KV, TOKEN, HEAD, DIM),
+    (BLOCK, KV, HEAD, TOKEN, DIM),
+    (BLOCK, KV, HEAD, LAYER, TOKEN, DIM),
+)
+"""FlashInfer's. The same, but with layers K and V stay outermost in a block."""
 
 PACKED_HND = Backend(
     "packed-hnd", (BLOCK, HEAD, TOKEN, PAIR), (BLOCK, HEAD, TOKEN, PAIR), (BLOCK, LAYER, HEAD, TOKEN, PAIR)

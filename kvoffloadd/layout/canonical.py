@@ -11,7 +11,7 @@ from kvoffloadd.client import Group
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import HEAD, Backend
 from kvoffloadd.layout.geometry import Rows, RowSegment, Run, View, merged, refs_of, segments
-from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, check_groups, item_bytes
+from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, Opaque, check_groups, item_bytes
 from kvoffloadd.model import Ref
 
 
@@ -62,7 +62,10 @@ def _layer_segments(layer: str, spec: LayerSpec, views: Sequence[View]) -> list[
             said = ", ".join(str(view) for view in views)
             raise UsageError(f"layer {layer}: states {said} are not those of {spec.states}, blocks first")
         return [one for view in views for one in segments(layer, view, 0, 1)]
-    _check_attention(layer, spec, views)
+    if isinstance(spec, Attention):
+        _check_attention(layer, spec, views)
+    else:
+        _check_bytes(layer, spec, views)
     return [one for view in views for one in segments(layer, view, spec.block_dim, spec.kernel_blocks)]
 
 
@@ -79,7 +82,7 @@ def _held_runs(
     found: list[RowSegment] = []
     for layer in group.layers:
         spec = specs[layer]
-        if isinstance(spec, Mamba) or not isinstance(spec.backend, Backend) or HEAD not in spec.backend.shape:
+        if not isinstance(spec, Attention) or not isinstance(spec.backend, Backend) or HEAD not in spec.backend.shape:
             raise UsageError(f"layer {layer}: {group.held} parts of it are held, but where its heads lie is not known")
         if spec.num_kv_heads % group.held:
             raise UsageError(f"layer {layer}: {spec.num_kv_heads} heads are not {group.held} equal parts")
@@ -95,17 +98,25 @@ def _check_attention(layer: str, spec: Attention, views: Sequence[View]) -> None
     known = isinstance(spec.backend, Backend)
     if len(views) != 1 and (known or len(views) != 2):
         raise UsageError(f"layer {layer}: {said}: {len(views)} tensors, where its spec describes one")
-    if not all(0 <= spec.block_dim < len(view.shape) for view in views):
-        raise UsageError(f"layer {layer}: {said} has no dimension {spec.block_dim} that counts blocks")
-    per_block = sum(_bytes_behind(view, spec.block_dim) for view in views) * spec.kernel_blocks
-    if per_block != spec.payload_bytes or any(item_bytes(view.dtype) != item_bytes(spec.dtype) for view in views):
-        raise UsageError(
-            f"layer {layer}: {said} has {per_block} bytes a block, its spec says {spec.payload_bytes} of {spec.dtype}"
-        )
+    _check_bytes(layer, spec, views)
     count = views[0].shape[spec.block_dim]
     expected = spec.shape(count // spec.kernel_blocks)
     if expected is not None and expected != views[0].shape and count % spec.kernel_blocks == 0:
         raise UsageError(f"layer {layer}: {said} is not of the backend's shape {expected}")
+
+
+def _check_bytes(layer: str, spec: Attention | Opaque, views: Sequence[View]) -> None:
+    """That the layer's tensors count blocks where the spec says, and have its bytes of each."""
+    said = " and ".join(map(str, views))
+    if not all(0 <= spec.block_dim < len(view.shape) for view in views):
+        raise UsageError(f"layer {layer}: {said} has no dimension {spec.block_dim} that counts blocks")
+    per_block = sum(_bytes_behind(view, spec.block_dim) for view in views) * spec.kernel_blocks
+    wrong_items = isinstance(spec, Attention) and {item_bytes(view.dtype) for view in views} != {item_bytes(spec.dtype)}
+    if per_block != spec.payload_bytes or wrong_items:
+        of_dtype = f" of {spec.dtype}" if isinstance(spec, Attention) else ""
+        raise UsageError(
+            f"layer {layer}: {said} has {per_block} bytes a block, its spec says {spec.payload_bytes}{of_dtype}"
+        )
 
 
 def _bytes_behind(view: View, block_dim: int) -> int:
@@ -114,7 +125,11 @@ def _bytes_behind(view: View, block_dim: int) -> int:
 
 
 def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
-    """Segments of one tensor together, in the order in which layers first use them."""
+    """Segments of one tensor together, in the order in which layers first use them.
+
+    Rows of different blocks have no bytes in common then. Within a block, layers of different groups may overlap,
+    whatever their kernel blocks: a block id has one group at a time. Those of one group may not (`_check_apart`).
+    """
     first = {id(segment): at for at, segment in enumerate(found)}
     clusters: list[list[RowSegment]] = []
     by_memory = sorted(
@@ -125,8 +140,6 @@ def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
             clusters[-1].append(segment)
         else:
             clusters.append([segment])
-    for cluster in clusters:
-        _check_kernel_blocks(cluster)
     return sorted(clusters, key=lambda cluster: min(first[id(segment)] for segment in cluster))
 
 
@@ -135,20 +148,6 @@ def _fits(cluster: Sequence[RowSegment], segment: RowSegment) -> bool:
     head, rows = cluster[0].rows, segment.rows
     same = (head.memory, head.num_blocks, head.stride_bytes) == (rows.memory, rows.num_blocks, rows.stride_bytes)
     return same and rows.offset + rows.page_bytes <= head.offset + head.stride_bytes
-
-
-def _check_kernel_blocks(cluster: Sequence[RowSegment]) -> None:
-    """Kernel blocks of layers that share rows interleave; with different ratios they would interleave differently."""
-    starts: dict[str, int] = {}
-    for segment in cluster:
-        starts[segment.layer] = min(segment.rows.offset, starts.get(segment.layer, segment.rows.offset))
-    other = next((one for one in cluster if one.kernel_blocks != cluster[0].kernel_blocks), None)
-    if other is not None and len(set(starts.values())) > 1:
-        raise UsageError(
-            f"layers {cluster[0].layer} and {other.layer} share a tensor with other layers, but have "
-            f"{cluster[0].kernel_blocks} and {other.kernel_blocks} kernel blocks a block: their bytes would overlap; "
-            "give them equal kernel blocks, or tensors of their own"
-        )
 
 
 def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[int, int]) -> list[Rows]:
@@ -244,11 +243,13 @@ def _group(
 def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
     """That no two runs of a block overlap: one group's layers can't use the same bytes."""
     ordered = sorted(placed, key=lambda one: one[1])
-    for (one, (offset, length)), (other, (begin, _)) in itertools.pairwise(ordered):
+    for (one, (offset, length)), (other, (begin, size)) in itertools.pairwise(ordered):
         if offset + length > begin:
+            end = min(offset + length, begin + size)
             raise UsageError(
-                f"layers {one} and {other} of one group overlap in the same block: bytes {begin} to {offset + length} "
-                "of its row are both's; layers of a group need slots of their own"
+                f"layers {one} and {other} of one group overlap in the same block: bytes {begin} to {end} "
+                "of its row are both's; layers of a group need slots of their own, and equal kernel blocks where they "
+                "share a tensor"
             )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.place import Place, Sharing, own_view, shared_views, sharing
 from kvoffloadd.layout.plan import Plan, TensorPlan
-from kvoffloadd.layout.spec import LayerGroup, LayerSpec, attention, check_blocks, check_groups
+from kvoffloadd.layout.spec import LayerGroup, LayerSpec, check_blocks, check_groups
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -21,39 +22,72 @@ def cross_layers(
 ) -> Plan:
     """One tensor for each page size in use, and one for each layer that can't share.
 
-    Shared tensors are (num_blocks, slots, page_bytes), or (num_blocks * kernel_blocks, ...) of kernel pages; where
-    backends want heads first, (num_blocks, heads, slots, per_head_bytes). `slots`: which layers share memory, at most
-    one a group; without it, the n-th layers of all groups do, counted by page size.
+    Shared tensors are (num_blocks, slots, page_bytes), or (num_blocks * kernel_blocks, ...) of kernel pages if all of
+    its groups have so many; where backends want heads first, (num_blocks, heads, slots, per_head_bytes). `slots`: which
+    layers share memory, at most one a group; without it, the n-th layers of all groups do, counted by page size.
 
     Raises UsageError for layers that do not fit on one slot.
     """
     check_groups(specs, groups)
     check_blocks(num_blocks)
     keys = {layer: sharing(layer, spec) for layer, spec in specs.items()}
-    by_key: dict[Sharing, list[tuple[str, ...]]] = {}
-    for slot in default_slots(keys, groups) if slots is None else _checked(keys, groups, slots):
-        key = keys[slot[0]]
-        if key is not None:
-            by_key.setdefault(key, []).append(slot)
+    named = default_slots(keys, groups) if slots is None else _checked(keys, groups, slots)
     tensors: list[TensorPlan] = []
     views: dict[str, tuple[View, ...]] = {}
-    for key, members in by_key.items():
-        plan = TensorPlan(_shape(num_blocks, len(members), key), tuple(members))
-        for at, slot in enumerate(members):
-            place = Place(len(tensors), plan.bytes // num_blocks, at, len(members))
+    for shared in _shared_tensors(named, keys, specs, groups):
+        plan = TensorPlan(_shape(num_blocks, shared), tuple(shared.slots))
+        for at, slot in enumerate(shared.slots):
+            place = Place(len(tensors), plan.bytes // num_blocks, at, len(shared.slots))
             views.update({layer: shared_views(layer, specs[layer], num_blocks, place) for layer in slot})
         tensors.append(plan)
     for layer, key in keys.items():
         if key is None:
-            spec = attention(layer, specs[layer])
-            views[layer] = (own_view(layer, spec, num_blocks, len(tensors)),)
-            tensors.append(TensorPlan((num_blocks, spec.page_bytes), ((layer,),)))
+            views[layer] = (own_view(layer, specs[layer], num_blocks, len(tensors)),)
+            tensors.append(TensorPlan((num_blocks, specs[layer].page_bytes), ((layer,),)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), tuple(groups))
 
 
-def _shape(num_blocks: int, slots: int, key: Sharing) -> tuple[int, ...]:
-    outside = tuple(size for _, size in key.outside)
-    return (num_blocks * key.kernel_blocks, *outside, slots, key.page_bytes)
+@dataclass(frozen=True, slots=True)
+class _SharedTensor:
+    """`kernel_blocks`: of each group's layers."""
+
+    key: Sharing
+    slots: list[tuple[str, ...]]
+    kernel_blocks: dict[int, int]
+
+
+def _shared_tensors(
+    slots: Slots, keys: Mapping[str, Sharing | None], specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]
+) -> list[_SharedTensor]:
+    """Slots of one page size together, as far as the layers of each group have equal kernel blocks: those of one group
+    would overlap otherwise, while different groups never use the same block.
+    """
+    group_of = {layer: group.group for group in groups for layer in group.layers}
+    found: list[_SharedTensor] = []
+    for slot in slots:
+        key = keys[slot[0]]
+        if key is None:
+            continue
+        ratios = {group_of[layer]: specs[layer].kernel_blocks for layer in slot}
+        fitting = (
+            one
+            for one in found
+            if one.key == key and all(one.kernel_blocks.get(group, ratio) == ratio for group, ratio in ratios.items())
+        )
+        shared = next(fitting, None)
+        if shared is None:
+            shared = _SharedTensor(key, [], {})
+            found.append(shared)
+        shared.slots.append(slot)
+        shared.kernel_blocks.update(ratios)
+    return found
+
+
+def _shape(num_blocks: int, shared: _SharedTensor) -> tuple[int, ...]:
+    ratios = set(shared.kernel_blocks.values())
+    ratio = ratios.pop() if len(ratios) == 1 else 1
+    outside = (size for _, size in shared.key.outside)
+    return (num_blocks * ratio, *outside, len(shared.slots), shared.key.page_bytes // ratio)
 
 
 def default_slots(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup]) -> Slots:
@@ -82,11 +116,8 @@ def _checked(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup], s
             if group_of[first] == group_of[other]:
                 raise UsageError(f"layers {first} and {other} are of one group: they need slots of their own")
             if one is None or two is None:
-                raise UsageError(f"layer {first if one is None else other} can't share a slot: its backend isolates it")
-            if one.kernel_blocks != two.kernel_blocks:
                 raise UsageError(
-                    f"layers {first} and {other} can't share a slot: they have {one.kernel_blocks} and "
-                    f"{two.kernel_blocks} kernel blocks a block, their bytes would overlap"
+                    f"layer {first if one is None else other} can't share a slot: it needs a tensor of its own"
                 )
             if one != two:
                 raise UsageError(

@@ -26,12 +26,13 @@ def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: in
     `parts`: as many as the largest engine has ranks, if engines of several sizes share a namespace: each part is an
     equal range of heads, and a rank of a smaller engine holds several. 0: as many as there are ranks here.
 
-    Raises UsageError where heads, parts and ranks do not divide, and for Mamba, whose states are no heads.
+    Raises UsageError where heads, parts and ranks do not divide, and for Mamba and opaque layers, which have no heads.
     """
     if not 0 <= rank < ranks:
         raise UsageError(f"rank {rank} of {ranks}")
-    if kind is LayerKind.MAMBA:
-        raise UsageError("Mamba states can't be shared across tensor-parallel sizes: they are no heads")
+    if kind in (LayerKind.MAMBA, LayerKind.OPAQUE):
+        what = "Mamba states" if kind is LayerKind.MAMBA else "opaque layers"
+        raise UsageError(f"{what} can't be shared across tensor-parallel sizes: they are no heads")
     if kind is LayerKind.MLA:
         return Share(1, 0, 1, rank == 0)
     shards = min(ranks, total_heads)

@@ -8,28 +8,27 @@ from dataclasses import dataclass
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import BLOCK, LAYER, Backend
 from kvoffloadd.layout.geometry import View
-from kvoffloadd.layout.spec import Attention, LayerSpec, Mamba, item_bytes
+from kvoffloadd.layout.spec import Attention, LayerSpec, Mamba, Opaque, attention, item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Layers with equal ones can share a tensor.
+    """Layers with equal ones can share a tensor; in one group, if they have equal kernel blocks too.
 
     `outside`: sizes of the dimensions between block and layer, () or (("head", heads),). `page_bytes`: what lies of one
-    (kernel) block of one layer behind each of their combinations, with padding.
+    block of one layer behind each of their combinations, with padding.
     """
 
     outside: tuple[tuple[str, int], ...]
     page_bytes: int
-    kernel_blocks: int
 
 
 def sharing(layer: str, spec: LayerSpec) -> Sharing | None:
     """With what the layer can share a tensor; None: it is isolated. Raises UsageError where padding does not divide."""
     if isinstance(spec, Mamba):
-        return Sharing((), spec.page_bytes, 1)
-    backend = spec.backend
-    if not isinstance(backend, Backend) or not backend.shares:
+        return Sharing((), spec.page_bytes)
+    backend = spec.backend if isinstance(spec, Attention) else None
+    if not isinstance(spec, Attention) or not isinstance(backend, Backend) or not backend.shares:
         return None
     axes = spec.axes(1)
     outside = tuple((axis, axes[axis]) for axis in backend.outside_layers)
@@ -37,7 +36,7 @@ def sharing(layer: str, spec: LayerSpec) -> Sharing | None:
     page = spec.page_bytes
     if page % (pieces * item_bytes(spec.dtype)):
         raise UsageError(f"layer {layer}: a page of {page} bytes is not {pieces} equal pieces of {spec.dtype}")
-    return Sharing(outside, page // pieces, spec.kernel_blocks)
+    return Sharing(outside, page // math.prod(size for _, size in outside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,11 @@ def shared_views(layer: str, spec: LayerSpec, num_blocks: int, place: Place) -> 
     if isinstance(spec, Mamba):
         return _states(layer, spec, num_blocks, place)
     share = sharing(layer, spec)
+    if isinstance(spec, Opaque):
+        raise UsageError(f"layer {layer}: it is opaque, and needs a tensor of its own")
     if share is None or not isinstance(spec.backend, Backend):
         raise UsageError(f"layer {layer}: its backend has no order with blocks first and layers behind them")
+    page = share.page_bytes // spec.kernel_blocks
     item, axes = item_bytes(spec.dtype), spec.axes(num_blocks)
     pitch = _exact(layer, place.row_bytes, spec.kernel_blocks, "the row")
     base = _exact(layer, place.base, spec.kernel_blocks, "the place in the row")
@@ -68,12 +70,12 @@ def shared_views(layer: str, spec: LayerSpec, num_blocks: int, place: Place) -> 
     inner = item
     for axis in reversed(spec.backend.with_layers[1:]):
         if axis == LAYER:
-            inner = share.page_bytes * place.slots
+            inner = page * place.slots
         else:
             strides[axis] = inner
             inner *= axes[axis]
     order = spec.backend.shape
-    offset = base + place.slot * share.page_bytes
+    offset = base + place.slot * page
     return (_view(layer, place.memory, offset, [(axes[axis], strides[axis]) for axis in order], spec.dtype),)
 
 
@@ -92,11 +94,16 @@ def _states(layer: str, spec: Mamba, num_blocks: int, place: Place) -> tuple[Vie
     return tuple(views)
 
 
-def own_view(layer: str, spec: Attention, num_blocks: int, memory: int) -> View:
-    """The layer's tensor in memory of its own, in its backend's order; blocks need not come first.
+def own_view(layer: str, spec: LayerSpec, num_blocks: int, memory: int) -> View:
+    """The layer's tensor in memory of its own, in its backend's order; blocks need not come first. Of an opaque layer:
+    int8 (kernel blocks, bytes of one).
 
-    Raises UsageError for a backend that is not known, and for padding where blocks do not come first.
+    Raises UsageError for Mamba, for a backend that is not known, and for padding where blocks do not come first.
     """
+    if isinstance(spec, Opaque):
+        page = spec.page_bytes // spec.kernel_blocks
+        return View(memory, 0, (num_blocks * spec.kernel_blocks, page), (page, 1), "int8")
+    spec = attention(layer, spec)
     backend = spec.backend
     if not isinstance(backend, Backend):
         raise UsageError(f"layer {layer}: to allocate its tensor, its backend's order must be known")

@@ -2,52 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.geometry import View
 from kvoffloadd.layout.place import Place, shared_views
 from kvoffloadd.layout.plan import Plan, TensorPlan
-from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, check_blocks, check_groups, nth_layers
+from kvoffloadd.layout.spec import (
+    Attention,
+    LayerGroup,
+    LayerSpec,
+    Mamba,
+    check_blocks,
+    check_groups,
+    item_bytes,
+    nth_layers,
+)
 
 
-def uniform_type(specs: Mapping[str, LayerSpec]) -> bool:
-    """Whether the layers are all attention of one kind and block size, with pages of several sizes."""
-    kinds = {(spec.kind, spec.block_size) for spec in specs.values()}
-    attention = all(isinstance(spec, Attention) for spec in specs.values())
-    return attention and len(kinds) == 1 and len({spec.page_bytes for spec in specs.values()}) > 1
+def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> bool:
+    """Whether the layers of every group are attention of one kind and block size, and pages are of several sizes.
+
+    Groups may differ from one another in all of that.
+    """
+    for group in groups:
+        layers = [specs[layer] for layer in group.layers]
+        if not all(isinstance(spec, Attention) for spec in layers):
+            return False
+        if len({(spec.kind, spec.block_size) for spec in layers}) > 1:
+            return False
+    return len({spec.page_bytes for spec in specs.values()}) > 1
 
 
 def packs_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], enabled: object = None) -> bool:
-    """Whether an engine's layers share rows: its option says so ("true" in any case) and there are several groups, or
-    they are of uniform type.
+    """Whether an engine's layers share rows: its option says so ("true" in any case), or every group is of uniform
+    type.
     """
-    return uniform_type(specs) or (str(enabled).lower() == "true" and len(groups) > 1)
+    return str(enabled).lower() == "true" or uniform_type(specs, groups)
 
 
 def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
-    """One tensor (num_blocks, row_bytes); slot n holds the n-th layer of every group, and is as long as the longest.
+    """One tensor (num_blocks, row_bytes). Pages of a group lie one behind the other from the row's first byte on,
+    in the order of its layers; the row is as long as the longest group, rounded up to what its dtypes and kernel
+    blocks divide. The plan's slots list the n-th layers of all groups, whose pages overlap in part only.
 
-    Raises UsageError for layers that need tensors of their own, and for kernel blocks that differ.
+    Raises UsageError for layers that need tensors of their own, and for kernel blocks that differ in a group.
     """
     check_groups(specs, groups)
     check_blocks(num_blocks)
-    slots = nth_layers(groups)
-    _check_kernel_blocks(specs, slots)
-    sizes = [max(specs[layer].page_bytes for layer in slot) for slot in slots]
-    row_bytes = sum(sizes)
+    for group in groups:
+        _check_kernel_blocks(specs, group)
+    longest = max(sum(specs[layer].page_bytes for layer in group.layers) for group in groups)
+    step = math.lcm(*(_divisor(spec) for spec in specs.values()))
+    row_bytes = -(-longest // step) * step
     views: dict[str, tuple[View, ...]] = {}
-    for at, slot in enumerate(slots):
-        place = Place(0, row_bytes, base=sum(sizes[:at]))
-        views.update({layer: shared_views(layer, specs[layer], num_blocks, place) for layer in slot})
-    return Plan(num_blocks, (TensorPlan((num_blocks, row_bytes), slots),), views, dict(specs), tuple(groups))
+    for group in groups:
+        base = 0
+        for layer in group.layers:
+            views[layer] = shared_views(layer, specs[layer], num_blocks, Place(0, row_bytes, base=base))
+            base += specs[layer].page_bytes
+    return Plan(
+        num_blocks, (TensorPlan((num_blocks, row_bytes), nth_layers(groups)),), views, dict(specs), tuple(groups)
+    )
 
 
-def _check_kernel_blocks(specs: Mapping[str, LayerSpec], slots: Sequence[Sequence[str]]) -> None:
-    layers = [layer for slot in slots for layer in slot]
-    for layer in layers if len(slots) > 1 else ():
-        if specs[layer].kernel_blocks != specs[layers[0]].kernel_blocks:
+def _divisor(spec: LayerSpec) -> int:
+    """What a row must be a multiple of for the layer to lie in it."""
+    if isinstance(spec, Attention):
+        return item_bytes(spec.dtype) * spec.kernel_blocks
+    return math.lcm(*(item_bytes(state.dtype) for state in spec.states)) if isinstance(spec, Mamba) else 1
+
+
+def _check_kernel_blocks(specs: Mapping[str, LayerSpec], group: LayerGroup) -> None:
+    """Kernel blocks of a group's layers interleave; with different ratios they would overlap."""
+    first = group.layers[0]
+    for layer in group.layers:
+        if specs[layer].kernel_blocks != specs[first].kernel_blocks:
             raise UsageError(
-                f"layers {layers[0]} and {layer} can't share rows: they have {specs[layers[0]].kernel_blocks} and "
-                f"{specs[layer].kernel_blocks} kernel blocks a block, their bytes would overlap"
+                f"layers {first} and {layer} of group {group.group} can't share rows: they have "
+                f"{specs[first].kernel_blocks} and {specs[layer].kernel_blocks} kernel blocks a block, their bytes "
+                "would overlap"
             )

@@ -24,13 +24,14 @@ ITEM_BYTES = {
 
 
 class LayerKind(enum.StrEnum):
-    """Kinds of layers that can be described; others are refused by name."""
+    """Kinds of layers. `OPAQUE`: any other, of which only the bytes of a block are known."""
 
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
     MLA = "mla"
     MAMBA = "mamba"
+    OPAQUE = "opaque"
 
 
 ATTENTION_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKind.MLA)
@@ -42,7 +43,9 @@ def layer_kind(name: str) -> LayerKind:
         return LayerKind(name)
     except ValueError:
         known = ", ".join(LayerKind)
-        raise UsageError(f"layers of kind {name!r} are not known; these are: {known}") from None
+        raise UsageError(
+            f"layers of kind {name!r} are not known; these are: {known}. An Opaque layer may be of any kind"
+        ) from None
 
 
 def item_bytes(dtype: str) -> int:
@@ -201,7 +204,52 @@ class Mamba:
         return 0
 
 
-LayerSpec = Attention | Mamba
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A layer of a kind that is not known here: its blocks are stored and loaded as they are, in the order in which
+    they lie in memory. It has a tensor of its own.
+
+    `block_size`: tokens. `block_bytes`: all bytes of a block, whatever they mean. `window`: tokens that the layer looks
+    back, at most; 0: the whole prefix, which is enough for any kind that finds all it needs in its blocks.
+    `block_dim`: which dimension of its tensors counts (kernel) blocks. Raises UsageError for what is no layer.
+    """
+
+    block_size: int
+    block_bytes: int
+    window: int = 0
+    block_dim: int = 0
+    kernel_blocks: int = 1
+    kind: LayerKind = LayerKind.OPAQUE
+
+    def __post_init__(self) -> None:
+        if min(self.block_size, self.block_bytes, self.kernel_blocks) < 1 or min(self.window, self.block_dim) < 0:
+            raise UsageError(f"sizes of a layer must be positive: {self}")
+        if layer_kind(self.kind) is not LayerKind.OPAQUE:
+            raise UsageError(f"an opaque layer can't be of kind {self.kind}")
+        if self.block_bytes % self.kernel_blocks:
+            raise UsageError(f"a page of {self.block_bytes} bytes is not {self.kernel_blocks} equal kernel pages")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one block."""
+        return self.block_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one block: in a tensor of its own it needs no padding."""
+        return self.block_bytes
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """What the layer needs of the keys before a boundary."""
+        return GroupKind.SLIDING if self.window else GroupKind.FULL
+
+    def window_keys(self, tokens_per_key: int) -> int:
+        """Keys that a lookup at a boundary needs: those with the last `window - 1` tokens."""
+        return -(-max(0, self.window - 1) // tokens_per_key)
+
+
+LayerSpec = Attention | Mamba | Opaque
 
 
 def attention(layer: str, spec: LayerSpec) -> Attention:

@@ -81,7 +81,8 @@ class _Mamba:
     a block's states are those after its last token.
     """
 
-    def __init__(self, spec: Mamba, layer: Sequence[Any], weight: Weight) -> None:
+    def __init__(self, spec: LayerSpec, layer: Sequence[Any], weight: Weight) -> None:
+        assert isinstance(spec, Mamba)
         self._block_size = spec.block_size
         self._conv, self._ssm = layer
         (taps, channels), (_, size) = (state.shape for state in spec.states)
@@ -125,9 +126,9 @@ class Decoder:
         self._layers = [
             (
                 group_of[name],
-                _Mamba(spec, layers[name], weight)
-                if isinstance(spec, Mamba)
-                else _Attention(spec, layers[name], weight),
+                _Attention(spec, layers[name], weight)
+                if isinstance(spec, Attention)
+                else _Mamba(spec, layers[name], weight),
                 weight(HIDDEN, INNER),
                 weight(INNER, HIDDEN),
             )

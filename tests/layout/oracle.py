@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec, Outcome
-from kvoffloadd.layout import Attention, Backend, CanonicalCache, LayerGroup, LayerSpec
+from kvoffloadd.layout import Attention, Backend, CanonicalCache, LayerGroup, LayerSpec, Mamba
 from kvoffloadd.layout.backend import KV
 from kvoffloadd.model import Ref, U8Array
 
@@ -37,7 +37,7 @@ def bits(tensor: Any) -> Any:
 def blocks_of(tensor: Any, spec: LayerSpec, ids: Sequence[int]) -> tuple[int, Any]:
     """The dimension of blocks, and the indices in it of these blocks."""
     ratio = spec.kernel_blocks
-    dim = spec.block_dim if isinstance(spec, Attention) else 0
+    dim = 0 if isinstance(spec, Mamba) else spec.block_dim
     return dim, torch.tensor([block * ratio + at for block in ids for at in range(ratio)])
 
 
@@ -192,6 +192,7 @@ def check_moves(
 
     `memory`: flat torch.uint8 tensors that hold every byte there is, padding and unused slots included.
     """
+    check_apart(memory, layers, specs, groups, num_blocks)
     rng = np.random.default_rng(seed)
     for make in MOVERS:
         mover = make(cache)
@@ -215,6 +216,50 @@ def check_moves(
         mover.close()
 
 
+def check_apart(
+    memory: Sequence[Any],
+    layers: Mapping[str, Any],
+    specs: Mapping[str, LayerSpec],
+    groups: Sequence[LayerGroup],
+    num_blocks: int,
+) -> None:
+    """That no two layers of a group have a byte in common, and no two block ids, of whichever groups.
+
+    Through the engine's own tensors, each block's bytes are filled with its number: at most 126 blocks.
+    """
+    owners = [np.zeros(one.shape[0], np.uint8) for one in memory]
+    for group in groups:
+        for one in memory:
+            one.zero_()
+        for name in group.layers:
+            for tensor in engine_views(layers[name]):
+                for block in range(num_blocks):
+                    dim, at = blocks_of(tensor, specs[name], [block])
+                    bits(tensor).index_fill_(dim, at, int.from_bytes(tensor.element_size() * bytes([block + 1]), "big"))
+        mine = [one.numpy() for one in memory]
+        used = sum(int(np.count_nonzero(one)) for one in mine)
+        assert used == num_blocks * sum(specs[layer].payload_bytes for layer in group.layers), "bytes are shared"
+        for old, new in zip(owners, mine, strict=True):
+            both = (old != 0) & (new != 0)
+            assert (old[both] == new[both]).all(), "two blocks have bytes in common"
+            old[new != 0] = new[new != 0]
+
+
+def check_refs_of_layers(plan: Any, made: Any, memory: Sequence[Any]) -> None:
+    """That the refs of each layer alone name exactly its bytes, here those of block 0."""
+    for name, refs in plan.canonical.layers.items():
+        for one in memory:
+            one.zero_()
+        for tensor in engine_views(made.layers[name]):
+            dim, at = blocks_of(tensor, plan.specs[name], [0])
+            bits(tensor).index_fill_(dim, at, -1 if tensor.element_size() > 1 else 255)
+        rows = rows_of(made.cache)
+        length = plan.specs[name].payload_bytes
+        assert gather(rows, refs, 0) == length * b"\xff"
+        scatter(rows, refs, 0, bytes(length))
+        assert not any(bool(one.any()) for one in memory), "a layer has bytes that its refs do not name"
+
+
 def wipe(memory: Sequence[Any], rng: np.random.Generator) -> list[Any]:
     """Noise in flat torch.uint8 tensors; returns what it is."""
     for one in memory:
@@ -227,6 +272,7 @@ def check_plan(plan: Any, device: str = "cpu", seed: int = 0) -> Any:
     made = plan.allocate(device)
     memory = [tensor.view(-1).view(torch.uint8) for tensor in made.tensors]
     check_moves(memory, made.layers, plan.specs, plan.groups, made.cache, plan.num_blocks, seed)
+    check_refs_of_layers(plan, made, memory)
     geometry = plan.canonical
     assert made.cache.groups == geometry.groups
     assert [tuple(tensor.shape) for tensor in made.cache.tensors] == [

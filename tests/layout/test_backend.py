@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import (
     FLASH_HND,
     FLASH_NHD,
+    FLASHINFER_HND,
     LATENT,
     PACKED_HND,
     PACKED_NHD,
@@ -18,67 +17,46 @@ from kvoffloadd.layout import (
     Attention,
     Backend,
     LayerKind,
-    probe_block_dim,
 )
 
-ALL = (FLASH_HND, FLASH_NHD, LATENT, PACKED_HND, PACKED_NHD, TRITON_HND, TRITON_NHD)
+ALL = (FLASHINFER_HND, FLASH_HND, FLASH_NHD, LATENT, PACKED_HND, PACKED_NHD, TRITON_HND, TRITON_NHD)
 
 
-def test_flash_attentions_orders_with_layers() -> None:
-    """As the backend itself writes them: which of its dimensions, and of those with layers first, is n-th in memory."""
-    shape = FLASH_NHD.shape
-    assert Backend.from_orders("flash-nhd", shape, (0, 1, 2, 3, 4), (2, 0, 1, 3, 4, 5)) == FLASH_NHD
-    assert Backend.from_orders("flash-hnd", shape, (0, 1, 3, 2, 4), (2, 4, 0, 1, 3, 5)) == FLASH_HND
+@pytest.mark.parametrize(
+    ("backend", "order", "with_layers"),
+    [
+        (FLASH_NHD, (0, 1, 2, 3, 4), (2, 0, 1, 3, 4, 5)),
+        (FLASH_HND, (0, 1, 3, 2, 4), (2, 4, 0, 1, 3, 5)),
+        (TRITON_NHD, (0, 1, 2, 3, 4), (1, 0, 2, 3, 4, 5)),
+        (TRITON_HND, (0, 1, 3, 2, 4), (1, 4, 0, 2, 3, 5)),
+        (FLASHINFER_HND, (0, 1, 3, 2, 4), (1, 2, 4, 0, 3, 5)),
+    ],
+    ids=lambda one: one.name if isinstance(one, Backend) else None,
+)
+def test_orders_as_engines_write_them(backend: Backend, order: tuple[int, ...], with_layers: tuple[int, ...]) -> None:
+    """Which of a backend's dimensions, and of those with layers first, is n-th in memory."""
+    assert backend.memory == tuple(backend.shape[at] for at in order)
+    assert backend.layered == tuple(("layer", *backend.shape)[at] for at in with_layers)
 
 
 def test_what_heads_first_means() -> None:
     assert (FLASH_NHD.outside_layers, FLASH_HND.outside_layers) == ((), ("head",))
+    assert FLASHINFER_HND.outside_layers == ("kv", "head")
     assert all(backend.shares for backend in ALL)
 
 
-def test_a_backend_is_asked_for_its_order_with_layers() -> None:
-    orders = {False: (0, 1, 2, 3, 4), True: (2, 0, 1, 3, 4, 5)}
-    assert Backend.probe("flash-nhd", FLASH_NHD.shape, orders.__getitem__) == FLASH_NHD
-
-
-@pytest.mark.parametrize("error", [NotImplementedError, AttributeError, TypeError, ValueError])
-def test_one_that_has_none_keeps_its_own_order_behind_layers(error: type[Exception]) -> None:
+def test_a_backend_without_an_order_with_layers_keeps_its_own_behind_them() -> None:
     """Not the identity: a backend whose heads come first would be given a tensor that it misreads."""
-
-    def order(layers: bool) -> Sequence[int]:
-        if layers:
-            raise error("no layers")
-        return (0, 1, 3, 2, 4)
-
-    backend = Backend.probe("old", FLASH_HND.shape, order)
-    assert backend.layered is None
+    backend = Backend("old", FLASH_HND.shape, FLASH_HND.memory)
     assert backend.with_layers == ("layer", "kv", "block", "head", "token", "dim")
     assert not backend.shares
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 16])
 @pytest.mark.parametrize("backend", ALL, ids=lambda backend: backend.name)
-def test_the_dimension_of_blocks_is_found_whatever_their_number(backend: Backend, num_blocks: int) -> None:
-    """With 2 blocks K and V look like it, with 16 the tokens of a block do: the real shape is never searched."""
+def test_the_dimension_of_blocks(backend: Backend) -> None:
     kind = LayerKind.MLA if backend is LATENT else LayerKind.FULL
     spec = Attention(16, 1 if backend is LATENT else 8, 64, "bfloat16", backend, kind)
-    asked = []
-
-    def shape_of(count: int) -> Sequence[int]:
-        asked.append(count)
-        return spec.shape(count) or ()
-
-    dim = probe_block_dim(shape_of)
-    assert dim == backend.block_dim == spec.block_dim
-    assert (spec.shape(num_blocks) or ())[dim] == num_blocks
-    assert num_blocks not in asked
-
-
-def test_no_dimension_of_blocks() -> None:
-    with pytest.raises(UsageError, match=r"no single dimension counts blocks: .* the shape is \(2000006, 16\)"):
-        probe_block_dim(lambda count: (2 * count, 16))
-    with pytest.raises(UsageError, match="no single dimension"):
-        probe_block_dim(lambda count: (count, count))
+    assert (spec.shape(1003) or ()).index(1003) == backend.block_dim == spec.block_dim
 
 
 @pytest.mark.parametrize(
@@ -96,8 +74,3 @@ def test_what_is_no_backend(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         Backend("wrong", shape, memory, layered)
-
-
-def test_a_permutation_that_is_none() -> None:
-    with pytest.raises(UsageError, match=r"\(0, 0\) is no order of the 2 dimensions"):
-        Backend.from_orders("wrong", ("block", "token"), (0, 0))

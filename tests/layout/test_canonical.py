@@ -20,6 +20,7 @@ from kvoffloadd.layout import (
     LayerKind,
     LayerSpec,
     Mamba,
+    Opaque,
     State,
     canonicalise,
     cross_layers,
@@ -188,11 +189,62 @@ def test_layers_with_different_kernel_blocks_overlap_by_64_of_256_bytes() -> Non
     assert int(layers["b"].sum()) == 64
 
 
-@pytest.mark.parametrize("groups", [[("a", "b")], [("a",), ("b",)]])
-def test_layers_with_different_kernel_blocks_are_refused(groups: list[tuple[str, ...]]) -> None:
+def test_layers_of_one_group_with_different_kernel_blocks_are_refused() -> None:
+    """Of a row of 192 bytes a has 0 to 63; b has 16 to 31, and more behind them."""
     _, layers, specs = different_kernel_blocks()
-    with pytest.raises(UsageError, match=r"layers a and b share a tensor .* 1 and 4 kernel blocks .* would overlap"):
-        canonicalise(layers, specs, [LayerGroup(at, names) for at, names in enumerate(groups)])
+    with pytest.raises(UsageError, match=r"layers a and b of one group overlap .* 16 to 32 .* equal kernel blocks"):
+        canonicalise(layers, specs, [LayerGroup(0, ("a", "b"))])
+
+
+def test_different_groups_may_overlap_within_a_block() -> None:
+    """A block id has one group at a time. b: 4 runs of 16 bytes from 16, 48 apart."""
+    memory, layers, specs = different_kernel_blocks()
+    groups = [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))]
+    cache = canonicalise(layers, specs, groups)
+    assert described(cache) == [((4, 192), (192, 1), 0)]
+    assert [group.refs for group in cache.groups] == [(Ref(0, 0, 64),), (Ref(0, 16, 16, 4, 48),)]
+    check_moves([memory], layers, specs, groups, cache, 4)
+
+
+def test_blocks_of_two_ids_that_overlap_are_refused_whatever_their_groups() -> None:
+    """b's rows of 192 bytes begin 16 bytes behind a's: the last 16 of each are a's of the next block."""
+    memory = flat(4 * 192 + 16)
+    layers = {"a": memory.as_strided((4, 192), (192, 1)), "b": memory.as_strided((16, 48), (48, 1), 16)}
+    spec = Opaque(16, 192)
+    specs: dict[str, LayerSpec] = {"a": spec, "b": replace(spec, kernel_blocks=4)}
+    with pytest.raises(UsageError, match=r"layers a and b interleave, but not in rows of one length: .*192 and 192"):
+        canonicalise(layers, specs, [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))])
+
+
+# --- layers of kinds that are not known ---
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_an_opaque_layer_is_stored_as_it_is(ratio: int) -> None:
+    """3 x 4 items of float32 behind each block, 48 bytes, in any shape."""
+    tensor = torch.zeros(6 * ratio, 3, 4 // ratio)
+    spec = Opaque(16, 48, kernel_blocks=ratio)
+    cache = single(tensor, spec)
+    assert described(cache) == [((6, 48), (48, 1), 0)]
+    assert cache.groups == (Group(0, GroupKind.FULL, 16, (Ref(0, 0, 48),)),)
+    check_moves([tensor.view(torch.uint8).view(-1)], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
+
+
+def test_an_opaque_layer_with_blocks_inside_and_several_tensors() -> None:
+    """(2, 6, 8) float16 with blocks in dimension 1: 2 tensors of 16 bytes a block; and (1, 6, 5) of 5 bytes."""
+    tensors = [torch.zeros(2, 6, 8, dtype=torch.float16), torch.zeros(1, 6, 5, dtype=torch.uint8)]
+    spec = Opaque(16, 37, block_dim=1)
+    cache = single(tensors, spec)
+    assert cache.groups[0].refs == (Ref(0, 0, 16), Ref(1, 0, 16), Ref(2, 0, 5))
+    memory = [one.view(torch.uint8).view(-1) for one in tensors]
+    check_moves(memory, {"l": tensors}, {"l": spec}, one_group({"l": spec}), cache, 6)
+
+
+def test_an_opaque_layer_of_another_size_than_its_spec_says() -> None:
+    with pytest.raises(UsageError, match=r"layer l: .* has 48 bytes a block, its spec says 44$"):
+        single(torch.zeros(6, 12), Opaque(16, 44))
+    with pytest.raises(UsageError, match=r"layer l: float32 \(6, 12\) .* has no dimension 2 that counts blocks"):
+        single(torch.zeros(6, 12), Opaque(16, 48, block_dim=2))
 
 
 def test_different_kernel_blocks_on_a_slot_of_their_own() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.client import KvCache, Ref
+from kvoffloadd.client import GroupKind, KvCache, Ref
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import (
     FLASH_HND,
     FLASH_NHD,
+    FLASHINFER_HND,
     LATENT,
     PACKED_HND,
     PACKED_NHD,
@@ -23,6 +24,7 @@ from kvoffloadd.layout import (
     LayerKind,
     LayerSpec,
     Mamba,
+    Opaque,
     State,
     cross_layers,
 )
@@ -190,7 +192,9 @@ def test_pages_padded_in_bytes() -> None:
     assert check_plan(cross_layers(alone, one_group(alone), 6)).cache.groups[0].refs == (Ref(0, 0, 256),)
 
 
-@pytest.mark.parametrize("backend", [FLASH_NHD, FLASH_HND, TRITON_NHD, TRITON_HND, PACKED_HND, PACKED_NHD, OLD_FLASH])
+@pytest.mark.parametrize(
+    "backend", [FLASH_NHD, FLASH_HND, TRITON_NHD, TRITON_HND, FLASHINFER_HND, PACKED_HND, PACKED_NHD, OLD_FLASH]
+)
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_every_backend(backend: Backend, ratio: int) -> None:
     specs = named("l", 3, layer(block=8, backend=backend, kernel_blocks=ratio))
@@ -217,6 +221,64 @@ def test_every_dtype(dtype: str) -> None:
     assert str(made.layers["l0"].dtype) == f"torch.{dtype}"
 
 
+def test_kernel_blocks_and_mamba_on_the_same_slots() -> None:
+    """64 tokens that kernels see as 4 x 16. A page: 2 x 64 x 2 heads x 8 x 2 bytes = 4,096; 2 slots: rows of 8,192."""
+    specs: dict[str, LayerSpec] = {
+        **named("a", 2, layer(block=64, kernel_blocks=4)),
+        **named("m", 2, mamba(block=64, padded=4096)),
+    }
+    groups = [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("m0", "m1"))]
+    plan = cross_layers(specs, groups, 6)
+    assert [(one.shape, one.slots) for one in plan.tensors] == [((6, 2, 4096), (("a0", "m0"), ("a1", "m1")))]
+    # Layer a1: kernel pages of 1,024 bytes, 2,048 apart. m1's page begins at 4,096, in the midst of them.
+    assert plan.canonical.layers["a1"] == (Ref(0, 1024, 1024, 4, 2048),)
+    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 8192),), (Ref(0, 0, 68, 2, 4096),)]
+    check_plan(plan)
+
+
+def test_kernel_blocks_of_different_groups_share_a_tensor() -> None:
+    """Also on slots that an engine names, and heads first."""
+    for backend in (FLASH_NHD, FLASH_HND, FLASHINFER_HND):
+        specs: dict[str, LayerSpec] = {
+            **named("a", 2, layer(block=8, backend=backend, kernel_blocks=2)),
+            **named("b", 3, layer(block=8, backend=backend, kernel_blocks=4, kind=LayerKind.SLIDING, window=9)),
+        }
+        groups = [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("b0", "b1", "b2"))]
+        for slots in (None, [("a1", "b0"), ("b1", "a0"), ("b2",)]):
+            plan = cross_layers(specs, groups, 6, slots)
+            assert [one.bytes for one in plan.tensors] == [6 * 3 * 512]
+            check_plan(plan)
+
+
+def test_kernel_blocks_that_differ_in_a_group_have_tensors_of_their_own() -> None:
+    """Those of the other groups follow them, each on a slot: no memory is lost."""
+    specs: dict[str, LayerSpec] = {
+        "a0": layer(),
+        "a1": layer(kernel_blocks=2),
+        "a2": layer(),
+        **named("m", 3, mamba(block=4, padded=256)),
+    }
+    groups = [LayerGroup(0, ("a0", "a1", "a2")), LayerGroup(1, ("m0", "m1", "m2"))]
+    plan = cross_layers(specs, groups, 6)
+    assert [one.slots for one in plan.tensors] == [(("a0", "m0"), ("a2", "m2")), (("a1", "m1"),)]
+    assert plan.block_bytes == 3 * 256
+    check_plan(plan)
+
+
+def test_an_opaque_layer_is_isolated() -> None:
+    specs: dict[str, LayerSpec] = {**named("a", 2, layer()), "sink": Opaque(4, 100), "other": Opaque(4, 60, 9, 0, 4)}
+    groups = [LayerGroup(0, ("a0", "sink", "a1")), LayerGroup(1, ("other",))]
+    plan = cross_layers(specs, groups, 6)
+    assert [one.shape for one in plan.tensors] == [(6, 2, 256), (6, 100), (6, 60)]
+    made = check_plan(plan)
+    assert strides(made.layers["sink"]) == ((6, 100), (100, 1), 0)
+    assert strides(made.layers["other"]) == ((24, 15), (15, 1), 0)
+    assert made.cache.groups[0].refs == (Ref(0, 0, 512), Ref(1, 0, 100))
+    assert (made.cache.groups[1].kind, made.cache.groups[1].window_keys) == (GroupKind.SLIDING, 2)
+    with pytest.raises(UsageError, match="layer sink can't share a slot: it needs a tensor of its own"):
+        cross_layers(specs, groups, 6, slots=[("a0",), ("sink", "other"), ("a1",)])
+
+
 # --- an engine's slots ---
 
 
@@ -235,8 +297,7 @@ def test_slots_that_an_engine_names() -> None:
         (layer(), layer(backend=FLASH_HND), "can't share a slot: 256 bytes each against 2 heads first, 128 bytes each"),
         (layer(), layer(4), "256 bytes each against 512 bytes each; pad the smaller page, or use one order"),
         (layer(2, 8, backend=FLASH_HND), layer(4, 4, backend=FLASH_HND), "2 heads first, 128 .* 4 heads first, 64"),
-        (layer(), layer(backend=OLD_FLASH), "layer b can't share a slot: its backend isolates it"),
-        (layer(), layer(kernel_blocks=2), "1 and 2 kernel blocks a block, their bytes would overlap"),
+        (layer(), layer(backend=OLD_FLASH), "layer b can't share a slot: it needs a tensor of its own"),
     ],
 )
 def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, said: str) -> None:

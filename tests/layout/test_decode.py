@@ -16,6 +16,7 @@ from kvoffloadd.client import Client, GroupKind, NamespaceSpec, Outcome
 from kvoffloadd.layout import (
     FLASH_HND,
     FLASH_NHD,
+    FLASHINFER_HND,
     HOST,
     PACKED_HND,
     TRITON_HND,
@@ -119,7 +120,8 @@ def apart(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memor
     """K, V and each state in a tensor of its own: no layout at all."""
     layers: dict[str, list[Any]] = {}
     for name, spec in specs.items():
-        states = spec.states if isinstance(spec, Mamba) else 2 * (State((BLOCK, HEADS, SIZE), spec.dtype),)
+        halves = 2 * (State((BLOCK, HEADS, SIZE), spec.dtype),) if isinstance(spec, Attention) else ()
+        states = spec.states if isinstance(spec, Mamba) else halves
         layers[name] = [torch.zeros(NUM_BLOCKS, *one.shape, dtype=getattr(torch, one.dtype)) for one in states]
     flat = [one.view(-1).view(torch.int8) for layer in layers.values() for one in layer]
     return Memory(specs, groups, layers, canonicalise(layers, specs, groups), flat)
@@ -152,12 +154,15 @@ CASES = {
     "heads first, mamba": Case(crossed, HND, ALL),
     "K and V side by side": Case(crossed, attention(PACKED_HND), ALL),
     "kernel blocks": Case(crossed, attention(FLASH_NHD, kernel_blocks=2), ALL),
+    "kernel blocks, triton": Case(crossed, attention(TRITON_HND, kernel_blocks=4), ALL),
     "isolated": Case(crossed, attention(replace(FLASH_NHD, layered=None)), ALL),
     "packed pages, full": Case(in_pages, NHD, ("full",)),
     "packed pages, sliding": Case(in_pages, HND, ("sliding",)),
     "packed pages, mamba": Case(in_pages, HND, ("full", "mamba")),
+    "packed pages, mamba, kernel blocks": Case(in_pages, attention(FLASHINFER_HND, kernel_blocks=4), ("full", "mamba")),
     "packed rows, full": Case(in_rows, HND, ("full",)),
     "packed rows, mamba": Case(in_rows, NHD, ALL),
+    "packed rows, mamba, kernel blocks": Case(in_rows, attention(FLASHINFER_HND, kernel_blocks=2), ALL),
     "K and V apart": Case(apart, attention(0), ALL),
 }
 

@@ -21,6 +21,7 @@ from kvoffloadd.layout import (
     LayerKind,
     LayerSpec,
     Loaded,
+    Opaque,
     Reach,
     Rows,
     View,
@@ -78,11 +79,28 @@ def test_kernel_blocks() -> None:
     assert f"`kernel_ids([3, 7], 4)`: {', '.join(map(str, kernel_ids([3, 7], 4)))}" in TEXT
 
 
+def test_kernel_blocks_of_one_group_under_mamba_of_another() -> None:
+    attention = layer(2, 1, block=16, dtype="uint8", backend=TRITON_NHD, kernel_blocks=4)
+    specs: dict[str, LayerSpec] = {**dict.fromkeys("abc", attention), "m": mamba((2, 8), (2, 4), padded=64)}
+    groups = [LayerGroup(0, ("a", "b", "c")), LayerGroup(1, ("m",))]
+    plan = cross_layers(specs, groups, 2, slots=[("a",), ("b", "m"), ("c",)])
+    assert plan.canonical.layers["b"] == (Ref(0, 16, 16, 4, 48),)
+    assert plan.canonical.groups[1].refs == (Ref(0, 64, 64),)
+
+
+def test_opaque_layers() -> None:
+    specs: dict[str, LayerSpec] = {"a": layer(), "sink": Opaque(4, 100), "b": layer()}
+    assert cross_layers(specs, one_group(specs), 2).canonical.groups[0].refs == (Ref(0, 0, 512), Ref(1, 0, 100))
+
+
 def test_packs() -> None:
     specs: dict[str, LayerSpec] = {**named("a", 5, layer()), **named("m", 4, mamba(block=4))}
     plan = packed_pages(specs, 2, 2)
     assert [one.shape for one in plan.tensors] == [(2, 512)] * 3
     assert [group.layers for group in plan.groups[1:]] == [("m0", "m2"), ("m1", "m3")]
+    kernels = packed_pages(named("a", 5, layer(block=64, kernel_blocks=4)), 2, 2).canonical
+    assert [ref.count for ref in kernels.groups[0].refs] == [1, 1, 4]
+    assert kernels.layers["a4"] == (kernels.groups[0].refs[2],)
     assert [packed_block_size(2_134_016, 1024, pack) for pack in (4, 1)] == [528, 2096]
 
 
@@ -91,6 +109,11 @@ def test_rows() -> None:
     specs: dict[str, LayerSpec] = {f"l{size}": Attention(4, 1, size, "uint8", LATENT, LayerKind.MLA) for size in sizes}
     plan = packed_rows(specs, one_group(specs), 2)
     assert (plan.block_bytes, plan.canonical.groups[0].refs) == (416, (Ref(0, 0, 416),))
+    big, small = (Attention(16, 1, size, "uint8", LATENT, LayerKind.MLA) for size in (512, 64))
+    specs = {"a0": big, "a1": small, "a2": small, "b0": small, "b1": big}
+    plan = packed_rows(specs, [LayerGroup(0, ("a0", "a1", "a2")), LayerGroup(1, ("b0", "b1"))], 2)
+    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
+    assert plan.block_bytes == 10240
 
 
 def test_windows() -> None:

@@ -24,12 +24,12 @@ from kvoffloadd.layout import (
     LayerGroup,
     LayerKind,
     LayerSpec,
+    Opaque,
     Share,
     View,
     canonical_geometry,
     canonicalise,
     cross_layers,
-    fingerprint,
     packed_pages,
     share_of,
 )
@@ -98,6 +98,8 @@ def test_what_ranks_of_several_engines_have() -> None:
 def test_what_cannot_be_sliced() -> None:
     with pytest.raises(UsageError, match="Mamba states can't be shared"):
         share_of(LayerKind.MAMBA, 8, 0, 2)
+    with pytest.raises(UsageError, match="opaque layers can't be shared"):
+        share_of(LayerKind.OPAQUE, 8, 0, 2)
     for heads, ranks in ((8, 3), (3, 2), (2, 3)):
         with pytest.raises(UsageError, match=f"{heads} heads can't be split over {ranks} ranks"):
             share_of(LayerKind.FULL, heads, 0, ranks)
@@ -105,7 +107,8 @@ def test_what_cannot_be_sliced() -> None:
         share_of(LayerKind.FULL, 8, 2, 2)
     both: dict[str, LayerSpec] = {"a": layer(4), "m": mamba(), "c": layer(4, backend=0)}
     both["l"] = Attention(4, 1, 8, "uint8", LATENT, LayerKind.MLA)
-    for name in ("m", "c", "l"):
+    both["o"] = Opaque(4, 96)
+    for name in ("m", "c", "l", "o"):
         with pytest.raises(UsageError, match=f"layer {name}: 2 parts of it are held, but where its heads lie is not"):
             canonical_geometry(*some_views(both, name), {0: 1 << 20})
     with pytest.raises(UsageError, match="layer a: 4 heads are not 3 equal parts"):
@@ -123,6 +126,8 @@ def some_views(
     if isinstance(spec, Attention):
         shape = spec.shape(2) or (2, spec.payload_bytes // 2)
         views = [View(0, 0, shape, tuple(torch.empty(shape, device="meta").stride()), spec.dtype)]
+    elif isinstance(spec, Opaque):
+        views = [View(0, 0, (2, spec.block_bytes), (spec.block_bytes, 1), "int8")]
     else:
         shapes = [(2, *state.shape) for state in spec.states]
         views = [
@@ -174,35 +179,3 @@ def test_parts_are_the_same_whoever_stores_them(
     assert len(set(single)) == PARTS
     assert {len(payload) for payload in single} == {layers * spec.payload_bytes // PARTS}
     assert single == payloads(spec, 2, whole, layers, pack) == payloads(spec, 4, whole, layers, pack)
-
-
-def test_layouts_of_equal_size_have_names_of_their_own() -> None:
-    specs = named("l", 4, layer(block=16))
-    groups = [LayerGroup(0, tuple(specs))]
-    spec = layer(block=16)
-    packs = [packed_pages(specs, pack, 1) for pack in (1, 2, 4)]
-    names = [
-        fingerprint(specs, groups),
-        *(
-            fingerprint(named("l", 4, replace(spec, **changes)), groups)
-            for changes in (
-                {"backend": FLASH_HND},
-                {"backend": TRITON_HND},
-                {"backend": OLD},
-                {"kernel_blocks": 2},
-                {"dtype": "float16"},
-                {"block_size": 8},
-                {"head_size": 16},
-            )
-        ),
-        fingerprint(specs, [LayerGroup(0, tuple(reversed(specs)))]),
-        fingerprint(specs, [LayerGroup(0, tuple(specs), blocks_per_key=2)]),
-        fingerprint(specs, [LayerGroup(0, ("l0", "l1")), LayerGroup(1, ("l2", "l3"))]),
-        *(fingerprint(specs, groups, [one.slots for one in plan.tensors]) for plan in packs),
-        fingerprint({"l": mamba()}, [LayerGroup(0, ("l",))]),
-        fingerprint({"l": mamba((6, 3))}, [LayerGroup(0, ("l",))]),
-    ]
-    assert len(set(names)) == len(names)
-    assert names[0] == fingerprint(named("l", 4, replace(spec, num_kv_heads=4)), groups)
-    with pytest.raises(UsageError, match="its backend's order must be known"):
-        fingerprint(named("l", 4, layer(backend=1)), groups)

@@ -8,7 +8,19 @@ import pytest
 
 from kvoffloadd.client import Ref
 from kvoffloadd.errors import UsageError
-from kvoffloadd.layout import FLASH_HND, FLASH_NHD, Backend, LayerSpec, Plan, packed_block_size, packed_pages
+from kvoffloadd.layout import (
+    FLASH_HND,
+    FLASH_NHD,
+    FLASHINFER_HND,
+    Backend,
+    LayerSpec,
+    Mamba,
+    Opaque,
+    Plan,
+    State,
+    packed_block_size,
+    packed_pages,
+)
 from tests.layout.models import layer, mamba, named
 from tests.layout.oracle import check_plan
 
@@ -103,6 +115,22 @@ def test_packs_with_kernel_blocks(ratio: int, backend: Backend) -> None:
     check_plan(packed_pages(specs, 2, 5))
 
 
+@pytest.mark.parametrize("backend", [FLASH_NHD, FLASH_HND, FLASHINFER_HND])
+@pytest.mark.parametrize(("block", "ratio"), [(64, 4), (2096, 131)])
+def test_kernel_blocks_of_16_tokens_in_packs_with_mamba_on_the_pages(backend: Backend, block: int, ratio: int) -> None:
+    """A page of 4 layers: 4 x 2 x tokens x 2 heads x 1 byte; states take 4 x block x 2 of it."""
+    attention = layer(2, 1, block=block, dtype="uint8", backend=backend, kernel_blocks=ratio)
+    state = Mamba(block, (State((block, 2), "float32"),))
+    plan = packed_pages({**named("a", 5, attention), **named("m", 3, state)}, 4, 3)
+    page = 4 * 2 * block * 2
+    assert [one.shape for one in plan.tensors] == [(3, page)] * 2
+    assert [group.layers for group in plan.groups[1:]] == [("m0", "m2"), ("m1",)]
+    # Layer a1's kernel pages, 2 x 16 x 2 = 64 bytes, are 4 x 64 apart.
+    if backend is FLASH_NHD:
+        assert plan.canonical.layers["a1"] == (Ref(0, 64, 64, ratio, 256),)
+    check_plan(plan)
+
+
 def test_what_cannot_be_packed() -> None:
     both: dict[str, LayerSpec] = {"a": layer(), "b": layer(4)}
     with pytest.raises(UsageError, match="layers a and b can't be packed: pages of 256 and 512 bytes"):
@@ -117,10 +145,12 @@ def test_what_cannot_be_packed() -> None:
     with pytest.raises(UsageError, match=r"sizes must be positive: 10, 0, 1"):
         packed_block_size(10, 0, 1)
     mixed: dict[str, LayerSpec] = {"a": layer(kernel_blocks=2), "b": layer(kernel_blocks=1), "c": layer()}
-    with pytest.raises(UsageError, match="layers a and b share a tensor"):
+    with pytest.raises(UsageError, match="layers b and a of one group overlap in the same block"):
         packed_pages(mixed, 3, 5)
     with pytest.raises(UsageError, match="0 blocks are no cache"):
         packed_pages({"a": layer()}, 1, 0)
     isolated = named("a", 2, layer(backend=Backend("old", FLASH_NHD.shape, FLASH_NHD.memory)))
     with pytest.raises(UsageError, match="layer a0: its backend has no order with blocks first"):
         packed_pages(isolated, 2, 5)
+    with pytest.raises(UsageError, match="layer sink is no attention layer"):
+        packed_pages({"a": layer(), "sink": Opaque(4, 256)}, 2, 5)

@@ -18,6 +18,7 @@ from kvoffloadd.layout import (
     LayerGroup,
     LayerKind,
     LayerSpec,
+    Opaque,
     cross_layers,
     packed_rows,
     packs_rows,
@@ -61,7 +62,7 @@ def test_unused_slots_and_padding_are_in_no_ref() -> None:
     assert [tuple(one.shape) for one in made.cache.tensors] == [(6, 960)]
     assert [group.refs for group in made.cache.groups] == [
         (Ref(0, 0, 256, 3, 320),),
-        (Ref(0, 0, 256, 2, 320),),
+        (Ref(0, 0, 512),),
         (Ref(0, 0, 68),),
     ]
 
@@ -72,6 +73,53 @@ def test_pages_of_several_sizes() -> None:
     assert tuple(made.cache.tensors[0].shape) == (6, 416)
     assert made.layers["c"].stride() == (416, 24, 1)
     assert made.cache.groups[0].refs == (Ref(0, 0, 416),)
+
+
+def test_rows_are_dense_in_each_group() -> None:
+    """Group 0: 8,192 + 1,024 + 1,024 = 10,240 bytes; group 1: 1,024 + 8,192 = 9,216. The row is as long as the longer
+    one; with slots as long as their longest page it would be 8,192 + 8,192 + 1,024 = 17,408.
+    """
+    big, small = replace(latent(512), block_size=16), replace(latent(64), block_size=16)
+    window = {"window": 9}
+    specs: dict[str, LayerSpec] = {
+        **{"a0": big, "a1": small, "a2": small},
+        **{"b0": replace(small, **window), "b1": replace(big, **window)},  # type: ignore[arg-type]
+    }
+    groups = [LayerGroup(0, ("a0", "a1", "a2")), LayerGroup(1, ("b0", "b1"))]
+    plan = packed_rows(specs, groups, 5)
+    assert plan.block_bytes == 10240
+    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
+    assert plan.canonical.layers["b1"] == (Ref(0, 1024, 8192),)
+    check_plan(plan)
+
+
+def test_rows_are_rounded_up_to_what_their_dtypes_and_kernel_blocks_divide() -> None:
+    """12 bytes, and 13 of another group: with items of 2 bytes in 2 kernel blocks rows are multiples of 4."""
+    specs: dict[str, LayerSpec] = {
+        "a": Attention(2, 1, 3, "bfloat16", LATENT, LayerKind.MLA, kernel_blocks=2),
+        "b": Attention(1, 1, 13, "uint8", LATENT, LayerKind.MLA),
+    }
+    plan = packed_rows(specs, [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))], 5)
+    assert plan.block_bytes == 16
+    check_plan(plan)
+
+
+def test_groups_with_different_kernel_blocks_share_rows() -> None:
+    """Kernel pages of 1,024 bytes of 3 layers in rows of 3 x 2,048; the group without kernel blocks is one run."""
+    specs: dict[str, LayerSpec] = {
+        **named("f", 3, layer(block=32, kernel_blocks=2)),
+        **named("s", 2, layer(block=32, kind=LayerKind.SLIDING, window=9)),
+        "m": mamba(block=32),
+    }
+    groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1")), LayerGroup(2, ("m",))]
+    plan = packed_rows(specs, groups, 5)
+    assert plan.canonical.layers["f1"] == (Ref(0, 1024, 1024, 2, 3072),)
+    assert [group.refs for group in plan.canonical.groups] == [
+        (Ref(0, 0, 6144),),
+        (Ref(0, 0, 4096),),
+        (Ref(0, 0, 68),),
+    ]
+    check_plan(plan)
 
 
 @pytest.mark.parametrize("backend", [FLASH_NHD, FLASH_HND])
@@ -86,15 +134,46 @@ def test_when_layers_share_rows() -> None:
     one, two = [LayerGroup(0, ("l0", "l1", "l2"))], [LayerGroup(0, ("l0", "l1")), LayerGroup(1, ("l2",))]
     for enabled in ("true", "True", "TRUE", True):
         assert packs_rows(plain, two, enabled)
-        assert not packs_rows(plain, one, enabled)
+        assert packs_rows(plain, one, enabled)
     for disabled in ("false", "yes", "1", "", None, False):
         assert not packs_rows(plain, two, disabled)
     latents: dict[str, LayerSpec] = {"a": latent(64), "b": latent(16)}
-    assert uniform_type(latents)
-    assert packs_rows(latents, one)
-    assert not uniform_type({"a": latent(64), "b": layer(4)})
-    assert not uniform_type({"a": mamba(), "b": mamba((1, 2))})
-    assert not uniform_type(plain)
+    assert uniform_type(latents, one_group(latents))
+    assert packs_rows(latents, one_group(latents))
+    unlike: dict[str, LayerSpec] = {"a": latent(64), "b": layer(4)}
+    assert not uniform_type(unlike, one_group(unlike))
+    states: dict[str, LayerSpec] = {"a": mamba(), "b": mamba((1, 2))}
+    assert not uniform_type(states, one_group(states))
+    assert not uniform_type(plain, one)
+    assert not uniform_type(plain, two)
+
+
+def test_groups_of_uniform_type_share_rows_whatever_their_block_sizes() -> None:
+    """As DeepSeek-V4: latents of two sizes, windows of another block size, and one group of other attention."""
+    specs: dict[str, LayerSpec] = {
+        "a0": latent(64),
+        "a1": latent(16),
+        "b0": replace(latent(64), window=9, block_size=2),
+        "b1": replace(latent(64), window=9, block_size=2),
+        "c": layer(kind=LayerKind.SLIDING, window=5, block=8),
+    }
+    groups = [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("b0", "b1")), LayerGroup(2, ("c",))]
+    assert packs_rows(specs, groups)
+    check_plan(packed_rows(specs, groups, 4))
+    specs["m"] = mamba(block=4)
+    assert not packs_rows(specs, [*groups, LayerGroup(3, ("m",))])
+    # A group of two pages, each of a group of its own.
+    apart = {name: specs[name] for name in ("a0", "b0")}
+    assert packs_rows(apart, [LayerGroup(0, ("a0",)), LayerGroup(1, ("b0",))])
+
+
+def test_a_dense_model_shares_rows_on_request() -> None:
+    """One group of 3 layers of 256 bytes: a row of 768."""
+    specs = named("l", 3, layer())
+    assert not packs_rows(specs, one_group(specs))
+    assert packs_rows(specs, one_group(specs), "true")
+    made = check_plan(packed_rows(specs, one_group(specs), 6))
+    assert made.cache.groups[0].refs == (Ref(0, 0, 768),)
 
 
 def test_what_cannot_share_rows() -> None:
@@ -103,7 +182,10 @@ def test_what_cannot_share_rows() -> None:
     with pytest.raises(UsageError, match="layer b: its backend has no order with blocks first"):
         packed_rows(specs, one_group(specs), 6)
     specs = {"a": layer(), "b": layer(kernel_blocks=2)}
-    with pytest.raises(UsageError, match="layers a and b can't share rows: they have 1 and 2 kernel blocks"):
+    with pytest.raises(UsageError, match="layers a and b of group 0 can't share rows: they have 1 and 2 kernel blocks"):
+        packed_rows(specs, one_group(specs), 6)
+    specs = {"a": layer(), "b": Opaque(4, 256)}
+    with pytest.raises(UsageError, match="layer b: it is opaque, and needs a tensor of its own"):
         packed_rows(specs, one_group(specs), 6)
     odd: dict[str, LayerSpec] = {"a": replace(latent(3), block_size=1), "b": layer(block=1)}
     with pytest.raises(UsageError, match=r"layer b: bfloat16 .* at byte 3, .* is misaligned"):

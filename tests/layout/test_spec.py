@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.layout import FLASH_NHD, LATENT, Attention, LayerGroup, LayerKind, LayerSpec, Mamba, State, layer_kind
+from kvoffloadd.layout import (
+    FLASH_NHD,
+    LATENT,
+    Attention,
+    LayerGroup,
+    LayerKind,
+    LayerSpec,
+    Mamba,
+    Opaque,
+    State,
+    layer_kind,
+)
 from kvoffloadd.layout.spec import check_groups
 from kvoffloadd.model import GroupKind
 from tests.layout.models import layer, mamba, one_group
@@ -69,8 +80,22 @@ def test_what_is_no_mamba_layer(options: dict[str, Any], said: str) -> None:
         Mamba(**{"block_size": 16, "states": (State((4,), "uint8"),), **options})
 
 
-def test_unknown_kinds_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="'cross_attention' are not known"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"block_bytes": 0}, "must be positive"),
+        ({"window": -1}, "must be positive"),
+        ({"kind": LayerKind.FULL}, "an opaque layer can't be of kind full"),
+        ({"kernel_blocks": 5}, "a page of 96 bytes is not 5 equal kernel pages"),
+    ],
+)
+def test_what_is_no_opaque_layer(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Opaque(**{"block_size": 16, "block_bytes": 96, **options})
+
+
+def test_unknown_kinds_are_refused_by_name_and_may_be_opaque() -> None:
+    with pytest.raises(UsageError, match=r"'cross_attention' are not known; .* Opaque layer may be of any kind"):
         layer_kind("cross_attention")
 
 
@@ -84,6 +109,8 @@ def test_what_groups_need_of_a_prefix() -> None:
     latent = Attention(64, 1, 576, "uint8", LATENT, LayerKind.MLA)
     assert (latent.group_kind, latent.window_keys(64)) == (GroupKind.FULL, 0)
     assert replace(latent, window=128).group_kind is GroupKind.SLIDING
+    for opaque, kind, keys in ((Opaque(64, 9), GroupKind.FULL, 0), (Opaque(64, 9, 1025), GroupKind.SLIDING, 16)):
+        assert (opaque.group_kind, opaque.window_keys(64)) == (kind, keys)
     assert (GOOD.group_kind, mamba().group_kind, mamba().window_keys(16)) == (GroupKind.FULL, GroupKind.MAMBA, 0)
 
 
