@@ -180,8 +180,9 @@ def _kv_heads(fields: Fields, query_heads: int) -> int:
 
 
 def _head_size(fields: Fields, query_heads: int) -> int:
-    if fields.get("head_dim") is not None:
-        size = fields.integer("head_dim")
+    key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
+    if key is not None:
+        size = fields.integer(key)
     else:
         hidden = fields.integer("hidden_size")
         if hidden % query_heads:
