@@ -38,7 +38,7 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
     return {
         "model": model,
         "rank": {
-            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.dtype,
+            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.kept_dtype,
             "token_bytes": rank.token_bytes, "state_bytes": rank.state_bytes,
         },
         "block_tokens": layout.block_tokens,
@@ -157,7 +157,7 @@ def _summary(plan: CapacityPlan) -> Section:
     kinds = ", ".join(f"{model.count(kind)} {kind}" for kind in dict.fromkeys(model.kinds))
     heads = f"{rank.kv_heads} KV head{'s' * (rank.kv_heads > 1)} of {model.head_size}"
     held = f"one latent of {model.head_size}" if model.is_mla else heads
-    dtype = "bytes with scales" if rank.is_packed else rank.dtype
+    dtype = "fp8 with scales" if rank.is_packed else rank.dtype
     block = f"{layout.block_tokens:,} tokens"
     if layout.block_tokens != rank.block_size:
         why = "a page must hold a layer's state" if model.is_hybrid else "kernels read this model's cache so"

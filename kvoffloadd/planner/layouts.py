@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvoffloadd.layout import (
     FLASH_NHD,
@@ -93,7 +94,8 @@ class Layout:
     @property
     def token_bytes(self) -> float:
         """Of a token in all groups, everything stored."""
-        return sum(payload / self.spec(group).block_size for group, payload in enumerate(self.payloads))
+        sizes = (self.spec(group).block_size for group in range(self.num_groups))
+        return float(sum(Fraction(payload, size) for payload, size in zip(self.payloads, sizes, strict=True)))
 
     def stored_blocks(self, tokens: int) -> tuple[int, ...]:
         """Blocks of each group in a prompt, all of them stored; what is not a whole block has no key."""

@@ -67,7 +67,7 @@ class Rank:
                 "quantization_config asks for a quantised KV cache: say which dtype the engine gives it, "
                 "like --kv-dtype fp8"
             )
-        if model.ratios and self.dtype not in ("bfloat16", "float8_e4m3fn"):
+        if model.ratios and KV_DTYPES[self.kv_dtype] not in ("", "bfloat16", "float8_e4m3fn"):
             raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep this model's cache in fp8 or bfloat16")
 
     @property
@@ -81,6 +81,11 @@ class Rank:
         model = self.model
         fp8 = self.dtype.startswith("float8")
         return (fp8 and model.index_size > 0) or (bool(model.ratios) and self.kv_dtype == "auto")
+
+    @property
+    def kept_dtype(self) -> str:
+        """Of the tensors that hold keys and values, or latents."""
+        return "uint8" if self.is_packed else self.dtype
 
     @property
     def kv_heads(self) -> int:

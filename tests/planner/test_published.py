@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffloadd.cli.plan import plan_json, print_plan
+from kvoffloadd.client import Client, NamespaceSpec, Outcome
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.planner import CapacityPlan, PlanInputs, Rank, make_plan, read_model
+from kvoffloadd.planner.layouts import possible_layouts
+from scripts.harness.daemon import Daemon
 from tests.planner.models import GIB
 from tests.planner.published import CONFIGS, Group
 
@@ -20,8 +25,8 @@ def path_of(folder: Path, name: str, **keys: object) -> Path:
     return path
 
 
-def plan(folder: Path, name: str, **terms: object) -> CapacityPlan:
-    inputs = PlanInputs(memory_bytes=64 * GIB, **terms)  # type: ignore[arg-type]
+def plan(folder: Path, name: str, **terms: Any) -> CapacityPlan:
+    inputs = PlanInputs(memory_bytes=64 * GIB, **terms)
     return make_plan(read_model(path_of(folder, name)), inputs)
 
 
@@ -163,6 +168,49 @@ def test_what_a_tier_holds_of_blocks_of_several_lengths(tmp_path: Path) -> None:
     held = plan(tmp_path, "deepseek-v4-flash").held[0]
     assert (held.keys, held.tokens) == (105 * held.blocks, 256 * held.blocks)
     assert held.index_bytes == 92 * held.keys
+
+
+def test_the_dtype_that_is_kept(tmp_path: Path) -> None:
+    """DeepSeek V4 is kept in fp8 unless asked for otherwise, DeepSeek V3.2 only if asked for."""
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("deepseek-v4-flash", {}, "uint8"),
+        ("deepseek-v4-flash", {"kv_dtype": "bfloat16"}, "bfloat16"),
+        ("deepseek-v3.2", {}, "bfloat16"),
+        ("deepseek-v3.2", {"kv_dtype": "fp8"}, "uint8"),
+    ]
+    for name, terms, dtype in cases:
+        assert plan_json(plan(tmp_path, name, **terms))["rank"]["kv_dtype"] == dtype
+
+
+@pytest.mark.parametrize("name", ["a tensor a layer, blocks first", "cross-layer", "packed rows"])
+def test_a_daemon_counts_blocks_of_several_lengths(daemon: Daemon, tmp_path: Path, name: str, seed: int) -> None:
+    """Six layers of DeepSeek V4, 512 tokens of them: what is stored, and what a restore needs."""
+    pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
+    path = path_of(tmp_path, "deepseek-v4-flash", num_hidden_layers=6)
+    found, _ = possible_layouts(Rank(read_model(path), 1, 16), num_blocks=400)
+    layout = next(one for one in found if one.name == name)
+    rng = np.random.default_rng(seed)
+    stored, needed = layout.stored_blocks(512), layout.needed_blocks(512)
+    ids = np.split(rng.permutation(400).astype(np.uint32)[: sum(stored)], np.cumsum(stored)[:-1])
+    keys = [rng.integers(0, 256, (count, 32), dtype=np.uint8) for count in stored]
+    with Client(daemon.socket, namespace=NamespaceSpec(model="planned", layout=name)) as client:
+        client.connect()
+        registration = client.register(layout.plan.allocate("host").cache.kv_cache())
+        for direction, blocks in (("store", stored), ("load", needed)):
+            before = daemon.status()["transfers"][direction]
+            wanted = {
+                group: (keys[group][len(keys[group]) - count :], ids[group][len(ids[group]) - count :])
+                for group, count in enumerate(blocks)
+            }
+            job = client.store(registration, wanted) if direction == "store" else client.load(registration, wanted)
+            assert client.wait(job, 15).outcome == Outcome.DONE
+            after = daemon.status()["transfers"][direction]
+            moved = {counter: after[counter] - before[counter] for counter in ("descriptors", "bytes", "keys")}
+            assert moved == {
+                "descriptors": layout.descriptors_of(blocks),
+                "bytes": sum(count * each for count, each in zip(blocks, layout.payloads, strict=True)),
+                "keys": sum(blocks),
+            }
 
 
 def test_v4_in_bfloat16(tmp_path: Path) -> None:
