@@ -50,7 +50,7 @@ def test_entries_that_stand_for_several_tokens() -> None:
         ({"kind": LayerKind.MAMBA}, "an attention layer can't be of kind mamba"),
         ({"head_size": 0}, "sizes of a layer must be positive"),
         ({"kernel_blocks": 3}, "16 tokens are not 3 equal kernel blocks"),
-        ({"tokens_per_entry": 3}, "16 tokens are not 1 equal kernel blocks of whole entries of 3 tokens"),
+        ({"tokens_per_entry": 3}, "16 tokens are not 1 equal kernel blocks of whole entries"),
         ({"tokens_per_entry": 8, "kernel_blocks": 4}, "16 tokens are not 4 equal kernel blocks"),
         ({"tokens_per_entry": 0}, "sizes of a layer must be positive"),
         ({"kind": LayerKind.SLIDING}, "kind sliding with a window of 0"),
