@@ -19,7 +19,10 @@ STATE_TOKENS = {SPARSE: 4, HEAVY: 8}
 OVERLAP = {SPARSE: 2, HEAVY: 1}
 """How many entries a token goes into."""
 
-PACKED_BYTES = 64 * 9 + 8
+HEAD_SIZE = 512
+"""Elements of an entry, of which 64 are rotary."""
+
+PACKED_BYTES = 448 + 64 * 2 + 8
 """Of an entry in fp8: 448 of fp8, 64 rotary elements of bfloat16, 8 of scales."""
 
 PACKED_ALIGNMENT, PLAIN_ALIGNMENT = 576, 512
@@ -34,6 +37,8 @@ def read_ratios(fields: Fields) -> tuple[int, ...]:
     count = fields.integer("num_hidden_layers")
     listed = fields.items("compress_ratios") or []
     ratios = tuple(ratio for ratio in listed[:count] if isinstance(ratio, int) and ratio in (0, 1, SPARSE, HEAVY))
+    if fields.integer("head_dim") != HEAD_SIZE:
+        raise fields.error("head_dim", f"is not understood: entries of {HEAD_SIZE} elements are known alone")
     if len(ratios) != count:
         raise fields.error("compress_ratios", f"must have {count} entries or more, each 0, 1, {SPARSE} or {HEAVY}")
     return ratios

@@ -31,8 +31,8 @@ KV_DTYPES = {
 }
 """What engines call dtypes of the KV cache -> torch's names. "auto": the model's."""
 
-PACKED_LATENT_BYTES = 656
-"""Of a token in fp8 where latents have an index: 512 of fp8, 16 of scales, 64 rotary elements of bfloat16."""
+PACKED_LATENT_SIZE, PACKED_LATENT_BYTES = 512 + 64, 656
+"""Of a token's latent with an index: elements, and bytes in fp8 (512 of fp8, 16 of scales, 64 elements of bfloat16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,8 @@ class Rank:
                 "quantization_config asks for a quantised KV cache: say which dtype the engine gives it, "
                 "like --kv-dtype fp8"
             )
+        if self.is_packed and not model.ratios and model.head_size != PACKED_LATENT_SIZE:
+            raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep latents of 512 + 64 elements so, no others")
         if model.ratios and KV_DTYPES[self.kv_dtype] not in ("", "bfloat16", "float8_e4m3fn"):
             raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep this model's cache in fp8 or bfloat16")
 

@@ -226,7 +226,7 @@ def test_a_quantised_cache_is_noticed(tmp_path: Path, form: dict[str, object]) -
         (LLAMA, {"compress_ratios": [4] * 32}, r"compress_ratios is not understood: its layers keep compressed tokens"),
         (
             LLAMA,
-            {"compress_ratios": [4] * 31, "model_type": "deepseek_v4"},
+            {"compress_ratios": [4] * 31, "model_type": "deepseek_v4", "head_dim": 512},
             r"compress_ratios must have 32 entries or more, each 0, 1, 4 or 128",
         ),
         (
