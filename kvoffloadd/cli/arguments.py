@@ -100,7 +100,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_count, default=1, metavar="RANKS", help="tensor-parallel ranks; default: 1")
     parser.add_argument(
         "--attn-pack-size", dest="pack_size", type=_count, default=0, metavar="LAYERS",
-        help="attention layers on a page, where a Mamba state sets it",
+        help="attention layers on a page, where a Mamba state sets it; no released engine packs them",
     )  # fmt: skip
     parser.add_argument(
         "--kv-dtype", default="auto", metavar="DTYPE", help="auto (default, the model's), fp8, bfloat16 ..."

@@ -12,6 +12,7 @@ from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
 from kvoffloadd.planner.layouts import Layout
 from kvoffloadd.planner.planning import CapacityPlan
+from kvoffloadd.planner.rank import Rank
 from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
@@ -37,7 +38,7 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
     return {
         "model": model,
         "rank": {
-            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.dtype,
+            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.kept_dtype,
             "token_bytes": rank.token_bytes, "state_bytes": rank.state_bytes,
         },
         "block_tokens": layout.block_tokens,
@@ -59,7 +60,8 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
 
 def _page_bytes(plan: CapacityPlan) -> int:
     """Of one block in one slot of the engine's memory."""
-    return plan.layout.block_tokens * plan.rank.token_bytes * plan.layout.pack_size
+    specs = plan.layout.plan.specs.values()
+    return max(spec.page_bytes for spec in specs if isinstance(spec, Attention)) * plan.layout.pack_size
 
 
 def _group(plan: CapacityPlan, group: int) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
         "payload_bytes": list(layout.payloads),
         "padding_bytes": list(layout.padding),
         "descriptor_bytes": sum(layout.payloads) // sum(layout.descriptors),
-        "stored_bytes_per_token": sum(layout.payloads) / layout.block_tokens,
+        "stored_bytes_per_token": layout.token_bytes,
         "prompt_store_descriptors": layout.descriptors_of(layout.stored_blocks(tokens)),
         "prompt_load_descriptors": layout.descriptors_of(layout.needed_blocks(tokens)),
         "prompt_load_descriptors_clipped": layout.descriptors_of(layout.clipped_blocks(tokens)),
@@ -155,17 +157,19 @@ def _summary(plan: CapacityPlan) -> Section:
     kinds = ", ".join(f"{model.count(kind)} {kind}" for kind in dict.fromkeys(model.kinds))
     heads = f"{rank.kv_heads} KV head{'s' * (rank.kv_heads > 1)} of {model.head_size}"
     held = f"one latent of {model.head_size}" if model.is_mla else heads
+    dtype = "fp8 with scales" if rank.is_packed else rank.dtype
     block = f"{layout.block_tokens:,} tokens"
     if layout.block_tokens != rank.block_size:
-        block += f" ({rank.block_size} asked for: a page must hold a layer's state)"
+        why = "a page must hold a layer's state" if model.is_hybrid else "kernels read this model's cache so"
+        block += f" ({rank.block_size} asked for: {why})"
     rows: list[Row] = [
         ("layers", f"{len(model.kinds)}: {kinds}"),
-        ("each rank", f"1 of {rank.tp}: {held}, {rank.dtype}, {format_bytes(rank.token_bytes)} a token and layer"),
+        ("each rank", f"1 of {rank.tp}: {held}, {dtype}, {format_bytes(rank.token_bytes)} a token and layer"),
         ("block", block),
         ("page", f"{format_bytes(_page_bytes(plan))} of a slot, {format_bytes(layout.plan.block_bytes)} of all slots"),
     ]
     if model.linear is not None:
-        rows.insert(2, ("state", f"{rank.state_bytes:,} bytes a layer, convolution and recurrent state"))
+        rows.insert(2, ("state", f"{rank.state_bytes:,} bytes a layer, {_states(rank)}"))
     for prompt in plan.prompts:
         source = f" (of {plan.trace.requests:,} in the trace)" if plan.trace else ""
         size = format_bytes(prompt.stored_bytes)
@@ -173,6 +177,10 @@ def _summary(plan: CapacityPlan) -> Section:
         blocks = f"{prompt.blocks:,} blocks, {size}{needed}" if prompt.blocks else "no whole block"
         rows.append((f"{prompt.name} prompt", f"{prompt.tokens:,} tokens{source}: {blocks}"))
     return f"{model.model_type}, {rank.tp} rank{'s' * (rank.tp > 1)}", ("", ""), rows
+
+
+def _states(rank: Rank) -> str:
+    return "convolution and recurrent state" if len(rank.states) > 1 else "convolution"
 
 
 def _groups(plan: CapacityPlan) -> Section:
@@ -238,7 +246,7 @@ def _packs(plan: CapacityPlan) -> Section:
             f"{layout.num_groups - states} + {states}", format_bytes(sum(layout.payloads) // layout.block_tokens),
             f"{prompt // layout.block_tokens:,}",
         ))  # fmt: skip
-    title = "attention layers on a page (--attn-pack-size): shorter blocks, but a state is stored for each"
+    title = "attention layers on a page, if an engine packed them: shorter blocks, but a state for each"
     return title, ("pack", "block", "page", "groups", "stored a token", "blocks of a prompt"), rows
 
 

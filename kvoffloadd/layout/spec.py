@@ -63,7 +63,8 @@ class Attention:
     `block_size`, `window`: tokens; `window` is that of sliding attention (MLA may have one) or a chunk's size.
     `backend`: its dimensions and their order, or only which dimension of the layer's tensor counts blocks.
     `padded_bytes`: what a block takes with padding behind it; 0: no padding. `kernel_blocks`: as how many blocks the
-    kernels see one. Raises UsageError for what is no layer.
+    kernels see one. `tokens_per_entry`: a vector stands for so many tokens, where the layer compresses them. Raises
+    UsageError for what is no layer.
     """
 
     block_size: int
@@ -75,16 +76,19 @@ class Attention:
     window: int = 0
     padded_bytes: int = 0
     kernel_blocks: int = 1
+    tokens_per_entry: int = 1
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)
         kind = layer_kind(self.kind)
         if kind not in ATTENTION_KINDS:
             raise UsageError(f"an attention layer can't be of kind {kind}")
-        if min(self.block_size, self.num_kv_heads, self.head_size, self.kernel_blocks) < 1:
+        if min(self.block_size, self.num_kv_heads, self.head_size, self.kernel_blocks, self.tokens_per_entry) < 1:
             raise UsageError(f"sizes of a layer must be positive: {self}")
-        if self.block_size % self.kernel_blocks:
-            raise UsageError(f"{self.block_size} tokens are not {self.kernel_blocks} equal kernel blocks")
+        if self.block_size % (self.kernel_blocks * self.tokens_per_entry):
+            raise UsageError(
+                f"{self.block_size} tokens are not {self.kernel_blocks} equal kernel blocks of whole entries"
+            )
         if (self.window > 0) != (kind in (LayerKind.SLIDING, LayerKind.CHUNKED)) and kind is not LayerKind.MLA:
             raise UsageError(f"a layer of kind {kind} with a window of {self.window} tokens")
         if kind is LayerKind.MLA and self.num_kv_heads != 1:
@@ -103,7 +107,13 @@ class Attention:
     def payload_bytes(self) -> int:
         """Of one block, without padding."""
         vectors = 1 if self.kind == LayerKind.MLA else 2
-        return vectors * self.block_size * self.num_kv_heads * self.head_size * item_bytes(self.dtype)
+        return (
+            vectors
+            * (self.block_size // self.tokens_per_entry)
+            * self.num_kv_heads
+            * self.head_size
+            * item_bytes(self.dtype)
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -127,7 +137,7 @@ class Attention:
         return {
             BLOCK: num_blocks * self.kernel_blocks,
             KV: 2,
-            TOKEN: self.block_size // self.kernel_blocks,
+            TOKEN: self.block_size // self.tokens_per_entry // self.kernel_blocks,
             HEAD: self.num_kv_heads,
             DIM: self.head_size,
             PAIR: 2 * self.head_size,

@@ -21,27 +21,37 @@ WASTEFUL = 0.25
 """Of a slot, the part that padding may take before it is worth a word."""
 
 
-def recommend(layouts: Sequence[Layout], prompt_tokens: int, share_tp: bool) -> tuple[Layout, str]:
+def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, share_tp: bool) -> tuple[Layout, str]:
     """The layout with the fewest descriptors for a prompt's store and load; and why, in a sentence.
 
-    Blocks short enough for the prompt go first, and of those the longest: states are stored once a block. `share_tp`:
-    ranks of other tensor-parallel sizes are to read what is stored.
+    `chosen`: only layouts with its pack size, since no released engine packs layers, unless somebody's own does.
+    `share_tp`: ranks of other tensor-parallel sizes are to read what is stored.
     """
-    short = [one for one in layouts if one.block_tokens * SHORT_ENOUGH <= prompt_tokens]
-    length = max(one.block_tokens for one in short) if short else min(one.block_tokens for one in layouts)
-    fitting = [one for one in layouts if one.block_tokens == length]
+    fitting = [one for one in layouts if one.pack_size == chosen.pack_size]
     shareable = [one for one in fitting if one.name == HEADS_FIRST] if share_tp else []
     best = min(shareable or fitting, key=lambda one: (_moved(one, prompt_tokens), sum(one.padding), _doubt(one)))
     said = f'"{best.name}": {_cost(best)}'
     worst = max(fitting, key=lambda one: sum(one.descriptors))
     if sum(worst.descriptors) > sum(best.descriptors):
         said += f', where "{worst.name}" takes {_cost(worst)}'
-    if len({one.block_tokens for one in layouts}) > 1:
-        which = "longest that are at most a quarter" if short else "shortest there are, none is a quarter"
-        said += f"; its blocks of {length:,} tokens are the {which} of a prompt of {prompt_tokens:,}"
+    if best.block_tokens * SHORT_ENOUGH > prompt_tokens:
+        said += _gain(layouts, best, prompt_tokens)
     if shareable:
         said += "; a range of heads is contiguous, so that ranks of other tensor-parallel sizes can read it"
     return best, f"{said}."
+
+
+def _gain(layouts: Sequence[Layout], best: Layout, prompt_tokens: int) -> str:
+    """What packing would gain where blocks are long for a prompt; "" where it would gain nothing."""
+    shorter = sorted((one for one in layouts if one.block_tokens < best.block_tokens), key=lambda one: one.block_tokens)
+    if not shorter:
+        return ""
+    fitting = [one for one in shorter if one.block_tokens * SHORT_ENOUGH <= prompt_tokens]
+    packed = fitting[-1] if fitting else shorter[0]
+    return (
+        f'; its blocks of {best.block_tokens:,} tokens are long for a prompt of {prompt_tokens:,}: "{packed.name}" '
+        f"would have blocks of {packed.block_tokens:,}, but no released engine offers it"
+    )
 
 
 def _moved(layout: Layout, tokens: int) -> int:
@@ -92,6 +102,9 @@ def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int
 
 
 def _shorter(layout: Layout, rank: Rank, prompt_tokens: int) -> str:
+    multiple = rank.model.block_multiple
+    if layout.block_tokens == multiple > 1:
+        return f"kernels read this model's cache in blocks of {multiple} tokens"
     if rank.block_size >= layout.block_tokens:
         return f"use a --block-size of {prompt_tokens:,} or less"
     pack = layout.pack_size * 2
@@ -99,5 +112,5 @@ def _shorter(layout: Layout, rank: Rank, prompt_tokens: int) -> str:
         pack *= 2
     most = rank.model.count(LayerKind.FULL)
     if pack > most or rank.block_tokens(pack) > prompt_tokens:
-        return "no pack size makes it short enough"
-    return f"--attn-pack-size {pack} ({PAGES.format(pack)}) makes it {rank.block_tokens(pack):,}"
+        return "not even several attention layers on a page would make it short enough"
+    return f'"{PAGES.format(pack)}" would make it {rank.block_tokens(pack):,}, but no released engine offers it'

@@ -10,8 +10,17 @@ TYPES = {
     "sliding_attention": LayerKind.SLIDING,
     "chunked_attention": LayerKind.CHUNKED,
     "linear_attention": LayerKind.MAMBA,
+    "mamba": LayerKind.MAMBA,
+    "conv": LayerKind.MAMBA,
+    "attention": LayerKind.FULL,
 }
-"""What `layer_types` may say. Linear attention (Gated DeltaNet) keeps states, as Mamba does."""
+"""What `layer_types` may say. Linear attention (Gated DeltaNet) and short convolutions keep states, as Mamba does."""
+
+PATTERN = {"M": (LayerKind.MAMBA,), "*": (LayerKind.FULL,), "-": (), "E": ()}
+"""Letters of `hybrid_override_pattern` (Nemotron-H). A layer of experts, or a dense one, keeps nothing."""
+
+BOTH = {"falcon_h1"}
+"""Model types each of whose layers has attention and a Mamba state."""
 
 LAYERS_MAX = 10_000
 
@@ -31,7 +40,13 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
     if count > LAYERS_MAX:
         raise fields.error("num_hidden_layers", f"= {count} must be at most {LAYERS_MAX}")
     _check_softmax(fields, count)
+    if fields.get("hybrid_override_pattern") is not None:
+        return _patterned(fields, count)
+    if fields.model_type in BOTH:
+        fields.assumed.append("each layer has attention and a state, which count as a layer each")
+        return (LayerKind.FULL, LayerKind.MAMBA) * count
     kinds = _all_kinds(fields, count)
+    kinds = kinds[: count - _sharing(fields, count)]
     crossing = fields.items("cross_attention_layers") or []
     if not all(isinstance(at, int) and 0 <= at < count for at in crossing):
         raise fields.error("cross_attention_layers", f"must be a list of layers, each from 0 to {count - 1}")
@@ -41,6 +56,24 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
             "is the image's, whatever the number of tokens"
         )
     return tuple(kind for at, kind in enumerate(kinds) if at not in crossing)
+
+
+def _patterned(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+    pattern = fields.text("hybrid_override_pattern", "")
+    if len(pattern) != count or not set(pattern) <= PATTERN.keys():
+        raise fields.error("hybrid_override_pattern", f"must be {count} letters, each one of {' '.join(PATTERN)}")
+    return tuple(kind for letter in pattern for kind in PATTERN[letter])
+
+
+def _sharing(fields: Fields, count: int) -> int:
+    """Layers at the end that use the cache of an earlier layer of their kind, and have none of their own."""
+    if not fields.get("num_kv_shared_layers"):
+        return 0
+    shared = fields.integer("num_kv_shared_layers")
+    if shared >= count:
+        raise fields.error("num_kv_shared_layers", f"= {shared} must be less than num_hidden_layers, {count}")
+    fields.assumed.append(f"num_kv_shared_layers: the last {shared} layers use earlier layers' cache, and are left out")
+    return shared
 
 
 def _check_softmax(fields: Fields, count: int) -> None:
@@ -56,6 +89,9 @@ def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     listed = fields.items("layer_types")
     if listed is not None:
         return _listed(fields, listed, count)
+    if fields.get("full_attn_idxs") is not None:
+        full = fields.items("full_attn_idxs") or []
+        return tuple(LayerKind.FULL if at in full else LayerKind.MAMBA for at in range(count))
     if fields.get("full_attention_interval") is not None:
         return _every(fields.integer("full_attention_interval"), LayerKind.MAMBA, count)
     if fields.get("linear_num_value_heads") is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvoffloadd.layout import (
     FLASH_NHD,
@@ -53,8 +54,8 @@ class Layout:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block, the same in all groups."""
-        return self.spec(0).block_size
+        """Tokens of a block; of the longest one, where groups differ."""
+        return max(self.spec(group).block_size for group in range(self.num_groups))
 
     @property
     def num_groups(self) -> int:
@@ -90,9 +91,15 @@ class Layout:
         """Bytes of the engine's memory that a block of each group leaves unused."""
         return tuple(self.plan.block_bytes - payload for payload in self.payloads)
 
+    @property
+    def token_bytes(self) -> float:
+        """Of a token in all groups, everything stored."""
+        sizes = (self.spec(group).block_size for group in range(self.num_groups))
+        return float(sum(Fraction(payload, size) for payload, size in zip(self.payloads, sizes, strict=True)))
+
     def stored_blocks(self, tokens: int) -> tuple[int, ...]:
         """Blocks of each group in a prompt, all of them stored; what is not a whole block has no key."""
-        return (tokens // self.block_tokens,) * self.num_groups
+        return tuple(tokens // self.spec(group).block_size for group in range(self.num_groups))
 
     def needed_blocks(self, tokens: int) -> tuple[int, ...]:
         """Blocks of each group that a restore of the prompt's whole blocks needs."""
@@ -101,10 +108,10 @@ class Layout:
 
     def clipped_blocks(self, tokens: int) -> tuple[int, ...]:
         """The same, as engines ask for it that leave room for a boundary within a block: one more of a window."""
-        whole = range(tokens // self.block_tokens)
+        end = tokens // self.block_tokens * self.block_tokens
         reaches = map(self.reach, range(self.num_groups))
-        sliding = [len(clip(whole, reach.window, reach.block_size)) if reach.kind is GroupKind.SLIDING else 0
-                   for reach in reaches]  # fmt: skip
+        sliding = [len(clip(range(end // reach.block_size), reach.window, reach.block_size))
+                   if reach.kind is GroupKind.SLIDING else 0 for reach in reaches]  # fmt: skip
         return tuple(one or needed for one, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
 
     def descriptors_of(self, blocks: Sequence[int]) -> int:
@@ -160,7 +167,7 @@ def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_
             spec = specs[layer]
             views[layer] = (
                 (own_view(layer, spec, num_blocks, at),)
-                if isinstance(spec, Attention)
+                if isinstance(spec, Attention) and spec.page_bytes == page
                 else shared_views(layer, spec, num_blocks, Place(at, page))
             )
         tensors.append(TensorPlan((num_blocks, page), (slot,)))

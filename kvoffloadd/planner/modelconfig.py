@@ -6,37 +6,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffloadd.layout import LayerKind
+from kvoffloadd.planner.compressed import MODEL_TYPE as COMPRESSED
+from kvoffloadd.planner.compressed import read_ratios
 from kvoffloadd.planner.fields import Fields, read_fields
 from kvoffloadd.planner.layertypes import layer_kinds
-
-DTYPES = ("bfloat16", "float16", "float32")
-"""What a model may be computed in."""
+from kvoffloadd.planner.states import Recurrent, read_dtype, read_states
 
 REFUSED = {
     "attention_types": "its layers are of kinds that are not known here",
     "block_configs": "its layers have different numbers of heads",
     "block_types": "its layers are of kinds that are not known here",
-    "compress_ratios": "its layers keep compressed tokens",
     "global_head_dim": "its full layers have heads of another size than the sliding ones",
     "hybrid_layer_pattern": "its layers are of kinds that are not known here",
-    "hybrid_override_pattern": "its layers are of kinds that are not known here",
-    "index_head_dim": "its layers keep an index beside their latents",
     "indexer_kv_heads": "its layers keep an index beside their heads",
     "is_encoder_decoder": "it has cross attention",
     "layers_block_type": "its layers are of kinds that are not known here",
     "linear_attn_config": "its linear layers are of a kind that is not known here",
     "num_global_key_value_heads": "its full layers have another number of heads than the sliding ones",
-    "num_kv_shared_layers": "some of its layers use another layer's cache",
     "swa_head_dim": "its sliding layers have heads of another size than the full ones",
     "swa_num_key_value_heads": "its sliding layers have another number of heads than the full ones",
 }
 """Keys that change what the cache is, in ways that the planner does not know: a guess would look like an answer."""
 
 REFUSED_PREFIXES = ("mamba_d_", "mamba_n_", "mamba_num_", "mamba_expand", "ssm_", "rwkv")
-"""The same, of state space models other than Gated DeltaNet."""
+"""The same, of state space models that are not known here."""
+
+MAMBA_2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Model types with Mamba-2 layers that are understood."""
+
+INDEXED = ("deepseek_v32",)
+"""Model types with an index beside each latent. `compress_ratios` is understood of `COMPRESSED` alone."""
 
 STATE_MODELS = (
-    "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "nemotron_h", "plamo2", "recurrent_gemma", "rwkv", "xlstm",
+    "bamba", "falcon_mamba", "jamba", "mamba", "plamo2", "recurrent_gemma", "rwkv", "xlstm",
     "zamba",
 )  # fmt: skip
 """Beginnings of a `model_type` whose layers keep states, be it said in its file or left to the class."""
@@ -63,27 +65,12 @@ INSTEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class LinearHeads:
-    """Of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: of the recurrent state."""
-
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    conv_kernel: int
-    dtype: str
-
-    @property
-    def conv_channels(self) -> int:
-        """Queries, keys and values that pass through the convolution."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The whole model. `kinds`: of each layer. `kv_heads`, `head_size`: of attention; with MLA one head, the latent.
 
     `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
+    `linear`: states of layers that keep them. `index_size`: elements of a token's key in a latent's index; 0: none.
+    `ratios`: DeepSeek V4's, of each layer, how many tokens become one entry; () for other models.
     `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
     """
 
@@ -96,7 +83,9 @@ class ModelConfig:
     chunk: int
     dtype: str
     kv_quantised: bool
-    linear: LinearHeads | None
+    linear: Recurrent | None
+    index_size: int
+    ratios: tuple[int, ...]
     assumed: tuple[str, ...]
 
     @property
@@ -109,6 +98,13 @@ class ModelConfig:
         """Layers keep a latent, which is the same on all ranks."""
         return LayerKind.MLA in self.kinds
 
+    @property
+    def block_multiple(self) -> int:
+        """Blocks have a multiple of so many tokens, since kernels read compressed entries and indexes so."""
+        if self.ratios:
+            return 256
+        return 64 if self.index_size else 1
+
     def count(self, kind: LayerKind) -> int:
         """Layers of this kind."""
         return self.kinds.count(kind)
@@ -117,51 +113,58 @@ class ModelConfig:
 def read_model(path: Path) -> ModelConfig:
     """From a config.json. Raises ConfigError, naming the key and what would work, for what is not understood."""
     fields = read_fields(path)
-    for key, why in REFUSED.items():
-        if fields.get(key):
-            raise fields.error(key, f"is not understood: {why}, {INSTEAD}")
-    if fields.model_type.startswith(STATE_MODELS):
-        raise fields.error(
-            "model_type", f"= {fields.model_type!r} is not understood: its layers keep states, {INSTEAD}"
-        )
-    for key in fields.keys_beginning(REFUSED_PREFIXES):
-        raise fields.error(key, f"is not understood: it is of a state space model that is not known here, {INSTEAD}")
-    kinds = layer_kinds(fields)
-    if all(kind is LayerKind.MAMBA for kind in kinds):
-        raise fields.error("layer_types", f"has no attention layer, {INSTEAD}")
-    dtype = _dtype(fields, "dtype") or _dtype(fields, "torch_dtype")
-    if not dtype:
-        dtype = DEFAULT_DTYPE
-        fields.assumed.append(f"dtype is not in the file: taken to be {DEFAULT_DTYPE}, which engines choose then")
-    linear = _linear(fields, dtype) if LayerKind.MAMBA in kinds else None
-    query_heads = fields.integer("num_attention_heads")
-    if fields.get("kv_lora_rank") is not None:
-        kinds, kv_heads, head_size = _latent(fields, kinds)
-    else:
-        kv_heads, head_size = _kv_heads(fields, query_heads), _head_size(fields, query_heads)
+    _check_known(fields)
     for key in DRAFTS:
         if fields.get(key):
             fields.assumed.append(f"{key}: layers that only guess tokens ahead are left out")
+    ratios = read_ratios(fields) if fields.model_type == COMPRESSED else ()
+    kinds = (LayerKind.MLA,) * len(ratios) or layer_kinds(fields)
+    if all(kind is LayerKind.MAMBA for kind in kinds):
+        raise fields.error("layer_types", f"has no attention layer, {INSTEAD}")
+    dtype = read_dtype(fields, "dtype") or read_dtype(fields, "torch_dtype")
+    if not dtype:
+        dtype = DEFAULT_DTYPE
+        fields.assumed.append(f"dtype is not in the file: taken to be {DEFAULT_DTYPE}, which engines choose then")
+    linear = read_states(fields, dtype) if LayerKind.MAMBA in kinds else None
+    query_heads = fields.integer("num_attention_heads")
+    if ratios:
+        kv_heads, head_size = 1, fields.integer("head_dim")
+    elif fields.get("kv_lora_rank") is not None:
+        kinds, kv_heads, head_size = _latent(fields, kinds)
+    else:
+        kv_heads, head_size = _kv_heads(fields, query_heads), _head_size(fields, query_heads)
     return ModelConfig(
         model_type=fields.model_type or "model",
         kinds=kinds,
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        window=fields.integer("sliding_window") if LayerKind.SLIDING in kinds else 0,
+        window=fields.integer("sliding_window") if LayerKind.SLIDING in kinds or ratios else 0,
         chunk=fields.integer("attention_chunk_size") if LayerKind.CHUNKED in kinds else 0,
         dtype=dtype,
         kv_quantised=_kv_quantised(fields),
         linear=linear,
+        index_size=fields.integer("index_head_dim") if fields.model_type in (*INDEXED, COMPRESSED) else 0,
+        ratios=ratios,
         assumed=tuple(fields.assumed),
     )
 
 
-def _dtype(fields: Fields, key: str) -> str:
-    found = fields.text(key, "").removeprefix("torch.")
-    if found and found not in DTYPES:
-        raise fields.error(key, f"= {found!r} is not known; these are: {', '.join(DTYPES)}")
-    return found
+def _check_known(fields: Fields) -> None:
+    """That no key says what the planner does not know. Raises ConfigError."""
+    for key, why in REFUSED.items():
+        if fields.get(key):
+            raise fields.error(key, f"is not understood: {why}, {INSTEAD}")
+    if fields.get("compress_ratios") and fields.model_type != COMPRESSED:
+        raise fields.error("compress_ratios", f"is not understood: its layers keep compressed tokens, {INSTEAD}")
+    if fields.get("index_head_dim") and fields.model_type not in (*INDEXED, COMPRESSED):
+        raise fields.error("index_head_dim", f"is not understood: its layers keep an index, {INSTEAD}")
+    if fields.model_type.startswith(STATE_MODELS):
+        raise fields.error(
+            "model_type", f"= {fields.model_type!r} is not understood: its layers keep states, {INSTEAD}"
+        )
+    for key in fields.keys_beginning(REFUSED_PREFIXES) if fields.model_type not in MAMBA_2 else ():
+        raise fields.error(key, f"is not understood: it is of a state space model that is not known here, {INSTEAD}")
 
 
 def _kv_heads(fields: Fields, query_heads: int) -> int:
@@ -177,8 +180,9 @@ def _kv_heads(fields: Fields, query_heads: int) -> int:
 
 
 def _head_size(fields: Fields, query_heads: int) -> int:
-    if fields.get("head_dim") is not None:
-        size = fields.integer("head_dim")
+    key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
+    if key is not None:
+        size = fields.integer(key)
     else:
         hidden = fields.integer("hidden_size")
         if hidden % query_heads:
@@ -196,23 +200,6 @@ def _latent(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKi
         raise fields.error("kv_lora_rank", f"with layers of kind {other} is not understood, {INSTEAD}")
     size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
     return (LayerKind.MLA,) * len(kinds), 1, size
-
-
-def _linear(fields: Fields, dtype: str) -> LinearHeads:
-    state = _dtype(fields, "mamba_ssm_dtype")
-    if not state:
-        state = dtype
-        fields.assumed.append(
-            f"mamba_ssm_dtype is not in the file: recurrent states are taken to be {dtype}, as the model is"
-        )
-    return LinearHeads(
-        key_heads=fields.integer("linear_num_key_heads"),
-        value_heads=fields.integer("linear_num_value_heads"),
-        key_size=fields.integer("linear_key_head_dim"),
-        value_size=fields.integer("linear_value_head_dim"),
-        conv_kernel=fields.integer("linear_conv_kernel_dim"),
-        dtype=state,
-    )
 
 
 def _kv_quantised(fields: Fields) -> bool:

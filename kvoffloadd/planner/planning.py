@@ -57,8 +57,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class HeldPrompts:
-    """What a tier holds. `blocks`: times a block of each group, all stored. `prompts`: for each prompt how many whole
-    ones, all stored; `needed`: how many if only what their restore needs were held. None: they have no whole block.
+    """What a tier holds. `blocks`: times the tokens of a block in all groups, all stored.
+
+    `prompts`: for each prompt how many whole ones, all stored; `needed`: how many if only what their restore needs
+    were held. None: they have no whole block.
     """
 
     tier: str
@@ -116,7 +118,7 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
         spaces.append(("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes)))
     held = tuple(_held(name, space, layout, parts, list(lengths.values())) for name, space in spaces)
     typical = next(iter(lengths.values()))
-    recommended, why = recommend(layouts, typical, terms.share_tp)
+    recommended, why = recommend(layouts, layout, typical, terms.share_tp)
     return CapacityPlan(
         rank, terms, trace, layout, parts, tuple(layouts), refused, recommended, why,
         prompts=tuple(_prompt(name, tokens, layout, parts) for name, tokens in lengths.items()),
@@ -150,14 +152,15 @@ def _held(
         demand = demand_of(zip(blocks, parts, layout.payloads, strict=True))
         return space.holds(demand) if demand else None
 
-    blocks = times((1,) * layout.num_groups) or 0
+    once = layout.stored_blocks(layout.block_tokens)
+    blocks = times(once) or 0
     return HeldPrompts(
         tier=name,
         capacity_bytes=space.capacity_bytes,
         blocks=blocks,
         tokens=blocks * layout.block_tokens,
-        keys=blocks * layout.num_groups,
-        index_bytes=blocks * layout.num_groups * INDEX_BYTES_PER_KEY,
+        keys=blocks * sum(once),
+        index_bytes=blocks * sum(once) * INDEX_BYTES_PER_KEY,
         prompts=tuple(times(layout.stored_blocks(tokens)) for tokens in lengths),
         needed=tuple(times(layout.needed_blocks(tokens)) for tokens in lengths),
     )
@@ -177,6 +180,8 @@ def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None)
         said.append("all ranks have the same latents: one of them stores them")
     if rank.dtype == "float32":
         said.append("float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16")
+    if model.ratios and rank.is_packed and terms.kv_dtype == "auto":
+        said.append("the cache is in fp8 with its scales, as engines keep this model's: --kv-dtype bfloat16 for others")
     if not terms.hybrid:
         said.append("windows and chunks count as full attention, since the hybrid cache manager is off")
     said.append("a key is one block of one group; what is stored is stored for all groups and every full block")

@@ -14,10 +14,11 @@ from kvoffloadd.layout import (
     LayerSpec,
     Mamba,
     State,
-    packed_block_size,
     share_of,
 )
-from kvoffloadd.planner.modelconfig import LinearHeads, ModelConfig
+from kvoffloadd.layout.packing import KERNEL_TOKENS
+from kvoffloadd.planner.compressed import WINDOW_TOKENS, compressed_layer, index_bytes
+from kvoffloadd.planner.modelconfig import ModelConfig
 
 KV_DTYPES = {
     "auto": "",
@@ -29,6 +30,9 @@ KV_DTYPES = {
     "fp8_e5m2": "float8_e5m2",
 }
 """What engines call dtypes of the KV cache -> torch's names. "auto": the model's."""
+
+PACKED_LATENT_SIZE, PACKED_LATENT_BYTES = 512 + 64, 656
+"""Of a token's latent with an index: elements, and bytes in fp8 (512 of fp8, 16 of scales, 64 elements of bfloat16)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Rank:
             raise ConfigError(f"{self.tp} ranks, blocks of {self.block_size} tokens: both must be 1 or more")
         if not self.hybrid and model.is_hybrid:
             raise ConfigError("layers that keep states need the hybrid cache manager: leave --no-hybrid out")
+        if not self.hybrid and model.ratios:
+            raise ConfigError("layers that compress tokens need the hybrid cache manager: leave --no-hybrid out")
         if not _divides(model, self.tp):
             works = ", ".join(str(tp) for tp in range(1, 65) if _divides(model, tp))
             raise ConfigError(f"{_heads_said(model)} can't be split over {self.tp} ranks; --tp {works} would work")
@@ -61,11 +67,27 @@ class Rank:
                 "quantization_config asks for a quantised KV cache: say which dtype the engine gives it, "
                 "like --kv-dtype fp8"
             )
+        if self.is_packed and not model.ratios and model.head_size != PACKED_LATENT_SIZE:
+            raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep latents of 512 + 64 elements so, no others")
+        if model.ratios and KV_DTYPES[self.kv_dtype] not in ("", "bfloat16", "float8_e4m3fn"):
+            raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep this model's cache in fp8 or bfloat16")
 
     @property
     def dtype(self) -> str:
         """Of keys and values, as torch calls it."""
         return KV_DTYPES[self.kv_dtype] or self.model.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        """Latents are bytes: fp8 elements, with scales and what stays bfloat16. DeepSeek V4's are unless asked for."""
+        model = self.model
+        fp8 = self.dtype.startswith("float8")
+        return (fp8 and model.index_size > 0) or (bool(model.ratios) and self.kv_dtype == "auto")
+
+    @property
+    def kept_dtype(self) -> str:
+        """Of the tensors that hold keys and values, or latents."""
+        return "uint8" if self.is_packed else self.dtype
 
     @property
     def kv_heads(self) -> int:
@@ -74,42 +96,62 @@ class Rank:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in one attention layer."""
+        """Of a token in one attention layer, beside its index; with compressed tokens of an entry."""
+        if self.model.ratios:
+            return next(iter(self._compressed("", 0).values())).payload_bytes // WINDOW_TOKENS
         return self._attention(LayerKind.FULL, 1, TRITON_NHD).payload_bytes
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Of each layer with linear attention: convolution, recurrent state; () if there is none."""
+        """Of each layer that keeps states: convolution, recurrent state if it has one; () if there is no such layer."""
         linear = self.model.linear
-        if linear is None:
-            return ()
-        conv = State((linear.conv_kernel - 1, linear.conv_channels // self.tp), self.model.dtype)
-        recurrent = State((linear.value_heads // self.tp, linear.value_size, linear.key_size), linear.dtype)
-        return conv, recurrent
+        return () if linear is None else linear.states(self.tp, self.model.dtype)
 
     @property
     def state_bytes(self) -> int:
-        """Of one layer with linear attention; 0 if there is none."""
+        """Of one layer that keeps states; 0 if there is none."""
         return sum(state.bytes for state in self.states)
 
     def block_tokens(self, pack_size: int = 1) -> int:
-        """As asked for; larger where `pack_size` attention layers would not fill the page that a state needs."""
+        """As asked for, in multiples that kernels can read.
+
+        Larger where `pack_size` attention layers would not fill the page that a state needs: a multiple of the asked.
+        """
+        if self.model.block_multiple > 1:
+            return -(-self.block_size // self.model.block_multiple) * self.model.block_multiple
         if self.block_size * self.token_bytes * pack_size >= self.state_bytes:
             return self.block_size
-        return packed_block_size(self.state_bytes, self.token_bytes, pack_size)
+        step = max(KERNEL_TOKENS, self.block_size)
+        blocks = -(-self.state_bytes // (step * self.token_bytes * pack_size))
+        return -(-blocks * step // KERNEL_TOKENS) * KERNEL_TOKENS
 
     def specs(self, backend: Backend, pack_size: int = 1) -> dict[str, LayerSpec]:
         """All layers by name, in order. MLA has a backend of its own. Alone on a page, states are padded to it."""
         block = self.block_tokens(pack_size)
         page = block * self.token_bytes
-        return {f"layers.{at}": self._layer(kind, block, page if pack_size == 1 else 0, backend)
-                for at, kind in enumerate(self.model.kinds)}  # fmt: skip
+        if self.model.ratios:
+            layers = (self._compressed(f"layers.{at}", ratio) for at, ratio in enumerate(self.model.ratios))
+            return {name: spec for layer in layers for name, spec in layer.items()}
+        found = {f"layers.{at}": self._layer(kind, block, page if pack_size == 1 else 0, backend)
+                 for at, kind in enumerate(self.model.kinds)}  # fmt: skip
+        if not self.model.index_size:
+            return found
+        index = Attention(block, 1, index_bytes(self.model.index_size), "uint8", LATENT, LayerKind.MLA)
+        return {name: spec for layer in found for name, spec in ((layer, found[layer]), (f"{layer}.index", index))}
 
     def parts(self, kind: LayerKind) -> int:
         """Of a key of a group of this kind."""
         if kind is LayerKind.MAMBA:
             return self.tp
         return share_of(kind, self.model.kv_heads, 0, self.tp).parts
+
+    def _compressed(self, name: str, ratio: int) -> dict[str, LayerSpec]:
+        model = self.model
+        return dict(
+            compressed_layer(
+                name, ratio, self.block_tokens(), model.head_size, model.index_size, model.window, self.is_packed
+            )
+        )
 
     def _layer(self, kind: LayerKind, block: int, padded_bytes: int, backend: Backend) -> LayerSpec:
         if kind is LayerKind.MAMBA:
@@ -120,6 +162,8 @@ class Rank:
         model = self.model
         window = 0
         if model.is_mla:
+            if self.is_packed:
+                return Attention(block, 1, PACKED_LATENT_BYTES, "uint8", LATENT, LayerKind.MLA)
             kind, backend = LayerKind.MLA, LATENT
         elif not self.hybrid:
             kind = LayerKind.FULL
@@ -132,11 +176,8 @@ class Rank:
 
 def _divides(model: ModelConfig, tp: int) -> bool:
     heads = model.is_mla or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-    return heads and model.query_heads % tp == 0 and (model.linear is None or _linear_divides(model.linear, tp))
-
-
-def _linear_divides(linear: LinearHeads, tp: int) -> bool:
-    return linear.value_heads % tp == 0 and linear.key_heads % tp == 0
+    states = model.linear.divided.values() if model.linear is not None else ()
+    return heads and model.query_heads % tp == 0 and all(number % tp == 0 for number in states)
 
 
 def _heads_said(model: ModelConfig) -> str:
@@ -144,6 +185,5 @@ def _heads_said(model: ModelConfig) -> str:
     if not model.is_mla:
         said.append(f"{model.kv_heads} KV heads (num_key_value_heads)")
     if model.linear is not None:
-        said.append(f"{model.linear.key_heads} linear_num_key_heads")
-        said.append(f"{model.linear.value_heads} linear_num_value_heads")
+        said += [f"{number} {name}" for name, number in model.linear.divided.items()]
     return ", ".join(said)

@@ -44,6 +44,15 @@ def test_shapes() -> None:
     assert replace(GOOD, backend=3).shape(5) is None
 
 
+def test_entries_that_stand_for_several_tokens() -> None:
+    """DeepSeek V4: 256 tokens are 64 entries of 584 bytes, or 2 where an entry is 128 tokens."""
+    spec = Attention(256, 1, 584, "uint8", LATENT, LayerKind.MLA, tokens_per_entry=4)
+    assert (spec.payload_bytes, spec.shape(5)) == (64 * 584, (5, 64, 584))
+    assert replace(spec, tokens_per_entry=128).shape(5) == (5, 2, 584)
+    assert replace(spec, kernel_blocks=2).shape(5) == (10, 32, 584)
+    assert spec.window_keys(256) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -52,6 +61,9 @@ def test_shapes() -> None:
         ({"kind": LayerKind.MAMBA}, "an attention layer can't be of kind mamba"),
         ({"head_size": 0}, "sizes of a layer must be positive"),
         ({"kernel_blocks": 3}, "16 tokens are not 3 equal kernel blocks"),
+        ({"tokens_per_entry": 3}, "16 tokens are not 1 equal kernel blocks of whole entries"),
+        ({"tokens_per_entry": 8, "kernel_blocks": 4}, "16 tokens are not 4 equal kernel blocks"),
+        ({"tokens_per_entry": 0}, "sizes of a layer must be positive"),
         ({"kind": LayerKind.SLIDING}, "kind sliding with a window of 0"),
         ({"window": 5}, "kind full with a window of 5"),
         ({"kind": LayerKind.MLA}, "MLA has one head, not 8"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 from kvoffloadd.planner import CapacityPlan, Layout, ModelConfig, PlanInputs, Rank, Trace, make_plan, read_model
+from tests.planner.published import CONFIGS
 
 DATA = Path(__file__).parent / "data"
 GPT_OSS, GEMMA_2, GEMMA_3 = "gpt-oss-20b", "gemma-2-2b", "gemma-3-4b"
 LLAMA, LLAMA_4, QWEN, DEEPSEEK = "llama-3.1-8b", "llama-4-scout", "qwen3.5-397b-a17b", "deepseek-v2-lite"
+DEEPSEEK_32, GEMMA_3N, FALCON_H1 = "deepseek-v3.2", "gemma-3n-e4b", "falcon-h1-7b"
+DEEPSEEK_32, GEMMA_3N, FALCON_H1 = "deepseek-v3.2", "gemma-3n-e4b", "falcon-h1-7b"
 TRACE = Path(__file__).resolve().parents[3] / "shared" / "data" / "conversation_trace.jsonl"
 GIB = 1 << 30
 
@@ -37,7 +41,7 @@ def layout(made: CapacityPlan, name: str) -> Layout:
 
 def changed(folder: Path, name: str, **keys: object) -> Path:
     """The model's config with these keys of its text layers changed; `...` takes one away."""
-    values = json.loads(path_of(name).read_text(encoding="utf-8"))
+    values: Any = copy.deepcopy(CONFIGS[name]) if name in CONFIGS else json.loads(path_of(name).read_text("utf-8"))
     inner = values.get("text_config", values)
     for key, value in keys.items():
         if value is ...:

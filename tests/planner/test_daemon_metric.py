@@ -12,7 +12,7 @@ from kvoffloadd.client import Client, NamespaceSpec, Outcome
 from kvoffloadd.planner import Rank, read_model
 from kvoffloadd.planner.layouts import Layout, possible_layouts
 from scripts.harness.daemon import Daemon
-from tests.planner.models import DEEPSEEK, GEMMA_3, GPT_OSS, LLAMA_4, QWEN, changed
+from tests.planner.models import DEEPSEEK, DEEPSEEK_32, FALCON_H1, GEMMA_3, GEMMA_3N, GPT_OSS, LLAMA_4, QWEN, changed
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -22,6 +22,15 @@ SMALL: dict[str, dict[str, object]] = {
     GPT_OSS: {"num_hidden_layers": 6, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
     LLAMA_4: {"num_hidden_layers": 8, "head_dim": 16, "attention_chunk_size": 32},
     DEEPSEEK: {"num_hidden_layers": 5, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+    DEEPSEEK_32: {"num_hidden_layers": 5, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+    GEMMA_3N: {
+        "num_hidden_layers": 15, "num_kv_shared_layers": 5, "head_dim": 16, "sliding_window": 40,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 3,
+    },
+    FALCON_H1: {
+        "num_hidden_layers": 4, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
     QWEN: {
         "num_hidden_layers": 20, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -29,7 +38,8 @@ SMALL: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """The models with fewer layers and smaller heads: their groups are as uneven as ever."""
 
-PAIRS = [(name, at) for name, layouts in ((GEMMA_3, 5), (GPT_OSS, 5), (LLAMA_4, 5), (DEEPSEEK, 3), (QWEN, 6))
+PAIRS = [(name, at) for name, layouts in ((GEMMA_3, 5), (GPT_OSS, 5), (LLAMA_4, 5), (DEEPSEEK, 3),
+                                             (DEEPSEEK_32, 3), (GEMMA_3N, 5), (FALCON_H1, 6), (QWEN, 6))
          for at in range(layouts)]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.layout import LayerKind
 from kvoffloadd.planner import read_model
+from kvoffloadd.planner.states import LinearHeads
 from tests.planner.models import DATA, DEEPSEEK, GEMMA_2, GEMMA_3, GPT_OSS, LLAMA, LLAMA_4, QWEN, changed, model
 
 FULL, SLIDING, CHUNKED, MAMBA, MLA = (
@@ -163,7 +164,7 @@ def test_linear_layers(tmp_path: Path) -> None:
     path = changed(tmp_path, QWEN, layer_types=listed, full_attention_interval=..., mamba_ssm_dtype=...)
     found = read_model(path)
     assert found.kinds == model(QWEN).kinds
-    assert found.linear is not None
+    assert isinstance(found.linear, LinearHeads)
     assert (found.linear.dtype, found.linear.conv_channels) == ("bfloat16", 12_288)
     assert "mamba_ssm_dtype is not in the file" in " ".join(found.assumed)
 
@@ -190,8 +191,8 @@ def test_a_quantised_cache_is_noticed(tmp_path: Path, form: dict[str, object]) -
         (LLAMA, {"v_head_dim": 64}, r"v_head_dim is not understood: K has heads of 128"),
         (
             LLAMA,
-            {"num_kv_shared_layers": 10},
-            r"num_kv_shared_layers is not understood: some of its layers use another",
+            {"num_kv_shared_layers": 32},
+            r"num_kv_shared_layers = 32 must be less than num_hidden_layers, 32",
         ),
         (
             LLAMA,
@@ -222,6 +223,17 @@ def test_a_quantised_cache_is_noticed(tmp_path: Path, form: dict[str, object]) -
         ),
         (DEEPSEEK, {"qk_rope_head_dim": ...}, r"qk_rope_head_dim is missing"),
         (DEEPSEEK, {"index_head_dim": 128}, r"index_head_dim is not understood: its layers keep an index"),
+        (LLAMA, {"compress_ratios": [4] * 32}, r"compress_ratios is not understood: its layers keep compressed tokens"),
+        (
+            LLAMA,
+            {"compress_ratios": [4] * 31, "model_type": "deepseek_v4", "head_dim": 512},
+            r"compress_ratios must have 32 entries or more, each 0, 1, 4 or 128",
+        ),
+        (
+            LLAMA,
+            {"hybrid_override_pattern": "M-X", "num_hidden_layers": 3},
+            r"hybrid_override_pattern must be 3 letters, each one of M \* - E",
+        ),
         (DEEPSEEK, {"sliding_window": 5, "model_type": "mistral"}, r"kv_lora_rank with layers of kind sliding is not"),
         (
             LLAMA_4,

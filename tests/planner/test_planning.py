@@ -105,18 +105,26 @@ def test_heads_first_to_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "name", "why"),
-    [
-        (100_000, CROSS_LAYER, "blocks of 2,096 tokens are the longest that are at most a quarter of a prompt of 100,"),
-        (8000, PAGES.format(2), "blocks of 1,056 tokens are the longest"),
-        (3000, PAGES.format(4), "blocks of 528 tokens are the longest"),
-        (500, PAGES.format(8), "blocks of 272 tokens are the shortest there are, none is a quarter of a prompt of 500"),
-    ],
+    ("prompt", "pack", "tokens"),
+    [(8000, 2, "1,056"), (3000, 4, "528"), (500, 8, "272")],
 )
-def test_blocks_short_enough_for_prompts(prompt: int, name: str, why: str) -> None:
+def test_what_packing_would_gain(prompt: int, pack: int, tokens: str) -> None:
+    """No released engine packs attention layers, so that the best layout is never one of packs; its gain is said."""
     found = plan(QWEN, tp=2, prompt_tokens=prompt)
-    assert found.recommended.name == name
-    assert why in found.why
+    assert found.recommended.name == CROSS_LAYER
+    assert f"blocks of 2,096 tokens are long for a prompt of {prompt:,}" in found.why
+    assert f'"{PAGES.format(pack)}" would have blocks of {tokens}, but no released engine offers it' in found.why
+
+
+def test_nothing_is_said_of_packs_where_blocks_are_short() -> None:
+    assert "engine offers" not in plan(QWEN, tp=2, prompt_tokens=4 * 2096).why
+    assert "engine offers" not in plan(LLAMA, prompt_tokens=20).why
+
+
+def test_no_advice_names_an_option_that_engines_lack() -> None:
+    for prompt in (100, 300, 2000, 8000):
+        found = plan(QWEN, tp=2, prompt_tokens=prompt)
+        assert "--attn-pack-size" not in " ".join((found.why, *found.warnings, *found.assumed))
 
 
 def test_packs_as_asked_for() -> None:
@@ -141,9 +149,13 @@ def test_packs_that_can_not_be(name: str, pack: int, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("name", "terms", "warning"),
     [
-        (QWEN, {"tp": 2, "prompt_tokens": 2000}, "it has no full block, .*; --attn-pack-size 2 .* makes it 1,056"),
-        (QWEN, {"tp": 2, "prompt_tokens": 300}, "--attn-pack-size 8 .* makes it 272"),
-        (QWEN, {"tp": 2, "prompt_tokens": 100}, "no pack size makes it short enough"),
+        (
+            QWEN,
+            {"tp": 2, "prompt_tokens": 2000},
+            'it has no full block, .*; "packed pages, 2 layers" would make it 1,056, but no released engine offers it',
+        ),
+        (QWEN, {"tp": 2, "prompt_tokens": 300}, '"packed pages, 8 layers" would make it 272, but no released engine'),
+        (QWEN, {"tp": 2, "prompt_tokens": 100}, "not even several attention layers on a page would make it short eno"),
         (LLAMA, {"block_size": 512, "prompt_tokens": 300}, "a block has 512 tokens.*use a --block-size of 300 or less"),
         (LLAMA, {"block_size": 1024}, r"a payload of 128 MiB fits no slab of 64 MiB.*memory.slab_bytes to 128 MiB or"),
         (LLAMA, {"memory_bytes": GIB // 2}, "memory holds less than one prompt of 8,000 tokens"),

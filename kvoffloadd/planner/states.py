@@ -1,0 +1,146 @@
+"""What layers keep in place of keys and values: states of linear attention, of Mamba-2 and of short convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvoffloadd.layout import State
+from kvoffloadd.planner.fields import Fields
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""What a model may be computed in."""
+
+SSM_DTYPES = {"nemotron_h": "float32"}
+"""By `model_type`: the dtype of the recurrent state where the file has none. Other models': the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearHeads:
+    """Of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: of the recurrent state."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    conv_kernel: int
+    dtype: str
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values that pass through the convolution."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Keys of the config whose number must be split over the ranks, and that number."""
+        return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
+
+    def states(self, tp: int, dtype: str) -> tuple[State, ...]:
+        """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's."""
+        conv = State((self.conv_kernel - 1, self.conv_channels // tp), dtype)
+        return conv, State((self.value_heads // tp, self.value_size, self.key_size), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaHeads:
+    """Of Mamba-2 layers, over all ranks. `inner`: channels of all heads; `dtype`: of the recurrent state."""
+
+    heads: int
+    head_size: int
+    state_size: int
+    groups: int
+    inner: int
+    conv_kernel: int
+    dtype: str
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Keys of the config whose number must be split over the ranks, and that number."""
+        return {"Mamba heads": self.heads, "channels of Mamba heads": self.inner}
+
+    def states(self, tp: int, dtype: str) -> tuple[State, ...]:
+        """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
+
+        Where the ranks do not divide the groups, there are as many more groups as there are ranks.
+        """
+        groups = self.groups if self.groups % tp == 0 else self.groups + tp - self.groups
+        conv = State((self.conv_kernel - 1, (self.inner + 2 * groups * self.state_size) // tp), dtype)
+        return conv, State((self.heads // tp, self.head_size, self.state_size), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Of layers that are a short convolution (LFM2), over all ranks."""
+
+    channels: int
+    conv_kernel: int
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Keys of the config whose number must be split over the ranks, and that number."""
+        return {"channels of the convolution": self.channels}
+
+    def states(self, tp: int, dtype: str) -> tuple[State, ...]:
+        """Of a layer on one of `tp` ranks: the convolution. `dtype`: the model's."""
+        return (State((self.conv_kernel - 1, self.channels // tp), dtype),)
+
+
+Recurrent = LinearHeads | MambaHeads | ShortConv
+
+
+def read_states(fields: Fields, dtype: str) -> Recurrent:
+    """Of the layers that keep states. `dtype`: the model's. Raises ConfigError for a key that is missing."""
+    if fields.get("conv_L_cache") is not None:
+        return ShortConv(fields.integer("conv_dim", fields.integer("hidden_size")), fields.integer("conv_L_cache"))
+    if fields.get("mamba_num_heads") is not None:
+        heads, size = fields.integer("mamba_num_heads"), fields.integer("mamba_head_dim")
+        return MambaHeads(
+            heads, size, fields.integer("ssm_state_size"), fields.integer("n_groups"), heads * size,
+            fields.integer("conv_kernel"), _state_dtype(fields, dtype),
+        )  # fmt: skip
+    if fields.get("mamba_n_heads") is not None:
+        return _mamba_2(fields, dtype)
+    return LinearHeads(
+        key_heads=fields.integer("linear_num_key_heads"),
+        value_heads=fields.integer("linear_num_value_heads"),
+        key_size=fields.integer("linear_key_head_dim"),
+        value_size=fields.integer("linear_value_head_dim"),
+        conv_kernel=fields.integer("linear_conv_kernel_dim"),
+        dtype=_state_dtype(fields, dtype),
+    )
+
+
+def _mamba_2(fields: Fields, dtype: str) -> MambaHeads:
+    """As Granite 4 and Falcon-H1 name it."""
+    heads = fields.integer("mamba_n_heads")
+    if fields.get("mamba_d_ssm") is not None:
+        inner = fields.integer("mamba_d_ssm")
+    else:
+        inner = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    auto = fields.get("mamba_d_head") in (None, "auto")
+    return MambaHeads(
+        heads=heads,
+        head_size=inner // heads if auto else fields.integer("mamba_d_head"),
+        state_size=fields.integer("mamba_d_state"),
+        groups=fields.integer("mamba_n_groups"),
+        inner=inner,
+        conv_kernel=fields.integer("mamba_d_conv"),
+        dtype=_state_dtype(fields, dtype),
+    )
+
+
+def _state_dtype(fields: Fields, dtype: str) -> str:
+    found = read_dtype(fields, "mamba_ssm_dtype") or read_dtype(fields, "mamba_ssm_cache_dtype")
+    if not found:
+        found = SSM_DTYPES.get(fields.model_type, dtype)
+        why = "which engines choose then" if found != dtype else "as the model is"
+        fields.assumed.append(f"mamba_ssm_dtype is not in the file: recurrent states are taken to be {found}, {why}")
+    return found
+
+
+def read_dtype(fields: Fields, key: str) -> str:
+    """Without "torch."; "" where it is absent. Raises ConfigError for one that no model is computed in."""
+    found = fields.text(key, "").removeprefix("torch.")
+    if found and found not in DTYPES:
+        raise fields.error(key, f"= {found!r} is not known; these are: {', '.join(DTYPES)}")
+    return found

@@ -1,0 +1,270 @@
+"""What published models keep, against sums made by hand. One rank; blocks of 16 tokens unless the model sets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cli.plan import plan_json, print_plan
+from kvoffloadd.client import Client, NamespaceSpec, Outcome
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.planner import CapacityPlan, PlanInputs, Rank, make_plan, read_model
+from kvoffloadd.planner.layouts import possible_layouts
+from scripts.harness.daemon import Daemon
+from tests.planner.models import GIB
+from tests.planner.published import CONFIGS, Group
+
+
+def path_of(folder: Path, name: str, **keys: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIGS[name] | keys), encoding="utf-8")
+    return path
+
+
+def plan(folder: Path, name: str, **terms: Any) -> CapacityPlan:
+    inputs = PlanInputs(memory_bytes=64 * GIB, **terms)
+    return make_plan(read_model(path_of(folder, name)), inputs)
+
+
+FULL, SLIDING, CHUNKED, MLA, MAMBA = "full", "sliding", "chunked", "mla", "mamba"
+
+EXPECTED: dict[str, tuple[int, int, int, list[Group]]] = {
+    # (bytes of a token and layer, bytes of a state, tokens of a block, groups)
+    # A token: 2 (K and V) x KV heads x head size x 2 bytes. A block of a group: 16 x that x layers.
+    "llama-3.3-70b": (4096, 0, 16, [Group(FULL, 80, 5_242_880)]),  # 2*8*128*2; 16*4096*80
+    "llama-4-maverick": (  # 2*8*128*2; 36 chunked, 12 full: groups of 12: 16*4096*12
+        4096, 0, 16, [*[Group(CHUNKED, 12, 786_432, 8192)] * 3, Group(FULL, 12, 786_432)],
+    ),
+    "qwen2.5-7b": (2048, 0, 16, [Group(FULL, 28, 917_504)]),  # 2*4*128*2; 16*2048*28
+    "qwen3-8b": (4096, 0, 16, [Group(FULL, 36, 2_359_296)]),  # 16*4096*36
+    "qwen3-32b": (4096, 0, 16, [Group(FULL, 64, 4_194_304)]),  # 16*4096*64
+    "qwen3-30b-a3b": (2048, 0, 16, [Group(FULL, 48, 1_572_864)]),  # 16*2048*48
+    "qwen3-235b-a22b": (2048, 0, 16, [Group(FULL, 94, 3_080_192)]),  # 16*2048*94
+    # 2*2*256*2. Convolution 3 * (2*16*128 + 32*128) * 2 = 49,152; recurrent 32*128*128*2 = 1,048,576.
+    # 1,097,728 / (16*2048) = 33.5: blocks of 34*16. 36 states, 12 full: 12*1,097,728 and 12*544*2048.
+    "qwen3-next-80b-a3b": (
+        2048, 1_097_728, 544, [*[Group(MAMBA, 12, 13_172_736)] * 3, Group(FULL, 12, 13_369_344)],
+    ),
+    "gpt-oss-120b": (  # 2*8*64*2; 16*2048*18
+        2048, 0, 16, [Group(SLIDING, 18, 589_824, 128), Group(FULL, 18, 589_824)],
+    ),
+    "gemma-2-27b": (  # 2*16*128*2; 16*8192*23
+        8192, 0, 16, [Group(SLIDING, 23, 3_014_656, 4096), Group(FULL, 23, 3_014_656)],
+    ),
+    # Every sixth of 62 is full: 10; 52 sliding dealt out over ceil(52/10) = 6 groups. 131,072 a layer.
+    "gemma-3-27b": (
+        8192, 0, 16,
+        [
+            *[Group(SLIDING, 9, 1_179_648, 1024)] * 4,
+            *[Group(SLIDING, 8, 1_048_576, 1024)] * 2,
+            Group(FULL, 10, 1_310_720),
+        ],
+    ),
+    # The last 15 of 35 have no cache of their own: 16 sliding and 4 full. 2*2*256*2; 16*2048*4.
+    "gemma-3n-e4b": (2048, 0, 16, [*[Group(SLIDING, 4, 131_072, 512)] * 4, Group(FULL, 4, 131_072)]),
+    "mistral-small-3.2": (4096, 0, 16, [Group(FULL, 40, 2_621_440)]),  # 16*4096*40
+    "mixtral-8x7b": (4096, 0, 16, [Group(FULL, 32, 2_097_152)]),  # 16*4096*32
+    "deepseek-r1": (1152, 0, 16, [Group(MLA, 61, 1_124_352)]),  # (512+64)*2; 16*1152*61
+    # Beside each latent a key of the index: 128 of fp8 and one scale of 4 bytes. 64*(1152 + 132)*61.
+    "deepseek-v3.2": (1152, 0, 64, [Group(MLA, 122, 5_012_736)]),
+    # An entry: 448 fp8 + 64*2 + 8 = 584. Layers: 2 with a window alone, 21 of ratio 4, 20 of ratio 128.
+    # Windows, 64*584 a layer: dealt out by 22, which wastes least for 43, 21 and 20 layers. Entries of 256 tokens:
+    # 21 * 64*584, 21 indexes * 64*132, 20 * 2*584. States of ratio 4: (2*2*512 + 2*2*128) floats of 4 tokens, 21 times;
+    # of ratio 128: 2*512 floats of 8 tokens, 20 times.
+    "deepseek-v4-flash": (
+        584, 0, 256,
+        [
+            Group(MLA, 22, 822_272, 128, 64),
+            Group(MLA, 21, 784_896, 128, 64),
+            Group(MLA, 62, 985_664, 0, 256),
+            Group(MLA, 42, 860_160, 8, 4),
+            Group(MLA, 20, 655_360, 128, 8),
+        ],
+    ),
+    "glm-4.6": (4096, 0, 16, [Group(FULL, 92, 6_029_312)]),  # 16*4096*92
+    "kimi-k2": (1152, 0, 16, [Group(MLA, 61, 1_124_352)]),  # as DeepSeek V3
+    "minimax-m2": (4096, 0, 16, [Group(FULL, 62, 4_063_232)]),  # 16*4096*62
+    "phi-4": (5120, 0, 16, [Group(FULL, 40, 3_276_800)]),  # 2*10*128*2; 16*5120*40
+    # Convolution 3 * (2*4096 + 2*128) * 2 = 50,688; state 128*64*128*2 = 2,097,152. 2,147,840 / (16*4096) = 32.8:
+    # blocks of 33*16. 36 states in groups of 4, as there are 4 full: 4*2,147,840 and 4*528*4096.
+    "granite-4.0-h-small": (
+        4096, 2_147_840, 528, [*[Group(MAMBA, 4, 8_591_360)] * 9, Group(FULL, 4, 8_650_752)],
+    ),
+    # Convolution 3 * (128*64 + 2*8*128) * 2 = 61,440; state in float32 128*64*128*4 = 4,194,304. 4,255,744 / 65,536 =
+    # 64.9: blocks of 65*16. 24 states, 4 full, the other 24 layers keep nothing: 4*4,255,744 and 4*1040*4096.
+    "nemotron-h-8b": (
+        4096, 4_255_744, 1040, [*[Group(MAMBA, 4, 17_022_976)] * 6, Group(FULL, 4, 17_039_360)],
+    ),
+    # A convolution keeps 2*2048*2, less than a block of 16*2048. 10 and 6: groups of 6, 10 dealt out over two.
+    "lfm2-1.2b": (2048, 8192, 16, [*[Group(MAMBA, 5, 40_960)] * 2, Group(FULL, 6, 196_608)]),
+    # Convolution 3 * (3072 + 2*256) * 2 = 21,504; state 24*128*256*2 = 1,572,864. 2*2*128*2 a token: 1,594,368 /
+    # (16*1024) = 97.3: blocks of 98*16. Each layer has both: 44*1568*1024 and 44*1,594,368.
+    "falcon-h1-7b": (1024, 1_594_368, 1568, [Group(FULL, 44, 70_647_808), Group(MAMBA, 44, 70_152_192)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_by_hand(tmp_path: Path, name: str) -> None:
+    token, state, block, groups = EXPECTED[name]
+    found = plan(tmp_path, name)
+    assert (found.rank.token_bytes, found.rank.state_bytes, found.layout.block_tokens) == (token, state, block)
+    numbers = plan_json(found)["groups"]
+    shown = [(one["kind"], len(one["layers"]), one["payload_bytes"], one["window_tokens"]) for one in numbers]
+    assert shown == [(one.kind, one.layers, one.payload, one.window) for one in groups]
+    sizes = [found.layout.spec(group).block_size for group in range(found.layout.num_groups)]
+    assert sizes == [one.block or block for one in groups]
+    for layout in found.layouts:
+        if layout.pack_size == 1:
+            assert layout.payloads == found.layout.payloads
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_plan_can_be_shown(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path, name, tp=2)
+    print_plan(found)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+    assert found.held[0].tokens > 0
+    assert json.loads(json.dumps(plan_json(found)))["recommended"]["layout"] == found.recommended.name
+
+
+# --- DeepSeek V3.2 and V4 ---
+
+
+def test_latents_with_an_index_in_fp8(tmp_path: Path) -> None:
+    """512 + 4*4 + 64*2 bytes of a latent, 128 + 4 of its index: 64*(656 + 132)*61."""
+    found = plan(tmp_path, "deepseek-v3.2", kv_dtype="fp8")
+    assert (found.rank.token_bytes, found.layout.payloads) == (656, (3_076_352,))
+    assert plan(tmp_path, "deepseek-v3.2", block_size=65).layout.block_tokens == 128
+
+
+def test_sizes_that_have_no_fp8(tmp_path: Path) -> None:
+    odd = read_model(path_of(tmp_path, "deepseek-v3.2", kv_lora_rank=256))
+    assert Rank(odd, 1, 64).token_bytes == 2 * (256 + 64)
+    with pytest.raises(ConfigError, match=r"--kv-dtype fp8: engines keep latents of 512 \+ 64 elements so, no others"):
+        Rank(odd, 1, 64, "fp8")
+    with pytest.raises(ConfigError, match="head_dim is not understood: entries of 512 elements are known alone"):
+        read_model(path_of(tmp_path, "deepseek-v4-flash", head_dim=256))
+
+
+def test_an_index_is_in_the_same_descriptor_where_rows_are_packed(tmp_path: Path) -> None:
+    found = plan(tmp_path, "deepseek-v3.2")
+    assert {layout.name: layout.descriptors for layout in found.layouts} == {
+        "a tensor a layer, blocks first": (122,),
+        "cross-layer": (2,),  # a tensor for each page size
+        "packed rows": (1,),
+    }
+    assert found.recommended.name == "packed rows"
+    assert found.parts == (1,)
+
+
+def test_blocks_of_several_lengths(tmp_path: Path) -> None:
+    """Of 600 tokens: whole blocks of 64, 64, 256, 4 and 8; a restore ends after 512 of them.
+
+    Before it: a window's last 127 tokens are in 2 blocks of 64, or 16 of 8, the last 7 in 2 blocks of 4.
+    """
+    layout = plan(tmp_path, "deepseek-v4-flash").layout
+    assert layout.stored_blocks(600) == (9, 9, 2, 150, 75)
+    assert layout.needed_blocks(600) == (2, 2, 2, 2, 16)
+    assert layout.clipped_blocks(600) == (3, 3, 2, 3, 17)
+
+
+def test_what_a_tier_holds_of_blocks_of_several_lengths(tmp_path: Path) -> None:
+    """256 tokens are 4 blocks of each of two groups, 1, 64 and 32 of the others: 105 keys."""
+    held = plan(tmp_path, "deepseek-v4-flash").held[0]
+    assert (held.keys, held.tokens) == (105 * held.blocks, 256 * held.blocks)
+    assert held.index_bytes == 92 * held.keys
+
+
+def test_the_dtype_that_is_kept(tmp_path: Path) -> None:
+    """DeepSeek V4 is kept in fp8 unless asked for otherwise, DeepSeek V3.2 only if asked for."""
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("deepseek-v4-flash", {}, "uint8"),
+        ("deepseek-v4-flash", {"kv_dtype": "bfloat16"}, "bfloat16"),
+        ("deepseek-v3.2", {}, "bfloat16"),
+        ("deepseek-v3.2", {"kv_dtype": "fp8"}, "uint8"),
+    ]
+    for name, terms, dtype in cases:
+        assert plan_json(plan(tmp_path, name, **terms))["rank"]["kv_dtype"] == dtype
+
+
+@pytest.mark.parametrize("name", ["a tensor a layer, blocks first", "cross-layer", "packed rows"])
+def test_a_daemon_counts_blocks_of_several_lengths(daemon: Daemon, tmp_path: Path, name: str, seed: int) -> None:
+    """Six layers of DeepSeek V4, 512 tokens of them: what is stored, and what a restore needs."""
+    pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
+    path = path_of(tmp_path, "deepseek-v4-flash", num_hidden_layers=6)
+    found, _ = possible_layouts(Rank(read_model(path), 1, 16), num_blocks=400)
+    layout = next(one for one in found if one.name == name)
+    rng = np.random.default_rng(seed)
+    stored, needed = layout.stored_blocks(512), layout.needed_blocks(512)
+    ids = np.split(rng.permutation(400).astype(np.uint32)[: sum(stored)], np.cumsum(stored)[:-1])
+    keys = [rng.integers(0, 256, (count, 32), dtype=np.uint8) for count in stored]
+    with Client(daemon.socket, namespace=NamespaceSpec(model="planned", layout=name)) as client:
+        client.connect()
+        registration = client.register(layout.plan.allocate("host").cache.kv_cache())
+        for direction, blocks in (("store", stored), ("load", needed)):
+            before = daemon.status()["transfers"][direction]
+            wanted = {
+                group: (keys[group][len(keys[group]) - count :], ids[group][len(ids[group]) - count :])
+                for group, count in enumerate(blocks)
+            }
+            job = client.store(registration, wanted) if direction == "store" else client.load(registration, wanted)
+            assert client.wait(job, 15).outcome == Outcome.DONE
+            after = daemon.status()["transfers"][direction]
+            moved = {counter: after[counter] - before[counter] for counter in ("descriptors", "bytes", "keys")}
+            assert moved == {
+                "descriptors": layout.descriptors_of(blocks),
+                "bytes": sum(count * each for count, each in zip(blocks, layout.payloads, strict=True)),
+                "keys": sum(blocks),
+            }
+
+
+def test_v4_in_bfloat16(tmp_path: Path) -> None:
+    """Entries of 512*2 bytes; its index and states stay as they are. 21*64*1024 + 21*64*132 + 20*2*1024."""
+    found = plan(tmp_path, "deepseek-v4-flash", kv_dtype="bfloat16")
+    assert (found.rank.token_bytes, found.layout.payloads[2]) == (1024, 1_376_256 + 177_408 + 40_960)
+    with pytest.raises(ConfigError, match="--kv-dtype float32: engines keep this model's cache in fp8 or bfloat16"):
+        plan(tmp_path, "deepseek-v4-flash", kv_dtype="float32")
+    with pytest.raises(ConfigError, match="layers that compress tokens need the hybrid cache manager"):
+        plan(tmp_path, "deepseek-v4-flash", hybrid=False)
+
+
+# --- states ---
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "shapes"),
+    [
+        ("granite-4.0-h-small", 2, [(3, 4352), (64, 64, 128)]),  # (8192 + 2*2*128) / 2: a group for each rank
+        ("nemotron-h-8b", 4, [(3, 2560), (32, 64, 128)]),  # (8192 + 2*8*128) / 4
+        ("lfm2-1.2b", 2, [(2, 1024)]),
+    ],
+)
+def test_states_are_split(tmp_path: Path, name: str, tp: int, shapes: list[tuple[int, ...]]) -> None:
+    rank = Rank(read_model(path_of(tmp_path, name)), tp, 16)
+    assert [state.shape for state in rank.states] == shapes
+
+
+def test_blocks_with_states_are_multiples_of_those_asked_for(tmp_path: Path) -> None:
+    """2,147,840 / (64*4096) = 8.2: 9*64 tokens, as vLLM rounds them; 40 is no multiple of 16, so 14*40 = 560 is."""
+    assert plan(tmp_path, "granite-4.0-h-small", block_size=64).layout.block_tokens == 576
+    assert plan(tmp_path, "granite-4.0-h-small", block_size=40).layout.block_tokens == 560
+
+
+def test_a_state_that_does_not_divide(tmp_path: Path) -> None:
+    model = read_model(path_of(tmp_path, "granite-4.0-h-small", mamba_n_heads=129, mamba_d_head=None))
+    with pytest.raises(ConfigError, match="129 Mamba heads, 8192 channels of Mamba heads can't be split over 2 ranks"):
+        Rank(model, 2, 16)
+
+
+def test_the_dtype_of_a_state_is_said_where_it_is_assumed(tmp_path: Path) -> None:
+    assert "recurrent states are taken to be float32" in " ".join(plan(tmp_path, "nemotron-h-8b").assumed)
+    assert "recurrent states are taken to be bfloat16" in " ".join(plan(tmp_path, "granite-4.0-h-small").assumed)
+
+
+def test_layers_without_a_cache_of_their_own_are_said(tmp_path: Path) -> None:
+    said = " ".join(plan(tmp_path, "gemma-3n-e4b").assumed)
+    assert "num_kv_shared_layers: the last 15 layers use earlier layers' cache, and are left out" in said
