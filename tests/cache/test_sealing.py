@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvoffloadd.cache import sealing
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.storage.hashing import hash_payloads
 
 from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
 
@@ -91,6 +96,28 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
     await scene.until_sealed(scene.sealing.stores.last)
     assert scene.sealing.unsealed == scene.sealing.by_uid.total() == 0
     assert scene.sealed() == 256
+
+
+async def test_a_large_store_is_sealed_batch_by_batch(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part by its own generation and address; some of the parts were others before, and some go meanwhile."""
+    monkeypatch.setattr(sealing, "BATCH_PARTS", 4)
+    monkeypatch.setattr(sealing, "TURN_BYTES", 3 * PAGE_BYTES)
+    columns, cache = scene.cache.entries.parts, scene.cache
+    scene.store(*range(7))
+    cache.drop(cache.find(scene.keyspace, keys_of(*range(7))).hit_rows)
+    scene.store(*range(100, 130))
+    cache.drop(cache.find(scene.keyspace, keys_of(110, 129)).hit_rows)
+    parts = np.flatnonzero(columns.state == PartState.COMMITTED)
+    assert len(parts) == 28
+    assert len(set(columns.generation[parts].tolist())) == 2
+    np.ctypeslib.as_array((ctypes.c_uint8 * cache.tier.capacity_bytes).from_address(cache.tier.address))[:] = (
+        np.random.default_rng(1).integers(0, 256, cache.tier.capacity_bytes, np.uint8)
+    )
+    await scene.until_sealed(scene.sealing.stores.last)
+    assert scene.sealing.unsealed == 0
+    assert (columns.state[parts] == PartState.SEALED).all()
+    addresses = cache.tier.address + columns.page[parts].astype(np.uint64) * np.uint64(PAGE_BYTES)
+    assert (columns.digest[parts] == hash_payloads(addresses, np.full(28, PAGE_BYTES, np.int64))).all()
 
 
 async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) -> None:
