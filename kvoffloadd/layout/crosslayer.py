@@ -110,11 +110,14 @@ def _checked(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup], s
     if sorted(named) != sorted(keys) or not all(slots):
         raise UsageError("slots must name each layer once, and each slot at least one")
     for slot in slots:
+        layer_of = dict[int, str]()
+        for layer in slot:
+            other = layer_of.setdefault(group_of[layer], layer)
+            if other != layer:
+                raise UsageError(f"layers {other} and {layer} are of one group: they need slots of their own")
         first = slot[0]
         for other in slot[1:]:
             one, two = keys[first], keys[other]
-            if group_of[first] == group_of[other]:
-                raise UsageError(f"layers {first} and {other} are of one group: they need slots of their own")
             if one is None or two is None:
                 raise UsageError(
                     f"layer {first if one is None else other} can't share a slot: it needs a tensor of its own"

@@ -61,9 +61,9 @@ class MambaHeads:
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
         """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
 
-        Where the ranks do not divide the groups, there are as many more groups as there are ranks.
+        Where the ranks do not divide the groups, there is one on each rank.
         """
-        groups = self.groups if self.groups % tp == 0 else self.groups + tp - self.groups
+        groups = self.groups if self.groups % tp == 0 else tp
         conv = State((self.conv_kernel - 1, (self.inner + 2 * groups * self.state_size) // tp), dtype)
         return conv, State((self.heads // tp, self.head_size, self.state_size), self.dtype)
 
@@ -118,9 +118,12 @@ def _mamba_2(fields: Fields, dtype: str) -> MambaHeads:
     else:
         inner = fields.integer("mamba_expand") * fields.integer("hidden_size")
     auto = fields.get("mamba_d_head") in (None, "auto")
+    head_size = inner // heads if auto else fields.integer("mamba_d_head")
+    if heads * head_size != inner:
+        raise fields.error("mamba_n_heads", f"is {heads}: heads of {head_size} do not make the layer's {inner}")
     return MambaHeads(
         heads=heads,
-        head_size=inner // heads if auto else fields.integer("mamba_d_head"),
+        head_size=head_size,
         state_size=fields.integer("mamba_d_state"),
         groups=fields.integer("mamba_n_groups"),
         inner=inner,

@@ -310,6 +310,15 @@ def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, said:
     check_plan(apart)
 
 
+@pytest.mark.parametrize("kernel_blocks", [1, 4])
+def test_two_layers_of_a_group_share_no_slot_behind_another_groups(kernel_blocks: int) -> None:
+    specs = named("l", 3, layer(block=64))
+    specs["l2"] = replace(layer(block=64), kernel_blocks=kernel_blocks)
+    groups = [LayerGroup(0, ("l0",)), LayerGroup(1, ("l1", "l2"))]
+    with pytest.raises(UsageError, match="l1 and l2 are of one group: they need slots of their own"):
+        cross_layers(specs, groups, 4, slots=[("l0", "l1", "l2")])
+
+
 def test_slots_that_are_none() -> None:
     specs = named("l", 2, layer())
     groups = [LayerGroup(0, ("l0", "l1"))]

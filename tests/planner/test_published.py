@@ -255,9 +255,16 @@ def test_blocks_with_states_are_multiples_of_those_asked_for(tmp_path: Path) -> 
 
 
 def test_a_state_that_does_not_divide(tmp_path: Path) -> None:
-    model = read_model(path_of(tmp_path, "granite-4.0-h-small", mamba_n_heads=129, mamba_d_head=None))
-    with pytest.raises(ConfigError, match="129 Mamba heads, 8192 channels of Mamba heads can't be split over 2 ranks"):
+    model = read_model(path_of(tmp_path, "granite-4.0-h-small", mamba_n_heads=1, mamba_d_head=None))
+    with pytest.raises(ConfigError, match=r"1 Mamba heads.* can't be split over 2 ranks"):
         Rank(model, 2, 16)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(129, None), (7, 64), (128, 7)])
+def test_heads_that_are_not_the_layer_are_refused(tmp_path: Path, heads: int, size: int | None) -> None:
+    """128 heads of 64 are 8,192, twice the hidden size."""
+    with pytest.raises(ConfigError, match=f"mamba_n_heads is {heads}: heads of .* do not make the layer's 8192"):
+        read_model(path_of(tmp_path, "granite-4.0-h-small", mamba_n_heads=heads, mamba_d_head=size))
 
 
 def test_the_dtype_of_a_state_is_said_where_it_is_assumed(tmp_path: Path) -> None:
