@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,21 @@ def asked() -> Prompts:
 @pytest.fixture(scope="session")
 def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]:
     """`reference(kind, prompts, max_tokens=8, **options)` -> what an engine without connector answers."""
-    engines: dict[str, Engine] = {}
     answers: dict[str, list[list[int]]] = {}
-    with ExitStack() as stack:
+    logs = (folder / f"reference-{number}.log" for number in count())
+    engines: dict[str, Engine] = {}  # the last one alone: more would take memory, and spin when the machine stalls
+    with ExitStack() as running:
 
         def ask(kind: str, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **options: Any) -> list[list[int]]:
             name = repr((kind, sorted(options.items())))
             asked = repr((name, max_tokens, prompts))
-            if name not in engines:
-                log = folder / f"reference-{kind}-{len(engines)}.log"
-                engines[name] = stack.enter_context(Engine(model(kind), log, **{**TRAITS[kind], **options}))
             if asked not in answers:
+                if name not in engines:
+                    engines.clear()
+                    running.close()
+                    engines[name] = running.enter_context(
+                        Engine(model(kind), next(logs), **{**TRAITS[kind], **options})
+                    )
                 answers[asked] = tokens(engines[name].generate(prompts, max_tokens))
             return answers[asked]
 
