@@ -34,11 +34,13 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
     """Everything, as maps, lists and numbers. Lists inside a layout have an entry for each of its groups."""
     rank, layout = plan.rank, plan.layout
     model = dataclasses.asdict(rank.model)
+    heads = rank.heads(rank.model.attention_kinds[0])
     model["kinds"] = {str(kind): rank.model.count(kind) for kind in dict.fromkeys(rank.model.kinds)}
     return {
         "model": model,
         "rank": {
-            "tp": rank.tp, "kv_heads": rank.kv_heads, "head_size": rank.model.head_size, "kv_dtype": rank.kept_dtype,
+            "tp": rank.tp, "kv_heads": heads.count, "head_size": heads.size, "kv_dtype": rank.kept_dtype,
+            "heads": {str(kind): dataclasses.asdict(rank.heads(kind)) for kind in rank.model.attention_kinds},
             "token_bytes": rank.token_bytes, "state_bytes": rank.state_bytes,
         },
         "block_tokens": layout.block_tokens,
@@ -155,12 +157,13 @@ def _summary(plan: CapacityPlan) -> Section:
     rank, layout = plan.rank, plan.layout
     model = rank.model
     kinds = ", ".join(f"{model.count(kind)} {kind}" for kind in dict.fromkeys(model.kinds))
-    heads = f"{rank.kv_heads} KV head{'s' * (rank.kv_heads > 1)} of {model.head_size}"
-    held = f"one latent of {model.head_size}" if model.is_mla else heads
+    held = f"one latent of {model.head_size}" if model.is_mla else _heads(rank)
     dtype = "fp8 with scales" if rank.is_packed else rank.dtype
     block = f"{layout.block_tokens:,} tokens"
     if layout.block_tokens != rank.block_size:
         why = "a page must hold a layer's state" if model.is_hybrid else "kernels read this model's cache so"
+        if model.full_heads is not None:
+            why = "of layers with smaller heads, to make pages equal"
         block += f" ({rank.block_size} asked for: {why})"
     rows: list[Row] = [
         ("layers", f"{len(model.kinds)}: {kinds}"),
@@ -177,6 +180,16 @@ def _summary(plan: CapacityPlan) -> Section:
         blocks = f"{prompt.blocks:,} blocks, {size}{needed}" if prompt.blocks else "no whole block"
         rows.append((f"{prompt.name} prompt", f"{prompt.tokens:,} tokens{source}: {blocks}"))
     return f"{model.model_type}, {rank.tp} rank{'s' * (rank.tp > 1)}", ("", ""), rows
+
+
+def _heads(rank: Rank) -> str:
+    alike: dict[str, list[str]] = {}
+    for kind in rank.model.attention_kinds:
+        heads = rank.heads(kind)
+        alike.setdefault(f"{heads.count} KV head{'s' * (heads.count > 1)} of {heads.size}", []).append(str(kind))
+    if len(alike) == 1:
+        return next(iter(alike))
+    return " and ".join(f"{heads} ({', '.join(kinds)})" for heads, kinds in alike.items())
 
 
 def _states(rank: Rank) -> str:

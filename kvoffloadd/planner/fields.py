@@ -11,6 +11,11 @@ from kvoffloadd.errors import ConfigError
 NESTED = ("text_config", "llm_config", "language_config")
 """Where models that see or hear keep what is said of their text layers."""
 
+INSTEAD = (
+    "so that its groups can't be worked out; ask the engine for them and plan with kvoffloadd.layout (docs/LAYOUTS.md)"
+)
+"""What to do where a model is not understood."""
+
 CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -18,6 +23,7 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
         "head_dim": 256,
         "sliding_window_pattern": 6,
     },
+    "gemma4_text": {"global_head_dim": 512},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
 }
@@ -55,6 +61,13 @@ class Fields:
             if said not in self.assumed:
                 self.assumed.append(said)
         return default
+
+    def inside(self, key: str) -> Fields:
+        """The keys of a map. Raises ConfigError unless it is one."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.error(key, f"= {value!r} must be a map")
+        return Fields(f"{self.source}: {key}", value)
 
     def keys_beginning(self, prefixes: tuple[str, ...]) -> list[str]:
         """Keys of the file that begin with one of these, and say something."""

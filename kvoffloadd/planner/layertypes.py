@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffloadd.layout import LayerKind
-from kvoffloadd.planner.fields import Fields
+from kvoffloadd.planner.fields import INSTEAD, Fields
 
 TYPES = {
     "full_attention": LayerKind.FULL,
@@ -21,6 +21,9 @@ PATTERN = {"M": (LayerKind.MAMBA,), "*": (LayerKind.FULL,), "-": (), "E": ()}
 
 BOTH = {"falcon_h1"}
 """Model types each of whose layers has attention and a Mamba state."""
+
+DELTA = "kimi_linear"
+"""The model type whose linear layers are listed in `linear_attn_config`, counted from 1."""
 
 LAYERS_MAX = 10_000
 
@@ -89,6 +92,8 @@ def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     listed = fields.items("layer_types")
     if listed is not None:
         return _listed(fields, listed, count)
+    if fields.get("linear_attn_config") is not None:
+        return _delta(fields, count)
     if fields.get("full_attn_idxs") is not None:
         full = fields.items("full_attn_idxs") or []
         return tuple(LayerKind.FULL if at in full else LayerKind.MAMBA for at in range(count))
@@ -115,6 +120,32 @@ def _listed(fields: Fields, listed: list[object], count: int) -> tuple[LayerKind
         if not isinstance(name, str) or name not in TYPES:
             raise fields.error("layer_types", f"has {name!r}, which is not known; these are: {', '.join(TYPES)}")
     return tuple(TYPES[str(name)] for name in listed)
+
+
+def _delta(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+    inside = fields.inside("linear_attn_config")
+    linear, full = (inside.items(key) or [] for key in ("kda_layers", "full_attn_layers"))
+    if sorted(map(str, [*linear, *full])) != sorted(map(str, range(1, count + 1))):
+        raise inside.error("kda_layers", f"and full_attn_layers must name each layer from 1 to {count} once")
+    if inside.get("use_full_rank_gate"):
+        raise inside.error("use_full_rank_gate", f"is not understood: its states are of another kind, {INSTEAD}")
+    return tuple(LayerKind.MAMBA if at in linear else LayerKind.FULL for at in range(1, count + 1))
+
+
+def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
+    """Layers that choose tokens by an index of their own; others use what the last such layer before them chose.
+
+    All of them, unless a list of letters says S of some, or only each `index_topk_freq`-th has one from the layer
+    before `index_skip_topk_offset` on.
+    """
+    pattern = fields.get("index_topk_pattern")
+    if pattern is not None:
+        if not isinstance(pattern, str | list) or not all(letter in ("F", "S") for letter in pattern):
+            raise fields.error("index_topk_pattern", "must be letters, each F or S")
+        return tuple(at for at in range(count) if list(pattern)[at : at + 1] != ["S"])
+    every = fields.integer("index_topk_freq", 1)
+    first = fields.integer("index_skip_topk_offset", 2) - 1
+    return tuple(at for at in range(count) if max(0, at - first) % every == 0)
 
 
 def _chunked(fields: Fields, count: int) -> tuple[LayerKind, ...]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffloadd.layout import LayerKind
+from kvoffloadd.planner.compressed import INDEX_SCALE, read_ratios
 from kvoffloadd.planner.compressed import MODEL_TYPE as COMPRESSED
-from kvoffloadd.planner.compressed import read_ratios
-from kvoffloadd.planner.fields import Fields, read_fields
-from kvoffloadd.planner.layertypes import layer_kinds
+from kvoffloadd.planner.fields import INSTEAD, Fields, read_fields
+from kvoffloadd.planner.heads import TWO_HEADS, Heads, full_heads, head_size, kv_heads, latent_size
+from kvoffloadd.planner.layertypes import DELTA, indexed_layers, layer_kinds
 from kvoffloadd.planner.states import Recurrent, read_dtype, read_states
 
 REFUSED = {
@@ -34,8 +35,15 @@ REFUSED_PREFIXES = ("mamba_d_", "mamba_n_", "mamba_num_", "mamba_expand", "ssm_"
 MAMBA_2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Model types with Mamba-2 layers that are understood."""
 
-INDEXED = ("deepseek_v32",)
-"""Model types with an index beside each latent. `compress_ratios` is understood of `COMPRESSED` alone."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Model types with an index beside latents. `compress_ratios` is understood of `COMPRESSED` alone."""
+
+UNDERSTOOD = {
+    "global_head_dim": TWO_HEADS,
+    "linear_attn_config": DELTA,
+    "num_global_key_value_heads": TWO_HEADS,
+}
+"""Keys of `REFUSED` that are understood of this model type."""
 
 STATE_MODELS = (
     "bamba", "falcon_mamba", "jamba", "mamba", "plamo2", "recurrent_gemma", "rwkv", "xlstm",
@@ -46,30 +54,18 @@ STATE_MODELS = (
 DEFAULT_DTYPE = "bfloat16"
 """Of models that do not say theirs: what engines run them in."""
 
-OTHER_KV_HEADS = (
-    "attn_config",
-    "multi_query",
-    "multi_query_group_num",
-    "n_head_kv",
-    "num_kv_heads",
-    "num_query_groups",
-)
-"""Keys that some models have in place of `num_key_value_heads`, with meanings of their own."""
-
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Layers that only guess tokens ahead; engines may or may not run them."""
-
-INSTEAD = (
-    "so that its groups can't be worked out; ask the engine for them and plan with kvoffloadd.layout (docs/LAYOUTS.md)"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The whole model. `kinds`: of each layer. `kv_heads`, `head_size`: of attention; with MLA one head, the latent.
+    `full_heads`: of full layers, where theirs are others (Gemma 4).
 
     `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
     `linear`: states of layers that keep them. `index_size`: elements of a token's key in a latent's index; 0: none.
+    `indexed`: which latents have one of their own; () with DeepSeek V4, whose ratios say it.
     `ratios`: DeepSeek V4's, of each layer, how many tokens become one entry; () for other models.
     `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
     """
@@ -79,12 +75,14 @@ class ModelConfig:
     query_heads: int
     kv_heads: int
     head_size: int
+    full_heads: Heads | None
     window: int
     chunk: int
     dtype: str
     kv_quantised: bool
     linear: Recurrent | None
     index_size: int
+    indexed: tuple[int, ...]
     ratios: tuple[int, ...]
     assumed: tuple[str, ...]
 
@@ -104,6 +102,17 @@ class ModelConfig:
         if self.ratios:
             return 256
         return 64 if self.index_size else 1
+
+    @property
+    def attention_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers that keep something of each token, in the order in which the model has them first."""
+        return tuple(kind for kind in dict.fromkeys(self.kinds) if kind is not LayerKind.MAMBA)
+
+    def heads(self, kind: LayerKind) -> Heads:
+        """Of attention layers of this kind."""
+        if kind is LayerKind.FULL and self.full_heads is not None:
+            return self.full_heads
+        return Heads(self.kv_heads, self.head_size)
 
     def count(self, kind: LayerKind) -> int:
         """Layers of this kind."""
@@ -128,23 +137,25 @@ def read_model(path: Path) -> ModelConfig:
     linear = read_states(fields, dtype) if LayerKind.MAMBA in kinds else None
     query_heads = fields.integer("num_attention_heads")
     if ratios:
-        kv_heads, head_size = 1, fields.integer("head_dim")
-    elif fields.get("kv_lora_rank") is not None:
-        kinds, kv_heads, head_size = _latent(fields, kinds)
+        count, size = 1, fields.integer("head_dim")
+    elif fields.get("kv_lora_rank") is not None or fields.model_type in INDEXED:
+        kinds, count, size = _latent_kinds(fields, kinds), 1, latent_size(fields)
     else:
-        kv_heads, head_size = _kv_heads(fields, query_heads), _head_size(fields, query_heads)
+        count, size = kv_heads(fields, query_heads), head_size(fields, query_heads)
     return ModelConfig(
         model_type=fields.model_type or "model",
         kinds=kinds,
         query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
+        kv_heads=count,
+        head_size=size,
+        full_heads=full_heads(fields, count),
         window=fields.integer("sliding_window") if LayerKind.SLIDING in kinds or ratios else 0,
         chunk=fields.integer("attention_chunk_size") if LayerKind.CHUNKED in kinds else 0,
         dtype=dtype,
         kv_quantised=_kv_quantised(fields),
         linear=linear,
-        index_size=fields.integer("index_head_dim") if fields.model_type in (*INDEXED, COMPRESSED) else 0,
+        index_size=_index_size(fields),
+        indexed=indexed_layers(fields, len(kinds)) if fields.model_type in INDEXED else (),
         ratios=ratios,
         assumed=tuple(fields.assumed),
     )
@@ -153,7 +164,7 @@ def read_model(path: Path) -> ModelConfig:
 def _check_known(fields: Fields) -> None:
     """That no key says what the planner does not know. Raises ConfigError."""
     for key, why in REFUSED.items():
-        if fields.get(key):
+        if UNDERSTOOD.get(key) != fields.model_type and fields.get(key):
             raise fields.error(key, f"is not understood: {why}, {INSTEAD}")
     if fields.get("compress_ratios") and fields.model_type != COMPRESSED:
         raise fields.error("compress_ratios", f"is not understood: its layers keep compressed tokens, {INSTEAD}")
@@ -167,39 +178,22 @@ def _check_known(fields: Fields) -> None:
         raise fields.error(key, f"is not understood: it is of a state space model that is not known here, {INSTEAD}")
 
 
-def _kv_heads(fields: Fields, query_heads: int) -> int:
-    """As many as heads, unless the file says otherwise."""
-    if fields.model_type == "falcon":  # the older ones have one head of K and V, whatever `num_kv_heads` says
-        if fields.get("new_decoder_architecture"):
-            return fields.integer("num_kv_heads", query_heads)
-        return 1 if fields.get("multi_query") in (None, True) else query_heads
-    for key in OTHER_KV_HEADS if fields.get("num_key_value_heads") is None else ():
-        if fields.get(key):
-            raise fields.error(key, "is not understood; add num_key_value_heads, the number of heads of K and V")
-    return fields.integer("num_key_value_heads", query_heads)
-
-
-def _head_size(fields: Fields, query_heads: int) -> int:
-    key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
-    if key is not None:
-        size = fields.integer(key)
-    else:
-        hidden = fields.integer("hidden_size")
-        if hidden % query_heads:
-            raise fields.error("head_dim", f"is missing, and {hidden} (hidden_size) is not {query_heads} equal heads")
-        size = hidden // query_heads
-    if fields.integer("v_head_dim", size) != size:
-        raise fields.error("v_head_dim", f"is not understood: K has heads of {size}, V of another size, {INSTEAD}")
+def _index_size(fields: Fields) -> int:
+    """Elements of a key in the index. Engines quantise it in pieces that share a scale, and have no others."""
+    if fields.model_type not in (*INDEXED, COMPRESSED):
+        return 0
+    size = fields.integer("index_head_dim")
+    if size % INDEX_SCALE:
+        raise fields.error("index_head_dim", f"= {size} must be a multiple of {INDEX_SCALE}: those share a scale")
     return size
 
 
-def _latent(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[tuple[LayerKind, ...], int, int]:
-    """MLA: a token is one latent vector, with its rotary part behind it."""
-    other = next((kind for kind in kinds if kind is not LayerKind.FULL), None)
+def _latent_kinds(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """Layers with latents in place of full ones; some may keep states."""
+    other = next((kind for kind in kinds if kind not in (LayerKind.FULL, LayerKind.MAMBA)), None)
     if other is not None:
         raise fields.error("kv_lora_rank", f"with layers of kind {other} is not understood, {INSTEAD}")
-    size = fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
-    return (LayerKind.MLA,) * len(kinds), 1, size
+    return tuple(LayerKind.MLA if kind is LayerKind.FULL else kind for kind in kinds)
 
 
 def _kv_quantised(fields: Fields) -> bool:

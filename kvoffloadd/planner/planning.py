@@ -174,8 +174,10 @@ def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None)
         said.append(
             f"all {terms.tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks"
         )
-    if model.kv_heads < terms.tp and not model.is_mla:
-        said.append(f"{terms.tp // model.kv_heads} ranks have the same KV head: one of them stores it")
+    for count in dict.fromkeys(model.heads(kind).count for kind in model.attention_kinds):
+        if count < terms.tp and not model.is_mla:
+            of = "" if model.full_heads is None else f" where layers have {count}"
+            said.append(f"{terms.tp // count} ranks have the same KV head{of}: one of them stores it")
     if model.is_mla and terms.tp > 1:
         said.append("all ranks have the same latents: one of them stores them")
     if rank.dtype == "float32":

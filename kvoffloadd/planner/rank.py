@@ -18,6 +18,8 @@ from kvoffloadd.layout import (
 )
 from kvoffloadd.layout.packing import KERNEL_TOKENS
 from kvoffloadd.planner.compressed import WINDOW_TOKENS, compressed_layer, index_bytes
+from kvoffloadd.planner.fields import INSTEAD
+from kvoffloadd.planner.heads import Heads
 from kvoffloadd.planner.modelconfig import ModelConfig
 
 KV_DTYPES = {
@@ -33,6 +35,10 @@ KV_DTYPES = {
 
 PACKED_LATENT_SIZE, PACKED_LATENT_BYTES = 512 + 64, 656
 """Of a token's latent with an index: elements, and bytes in fp8 (512 of fp8, 16 of scales, 64 elements of bfloat16)."""
+
+
+LATENT_TOKENS = 128
+"""Blocks are a multiple of this where latents and states share pages: what kernels of MLA ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +59,28 @@ class Rank:
         model = self.model
         if min(self.tp, self.block_size) < 1:
             raise ConfigError(f"{self.tp} ranks, blocks of {self.block_size} tokens: both must be 1 or more")
-        if not self.hybrid and model.is_hybrid:
-            raise ConfigError("layers that keep states need the hybrid cache manager: leave --no-hybrid out")
-        if not self.hybrid and model.ratios:
-            raise ConfigError("layers that compress tokens need the hybrid cache manager: leave --no-hybrid out")
+        needs = {
+            "layers that keep states": model.is_hybrid,
+            "layers that compress tokens": bool(model.ratios),
+            "layers with heads of two sizes": model.full_heads is not None,
+        }
+        if not self.hybrid and any(needs.values()):
+            which = next(layers for layers, found in needs.items() if found)
+            raise ConfigError(f"{which} need the hybrid cache manager: leave --no-hybrid out")
         if not _divides(model, self.tp):
             works = ", ".join(str(tp) for tp in range(1, 65) if _divides(model, tp))
             raise ConfigError(f"{_heads_said(model)} can't be split over {self.tp} ranks; --tp {works} would work")
+        sizes = {self._kept(kind) for kind in model.attention_kinds}
+        if max(sizes) % min(sizes):
+            raise ConfigError(
+                f"layers keep {min(sizes)} or {max(sizes)} elements of K for a token: blocks of whole tokens can't "
+                f"make their pages equal, {INSTEAD}"
+            )
+        self._check_dtype()
+
+    def _check_dtype(self) -> None:
+        """That engines keep this model's cache so. Raises ConfigError."""
+        model = self.model
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f'--kv-dtype "{self.kv_dtype}" is not known; these are: {", ".join(KV_DTYPES)}')
         if self.kv_dtype == "auto" and model.kv_quantised:
@@ -89,17 +110,24 @@ class Rank:
         """Of the tensors that hold keys and values, or latents."""
         return "uint8" if self.is_packed else self.dtype
 
-    @property
-    def kv_heads(self) -> int:
-        """Of each attention layer; with more ranks than heads several have the same one."""
-        return 1 if self.model.is_mla else max(1, self.model.kv_heads // self.tp)
+    def heads(self, kind: LayerKind) -> Heads:
+        """Of attention layers of this kind; with more ranks than heads several have the same one."""
+        heads = self.model.heads(kind)
+        return Heads(1 if self.model.is_mla else max(1, heads.count // self.tp), heads.size)
+
+    def _kept(self, kind: LayerKind) -> int:
+        """Elements of K, of a token in a layer of this kind."""
+        heads = self.heads(kind)
+        return heads.count * heads.size
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in one attention layer, beside its index; with compressed tokens of an entry."""
+        """Of a token in one attention layer, beside its index; with compressed tokens of an entry. Where full layers
+        have heads of their own: in one of those that keep the most.
+        """
         if self.model.ratios:
             return next(iter(self._compressed("", 0).values())).payload_bytes // WINDOW_TOKENS
-        return self._attention(LayerKind.FULL, 1, TRITON_NHD).payload_bytes
+        return max(self._attention(kind, 1, TRITON_NHD).payload_bytes for kind in self.model.attention_kinds)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -121,29 +149,33 @@ class Rank:
             return -(-self.block_size // self.model.block_multiple) * self.model.block_multiple
         if self.block_size * self.token_bytes * pack_size >= self.state_bytes:
             return self.block_size
-        step = max(KERNEL_TOKENS, self.block_size)
+        step = max(LATENT_TOKENS if self.model.is_mla else KERNEL_TOKENS, self.block_size)
         blocks = -(-self.state_bytes // (step * self.token_bytes * pack_size))
         return -(-blocks * step // KERNEL_TOKENS) * KERNEL_TOKENS
 
     def specs(self, backend: Backend, pack_size: int = 1) -> dict[str, LayerSpec]:
-        """All layers by name, in order. MLA has a backend of its own. Alone on a page, states are padded to it."""
+        """All layers by name, in order. MLA has a backend of its own. Alone on a page, states are padded to it.
+
+        Of layers with smaller heads blocks have as many more tokens, so that all pages are equal.
+        """
         block = self.block_tokens(pack_size)
         page = block * self.token_bytes
         if self.model.ratios:
             layers = (self._compressed(f"layers.{at}", ratio) for at, ratio in enumerate(self.model.ratios))
             return {name: spec for layer in layers for name, spec in layer.items()}
-        found = {f"layers.{at}": self._layer(kind, block, page if pack_size == 1 else 0, backend)
-                 for at, kind in enumerate(self.model.kinds)}  # fmt: skip
-        if not self.model.index_size:
-            return found
-        index = Attention(block, 1, index_bytes(self.model.index_size), "uint8", LATENT, LayerKind.MLA)
-        return {name: spec for layer in found for name, spec in ((layer, found[layer]), (f"{layer}.index", index))}
+        found: dict[str, LayerSpec] = {}
+        for at, kind in enumerate(self.model.kinds):
+            found[f"layers.{at}"] = self._layer(kind, block, page if pack_size == 1 else 0, backend)
+            if at in self.model.indexed:
+                size = index_bytes(self.model.index_size)
+                found[f"layers.{at}.index"] = Attention(block, 1, size, "uint8", LATENT, LayerKind.MLA)
+        return found
 
     def parts(self, kind: LayerKind) -> int:
         """Of a key of a group of this kind."""
         if kind is LayerKind.MAMBA:
             return self.tp
-        return share_of(kind, self.model.kv_heads, 0, self.tp).parts
+        return share_of(kind, self.model.heads(kind).count, 0, self.tp).parts
 
     def _compressed(self, name: str, ratio: int) -> dict[str, LayerSpec]:
         model = self.model
@@ -156,10 +188,11 @@ class Rank:
     def _layer(self, kind: LayerKind, block: int, padded_bytes: int, backend: Backend) -> LayerSpec:
         if kind is LayerKind.MAMBA:
             return Mamba(block, self.states, padded_bytes)
-        return self._attention(kind, block, backend)
+        most = max(map(self._kept, self.model.attention_kinds))
+        return self._attention(kind, most // self._kept(kind) * block, backend)
 
     def _attention(self, kind: LayerKind, block: int, backend: Backend) -> Attention:
-        model = self.model
+        model, heads = self.model, self.heads(kind)
         window = 0
         if model.is_mla:
             if self.is_packed:
@@ -171,11 +204,12 @@ class Rank:
             window = model.window
         elif kind is LayerKind.CHUNKED:
             window = model.chunk
-        return Attention(block, self.kv_heads, model.head_size, self.dtype, backend, kind, window)
+        return Attention(block, heads.count, heads.size, self.dtype, backend, kind, window)
 
 
 def _divides(model: ModelConfig, tp: int) -> bool:
-    heads = model.is_mla or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    counts = {model.heads(kind).count for kind in model.attention_kinds}
+    heads = model.is_mla or all(count % tp == 0 or tp % count == 0 for count in counts)
     states = model.linear.divided.values() if model.linear is not None else ()
     return heads and model.query_heads % tp == 0 and all(number % tp == 0 for number in states)
 
@@ -184,6 +218,8 @@ def _heads_said(model: ModelConfig) -> str:
     said = [f"{model.query_heads} heads (num_attention_heads)"]
     if not model.is_mla:
         said.append(f"{model.kv_heads} KV heads (num_key_value_heads)")
+    if model.full_heads is not None:
+        said.append(f"{model.full_heads.count} KV heads of full layers")
     if model.linear is not None:
         said += [f"{number} {name}" for name, number in model.linear.divided.items()]
     return ", ".join(said)

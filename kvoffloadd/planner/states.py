@@ -56,14 +56,15 @@ class MambaHeads:
     @property
     def divided(self) -> dict[str, int]:
         """Keys of the config whose number must be split over the ranks, and that number."""
-        return {"Mamba heads": self.heads, "channels of Mamba heads": self.inner}
+        groups = {} if self.groups == 1 else {"Mamba groups": self.groups}
+        return {"Mamba heads": self.heads, "channels of Mamba heads": self.inner, **groups}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
         """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
 
-        Where the ranks do not divide the groups, there is one on each rank.
+        A single group is on each rank; engines split several, and have no other way.
         """
-        groups = self.groups if self.groups % tp == 0 else tp
+        groups = tp if self.groups == 1 else self.groups
         conv = State((self.conv_kernel - 1, (self.inner + 2 * groups * self.state_size) // tp), dtype)
         return conv, State((self.heads // tp, self.head_size, self.state_size), self.dtype)
 
@@ -85,13 +86,37 @@ class ShortConv:
         return (State((self.conv_kernel - 1, self.channels // tp), dtype),)
 
 
-Recurrent = LinearHeads | MambaHeads | ShortConv
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Of layers with Kimi's delta attention, over all ranks. Queries, keys and values have heads of one size."""
+
+    heads: int
+    head_size: int
+    conv_kernel: int
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Keys of the config whose number must be split over the ranks, and that number."""
+        return {"linear_attn_config.num_heads": self.heads}
+
+    def states(self, tp: int, dtype: str) -> tuple[State, ...]:
+        """Of a layer on one of `tp` ranks: convolution in the model's `dtype`, recurrent state in float32."""
+        heads = self.heads // tp
+        conv = State((self.conv_kernel - 1, 3 * heads * self.head_size), dtype)
+        return conv, State((heads, self.head_size, self.head_size), "float32")
+
+
+Recurrent = DeltaHeads | LinearHeads | MambaHeads | ShortConv
 
 
 def read_states(fields: Fields, dtype: str) -> Recurrent:
     """Of the layers that keep states. `dtype`: the model's. Raises ConfigError for a key that is missing."""
     if fields.get("conv_L_cache") is not None:
-        return ShortConv(fields.integer("conv_dim", fields.integer("hidden_size")), fields.integer("conv_L_cache"))
+        channels = "hidden_size" if fields.get("conv_dim") is None else "conv_dim"
+        return ShortConv(fields.integer(channels), fields.integer("conv_L_cache"))
+    if fields.get("linear_attn_config") is not None:
+        delta = fields.inside("linear_attn_config")
+        return DeltaHeads(*(delta.integer(key) for key in ("num_heads", "head_dim", "short_conv_kernel_size")))
     if fields.get("mamba_num_heads") is not None:
         heads, size = fields.integer("mamba_num_heads"), fields.integer("mamba_head_dim")
         return MambaHeads(

@@ -35,6 +35,26 @@ def text(model_type: str, config: Config) -> Config:
     return {"model_type": model_type, "text_config": config, **BF16}
 
 
+def dsa(**more: object) -> Config:
+    """78 layers of MLA with an index, as GLM-5 has them."""
+    return dense(
+        "glm_moe_dsa", 78, 6144, 64, 64, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=256, head_dim=64,
+        index_head_dim=128, index_n_heads=32, index_topk=2048, num_nextn_predict_layers=1, **more,
+    )  # fmt: skip
+
+
+def gemma_4(layers: int, hidden: int, heads: int, kv_heads: int, full_kv_heads: int) -> Config:
+    """Five sliding layers and a full one in turn, the latter with fewer and larger heads."""
+    return text(
+        "gemma4",
+        dense(
+            "gemma4_text", layers, hidden, heads, kv_heads, head_dim=256, global_head_dim=512, sliding_window=1024,
+            num_global_key_value_heads=full_kv_heads, attention_k_eq_v=True, num_kv_shared_layers=0,
+            use_bidirectional_attention="vision", layer_types=SIXTH_FULL[:layers],
+        ),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Group:
     """`payload`: bytes of a block of the group on one rank."""
@@ -48,6 +68,8 @@ class Group:
 
 MAMBA_8B = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"
 SPARSE, HEAVY = 4, 128
+SIXTH_FULL = (["sliding_attention"] * 5 + ["full_attention"]) * 10
+KIMI_FULL = [4, 8, 12, 16, 20, 24, 27]
 
 CONFIGS: dict[str, Config] = {
     # meta-llama/Llama-3.3-70B-Instruct, as Llama-3.1-70B
@@ -104,6 +126,27 @@ CONFIGS: dict[str, Config] = {
     "deepseek-v4-flash": dense(
         "deepseek_v4", 43, 4096, 64, 1, head_dim=512, qk_rope_head_dim=64, sliding_window=128, index_head_dim=128,
         compress_ratios=[0, 0, *[SPARSE, HEAVY] * 20, SPARSE, 0], num_nextn_predict_layers=1,
+    ),
+    # deepseek-ai/DeepSeek-V4-Pro
+    "deepseek-v4-pro": dense(
+        "deepseek_v4", 61, 7168, 128, 1, head_dim=512, qk_rope_head_dim=64, sliding_window=128, index_head_dim=128,
+        compress_ratios=[HEAVY, *[HEAVY, SPARSE] * 30, 0], num_nextn_predict_layers=1,
+    ),
+    # zai-org/GLM-5, as GLM-5.1
+    "glm-5": dsa(),
+    # zai-org/GLM-5.2, of whose layers only some have an index of their own
+    "glm-5.2": dsa(index_topk_freq=4, index_skip_topk_offset=3, index_topk_pattern=None),
+    # google/gemma-4-31B-it
+    "gemma-4-31b": gemma_4(60, 5376, 32, 16, 4),
+    # google/gemma-4-26B-A4B
+    "gemma-4-26b-a4b": gemma_4(30, 2816, 16, 8, 2),
+    # moonshotai/Kimi-Linear-48B-A3B-Instruct
+    "kimi-linear-48b-a3b": dense(
+        "kimi_linear", 27, 2304, 32, 32, head_dim=72, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128,
+        linear_attn_config={
+            "full_attn_layers": KIMI_FULL, "kda_layers": [at for at in range(1, 28) if at not in KIMI_FULL],
+            "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        },
     ),
     # zai-org/GLM-4.6, as GLM-4.5
     "glm-4.6": dense("glm4_moe", 92, 5120, 96, 8, head_dim=128, num_nextn_predict_layers=1),

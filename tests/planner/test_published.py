@@ -12,10 +12,11 @@ import pytest
 from kvoffloadd.cli.plan import plan_json, print_plan
 from kvoffloadd.client import Client, NamespaceSpec, Outcome
 from kvoffloadd.errors import ConfigError
+from kvoffloadd.layout import TRITON_NHD, Attention, LayerKind
 from kvoffloadd.planner import CapacityPlan, PlanInputs, Rank, make_plan, read_model
 from kvoffloadd.planner.layouts import possible_layouts
 from scripts.harness.daemon import Daemon
-from tests.planner.models import GIB
+from tests.planner.models import GIB, changed
 from tests.planner.published import CONFIGS, Group
 
 
@@ -84,6 +85,36 @@ EXPECTED: dict[str, tuple[int, int, int, list[Group]]] = {
             Group(MLA, 42, 860_160, 8, 4),
             Group(MLA, 20, 655_360, 128, 8),
         ],
+    ),
+    # As Flash. 61 windows by 31, which wastes least for 61, 30 and 31 layers. Entries of 256 tokens: 30 * 64*584,
+    # 30 * 64*132, 31 * 2*584. States of ratio 128: 2*512 floats of 8 tokens, 31 times; of ratio 4: 2*2*(512 + 128)
+    # floats of 4 tokens, 30 times.
+    "deepseek-v4-pro": (
+        584, 0, 256,
+        [
+            Group(MLA, 31, 1_158_656, 128, 64),
+            Group(MLA, 30, 1_121_280, 128, 64),
+            Group(MLA, 91, 1_410_928, 0, 256),
+            Group(MLA, 31, 1_015_808, 128, 8),
+            Group(MLA, 60, 1_228_800, 8, 4),
+        ],
+    ),
+    "glm-5": (1152, 0, 64, [Group(MLA, 156, 6_409_728)]),  # as DeepSeek V3.2: 64*(1152 + 132)*78
+    # An index in layers 0, 1, 2 and each fourth from 6 to 74: 21. 64*(1152*78 + 132*21)
+    "glm-5.2": (1152, 0, 64, [Group(MLA, 99, 5_928_192)]),
+    # Sliding 2*16*256*2, full 2*4*512*2 = 8192: half of it, so that its blocks have twice the tokens. 50 and 10 layers.
+    "gemma-4-31b": (
+        16_384, 0, 32, [*[Group(SLIDING, 10, 2_621_440, 1024, 16)] * 5, Group(FULL, 10, 2_621_440)],
+    ),
+    # Sliding 2*8*256*2, full 2*2*512*2 = 4096. 25 and 5 layers: 5*16*8192 and 5*32*4096.
+    "gemma-4-26b-a4b": (
+        8192, 0, 32, [*[Group(SLIDING, 5, 655_360, 1024, 16)] * 5, Group(FULL, 5, 655_360)],
+    ),
+    # Convolution 3 * 3*32*128 * 2 = 73,728; state in float32 32*128*128*4 = 2,097,152. 2,170,880 / (128*1152) = 14.7:
+    # blocks of 15*128. 20 states in groups of 7, as there are 7 latents: 7*2,170,880, 6*2,170,880, 7*1920*1152.
+    "kimi-linear-48b-a3b": (
+        1152, 2_170_880, 1920,
+        [*[Group(MAMBA, 7, 15_196_160)] * 2, Group(MAMBA, 6, 13_025_280), Group(MLA, 7, 15_482_880)],
     ),
     "glm-4.6": (4096, 0, 16, [Group(FULL, 92, 6_029_312)]),  # 16*4096*92
     "kimi-k2": (1152, 0, 16, [Group(MLA, 61, 1_124_352)]),  # as DeepSeek V3
@@ -232,6 +263,98 @@ def test_v4_in_bfloat16(tmp_path: Path) -> None:
         plan(tmp_path, "deepseek-v4-flash", hybrid=False)
 
 
+# --- heads of two sizes ---
+
+
+@pytest.mark.parametrize(
+    ("tp", "sliding", "full"),
+    [
+        (1, (16, 256, 16), (4, 512, 32)),
+        (4, (4, 256, 16), (1, 512, 32)),
+        (8, (2, 256, 16), (1, 512, 16)),  # two ranks have the same head of full layers: as much as of sliding ones
+        (16, (1, 256, 32), (1, 512, 16)),
+    ],
+)
+def test_pages_are_equal_whatever_the_heads(
+    tmp_path: Path, tp: int, sliding: tuple[int, int, int], full: tuple[int, int, int]
+) -> None:
+    """Of each: heads, their size, tokens of a block."""
+    rank = Rank(read_model(path_of(tmp_path, "gemma-4-31b")), tp, 16)
+    specs = rank.specs(TRITON_NHD)
+    found = [spec for spec in (specs["layers.0"], specs["layers.5"]) if isinstance(spec, Attention)]
+    assert [(spec.num_kv_heads, spec.head_size, spec.block_size) for spec in found] == [sliding, full]
+    assert len({spec.page_bytes for spec in specs.values()}) == 1
+    assert (rank.parts(LayerKind.SLIDING), rank.parts(LayerKind.FULL)) == (min(tp, 16), min(tp, 4))
+
+
+def test_heads_of_two_sizes_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(tmp_path, "gemma-4-31b", tp=8)
+    print_plan(found)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 KV heads of 256 (sliding) and 1 KV head of 512 (full), bfloat16, 2 KiB a token and layer" in shown
+    assert "2 ranks have the same KV head where layers have 4: one of them stores it" in found.assumed
+    heads = plan_json(found)["rank"]["heads"]
+    assert heads == {"sliding": {"count": 2, "size": 256}, "full": {"count": 1, "size": 512}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads"),
+    [
+        ({"attention_k_eq_v": False}, (16, 512)),  # then full layers have as many
+        ({"num_global_key_value_heads": None}, (16, 512)),
+        ({"global_head_dim": None}, (4, 512)),  # what the class has
+    ],
+)
+def test_heads_of_full_layers(tmp_path: Path, keys: dict[str, object], heads: tuple[int, int]) -> None:
+    found = read_model(changed(tmp_path, "gemma-4-31b", **keys)).heads(LayerKind.FULL)
+    assert (found.count, found.size) == heads
+
+
+def test_heads_of_two_sizes_that_are_refused(tmp_path: Path) -> None:
+    odd = read_model(changed(tmp_path, "gemma-4-31b", num_key_value_heads=12, num_attention_heads=48))
+    with pytest.raises(ConfigError, match=r"2048 or 3072 elements of K for a token: blocks of whole tokens can't make"):
+        Rank(odd, 1, 16)
+    with pytest.raises(ConfigError, match="heads of two sizes need the hybrid cache manager"):
+        plan(tmp_path, "gemma-4-31b", hybrid=False)
+    with pytest.raises(ConfigError, match=r"16 KV heads .*, 4 KV heads of full layers can't be split over 32 ranks"):
+        Rank(read_model(changed(tmp_path, "gemma-4-31b", num_attention_heads=48)), 32, 16)
+    with pytest.raises(ConfigError, match="use_bidirectional_attention = 'all' is not understood"):
+        read_model(changed(tmp_path, "gemma-4-31b", use_bidirectional_attention="all"))
+    with pytest.raises(ConfigError, match="global_head_dim is not understood: its full layers have heads of another"):
+        read_model(path_of(tmp_path, "gemma-2-27b", global_head_dim=256))
+
+
+# --- an index ---
+
+
+def test_which_layers_have_an_index_of_their_own(tmp_path: Path) -> None:
+    """A list of letters goes before the interval; layers behind its end have one."""
+    letters: list[object] = ["FSSF", ["F", "S", "S", "F"]]
+    for pattern in letters:
+        path = path_of(tmp_path, "glm-5.2", index_topk_pattern=pattern, num_hidden_layers=6)
+        assert read_model(path).indexed == (0, 3, 4, 5)
+    assert read_model(path_of(tmp_path, "glm-5.2", num_hidden_layers=12)).indexed == (0, 1, 2, 6, 10)
+    specs = Rank(read_model(path_of(tmp_path, "glm-5.2", num_hidden_layers=4)), 1, 64).specs(TRITON_NHD)
+    assert list(specs) == [
+        "layers.0", "layers.0.index", "layers.1", "layers.1.index", "layers.2", "layers.2.index", "layers.3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "complaint"),
+    [
+        ("deepseek-v3.2", {"kv_lora_rank": None}, "kv_lora_rank is missing; it must be a whole number above 0"),
+        ("glm-5", {"kv_lora_rank": None}, "kv_lora_rank is missing; it must be a whole number above 0"),
+        ("deepseek-v3.2", {"index_head_dim": 64}, "index_head_dim = 64 must be a multiple of 128: those share a scale"),
+        ("deepseek-v4-flash", {"index_head_dim": 192}, "index_head_dim = 192 must be a multiple of 128"),
+        ("glm-5", {"index_topk_pattern": "FXS"}, "index_topk_pattern must be letters, each F or S"),
+    ],
+)
+def test_an_index_that_is_refused(tmp_path: Path, name: str, keys: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_model(path_of(tmp_path, name, **keys))
+
+
 # --- states ---
 
 
@@ -241,6 +364,7 @@ def test_v4_in_bfloat16(tmp_path: Path) -> None:
         ("granite-4.0-h-small", 2, [(3, 4352), (64, 64, 128)]),  # (8192 + 2*2*128) / 2: a group for each rank
         ("nemotron-h-8b", 4, [(3, 2560), (32, 64, 128)]),  # (8192 + 2*8*128) / 4
         ("lfm2-1.2b", 2, [(2, 1024)]),
+        ("kimi-linear-48b-a3b", 4, [(3, 3072), (8, 128, 128)]),
     ],
 )
 def test_states_are_split(tmp_path: Path, name: str, tp: int, shapes: list[tuple[int, ...]]) -> None:
@@ -258,6 +382,40 @@ def test_a_state_that_does_not_divide(tmp_path: Path) -> None:
     model = read_model(path_of(tmp_path, "granite-4.0-h-small", mamba_n_heads=1, mamba_d_head=None))
     with pytest.raises(ConfigError, match=r"1 Mamba heads.* can't be split over 2 ranks"):
         Rank(model, 2, 16)
+
+
+def test_groups_are_split_or_there_is_one(tmp_path: Path) -> None:
+    """vLLM splits the groups of Mamba-2 over the ranks, or repeats a single one; it has no other way."""
+    name = "nemotron-h-8b"
+    with pytest.raises(ConfigError, match=r"8 Mamba groups can't be split over 16 ranks; --tp 1, 2, 4, 8 would work"):
+        Rank(read_model(path_of(tmp_path, name)), 16, 16)
+    single = Rank(read_model(path_of(tmp_path, name, n_groups=1)), 16, 16)
+    assert single.states[0].shape == (3, (128 * 64 + 2 * 16 * 128) // 16)
+
+
+def test_a_key_that_is_not_needed_may_be_absent(tmp_path: Path) -> None:
+    """LFM2's convolutions have the channels that `conv_dim` says, or as many as the model is wide."""
+    bare = read_model(path_of(tmp_path, "lfm2-1.2b", hidden_size=None, head_dim=64))
+    assert Rank(bare, 1, 16).states[0].shape == (2, 2048)
+    wide = read_model(path_of(tmp_path, "lfm2-1.2b", hidden_size=4096, conv_dim=None))
+    assert Rank(wide, 1, 16).states[0].shape == (2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("inside", "complaint"),
+    [
+        ({"kda_layers": [1]}, "linear_attn_config: kda_layers and full_attn_layers must name each layer from 1 to 27"),
+        ({"num_heads": None}, "linear_attn_config: num_heads is missing"),
+        ({"use_full_rank_gate": True}, "linear_attn_config: use_full_rank_gate is not understood"),
+    ],
+)
+def test_delta_layers_that_are_refused(tmp_path: Path, inside: dict[str, object], complaint: str) -> None:
+    published = CONFIGS["kimi-linear-48b-a3b"]["linear_attn_config"]
+    assert isinstance(published, dict)
+    with pytest.raises(ConfigError, match=complaint):
+        read_model(path_of(tmp_path, "kimi-linear-48b-a3b", linear_attn_config=published | inside))
+    with pytest.raises(ConfigError, match="linear_attn_config is not understood: its linear layers are of a kind"):
+        read_model(path_of(tmp_path, "qwen3-8b", linear_attn_config=published))
 
 
 @pytest.mark.parametrize(("heads", "size"), [(129, None), (7, 64), (128, 7)])

@@ -28,8 +28,9 @@ from tests.planner.models import DEEPSEEK, GEMMA_3, GPT_OSS, LLAMA, QWEN, change
 )
 def test_heads_are_split_or_repeated(name: str, tp: int, heads: int, token_bytes: int, parts: int) -> None:
     found = rank(name, tp)
-    assert (found.kv_heads, found.token_bytes) == (heads, token_bytes)
-    assert found.parts(LayerKind.MLA if name == DEEPSEEK else LayerKind.FULL) == parts
+    kind = LayerKind.MLA if name == DEEPSEEK else LayerKind.FULL
+    assert (found.heads(kind).count, found.token_bytes) == (heads, token_bytes)
+    assert found.parts(kind) == parts
 
 
 def test_states_are_split() -> None:

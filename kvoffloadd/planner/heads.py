@@ -1,0 +1,72 @@
+"""How many heads of K and V a model's attention layers have, and of what size; or the latent in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvoffloadd.planner.fields import INSTEAD, Fields
+
+TWO_HEADS = "gemma4_text"
+"""The model type whose full layers have other heads than its sliding ones."""
+
+OTHER_KV_HEADS = (
+    "attn_config",
+    "multi_query",
+    "multi_query_group_num",
+    "n_head_kv",
+    "num_kv_heads",
+    "num_query_groups",
+)
+"""Keys that some models have in place of `num_key_value_heads`, with meanings of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of K and V in an attention layer. `size`: elements of a head; with MLA of the latent, the one head."""
+
+    count: int
+    size: int
+
+
+def kv_heads(fields: Fields, query_heads: int) -> int:
+    """As many as heads, unless the file says otherwise."""
+    if fields.model_type == "falcon":  # the older ones have one head of K and V, whatever `num_kv_heads` says
+        if fields.get("new_decoder_architecture"):
+            return fields.integer("num_kv_heads", query_heads)
+        return 1 if fields.get("multi_query") in (None, True) else query_heads
+    for key in OTHER_KV_HEADS if fields.get("num_key_value_heads") is None else ():
+        if fields.get(key):
+            raise fields.error(key, "is not understood; add num_key_value_heads, the number of heads of K and V")
+    return fields.integer("num_key_value_heads", query_heads)
+
+
+def head_size(fields: Fields, query_heads: int) -> int:
+    """Elements of a head. Raises ConfigError where K and V differ."""
+    key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
+    if key is not None:
+        size = fields.integer(key)
+    else:
+        hidden = fields.integer("hidden_size")
+        if hidden % query_heads:
+            raise fields.error("head_dim", f"is missing, and {hidden} (hidden_size) is not {query_heads} equal heads")
+        size = hidden // query_heads
+    if fields.integer("v_head_dim", size) != size:
+        raise fields.error("v_head_dim", f"is not understood: K has heads of {size}, V of another size, {INSTEAD}")
+    return size
+
+
+def full_heads(fields: Fields, others: int) -> Heads | None:
+    """Of full layers, where theirs are not those of the `others`: of other size, and fewer where K is V as well, which
+    are kept both all the same.
+    """
+    if fields.model_type != TWO_HEADS:
+        return None
+    if fields.get("use_bidirectional_attention") == "all":
+        raise fields.error("use_bidirectional_attention", f"= 'all' is not understood: it is an encoder, {INSTEAD}")
+    count = fields.integer("num_global_key_value_heads", others) if fields.get("attention_k_eq_v") else others
+    return Heads(count, fields.integer("global_head_dim"))
+
+
+def latent_size(fields: Fields) -> int:
+    """MLA: a token is one latent vector, with its rotary part behind it."""
+    return fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
