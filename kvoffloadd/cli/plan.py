@@ -10,7 +10,7 @@ from kvoffloadd.cli.report import open_console
 from kvoffloadd.layout import Attention
 from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
-from kvoffloadd.planner.layouts import Layout
+from kvoffloadd.planner.layouts import ROWS, Layout
 from kvoffloadd.planner.planning import CapacityPlan
 from kvoffloadd.planner.rank import Rank
 from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
@@ -51,6 +51,7 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
         "groups": [_group(plan, group) for group in range(layout.num_groups)],
         "layouts": [_layout(plan, one) for one in plan.layouts],
         "impossible": plan.refused,
+        "rows_by_default": plan.rows_by_default,
         "recommended": {"layout": plan.recommended.name, "why": plan.why},
         "prompts": [dataclasses.asdict(prompt) for prompt in plan.prompts],
         "held": [dataclasses.asdict(held) for held in plan.held],
@@ -112,6 +113,7 @@ def print_plan(plan: CapacityPlan) -> None:
     _print(console, *_groups(plan), left=2)
     _print(console, *_layouts(plan))
     notes = ["store, load: descriptors of the prompt, on each rank; unused: of the engine's memory, never stored"]
+    notes.append(f'"{ROWS}": engines that have it use it {"by default" if plan.rows_by_default else "on request"}')
     for reason in dict.fromkeys(plan.refused.values()):
         names = " and ".join(f'"{name}"' for name, why in plan.refused.items() if why == reason)
         notes.append(f"not possible: {names}: {reason}")

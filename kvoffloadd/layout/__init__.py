@@ -16,14 +16,14 @@ from kvoffloadd.layout.backend import (
     Backend,
 )
 from kvoffloadd.layout.cache import CanonicalCache, canonicalise
-from kvoffloadd.layout.canonical import Canonical, canonical_geometry, kernel_ids
+from kvoffloadd.layout.canonical import Canonical, canonical_geometry
 from kvoffloadd.layout.crosslayer import cross_layers
 from kvoffloadd.layout.geometry import Rows, View
 from kvoffloadd.layout.heads import Share, share_of
 from kvoffloadd.layout.packing import packed_block_size, packed_pages
 from kvoffloadd.layout.plan import HOST, Allocated, Plan, TensorPlan
-from kvoffloadd.layout.reach import Reach, clip, descriptors, group_ids
-from kvoffloadd.layout.rows import packed_rows, packs_rows, uniform_type
+from kvoffloadd.layout.reach import Reach, clip, descriptors
+from kvoffloadd.layout.rows import packed_rows, uniform_type
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerKind, LayerSpec, Mamba, Opaque, State, layer_kind
 from kvoffloadd.layout.validity import Loaded, valid_prefix
 
@@ -60,13 +60,10 @@ __all__ = [
     "clip",
     "cross_layers",
     "descriptors",
-    "group_ids",
-    "kernel_ids",
     "layer_kind",
     "packed_block_size",
     "packed_pages",
     "packed_rows",
-    "packs_rows",
     "share_of",
     "uniform_type",
     "valid_prefix",

@@ -251,8 +251,3 @@ def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
                 "of its row are both's; layers of a group need slots of their own, and equal kernel blocks where they "
                 "share a tensor"
             )
-
-
-def kernel_ids(ids: Sequence[int], kernel_blocks: int) -> list[int]:
-    """The kernel blocks of these blocks, in order: what kernels index a layer's tensor with."""
-    return [block * kernel_blocks + at for block in ids for at in range(kernel_blocks)]

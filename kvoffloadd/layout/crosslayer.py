@@ -35,7 +35,7 @@ def cross_layers(
     tensors: list[TensorPlan] = []
     views: dict[str, tuple[View, ...]] = {}
     for shared in _shared_tensors(named, keys, specs, groups):
-        plan = TensorPlan(_shape(num_blocks, shared), tuple(shared.slots))
+        plan = TensorPlan(_shape(num_blocks, shared))
         for at, slot in enumerate(shared.slots):
             place = Place(len(tensors), plan.bytes // num_blocks, at, len(shared.slots))
             views.update({layer: shared_views(layer, specs[layer], num_blocks, place) for layer in slot})
@@ -43,7 +43,7 @@ def cross_layers(
     for layer, key in keys.items():
         if key is None:
             views[layer] = (own_view(layer, specs[layer], num_blocks, len(tensors)),)
-            tensors.append(TensorPlan((num_blocks, specs[layer].page_bytes), ((layer,),)))
+            tensors.append(TensorPlan((num_blocks, specs[layer].page_bytes)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), tuple(groups))
 
 

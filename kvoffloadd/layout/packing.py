@@ -14,15 +14,16 @@ KERNEL_TOKENS = 16
 """Blocks are a multiple of this: what attention kernels ask for."""
 
 
-def packed_block_size(mamba_page_bytes: int, token_bytes: int, pack_size: int) -> int:
+def packed_block_size(mamba_page_bytes: int, token_bytes: int, pack_size: int, step_tokens: int = KERNEL_TOKENS) -> int:
     """Smallest block, in tokens, for which `pack_size` attention layers fill at least the Mamba state's page.
 
-    `token_bytes`: of one token in one attention layer. Raises UsageError for sizes below 1.
+    `token_bytes`: of one token in one attention layer. `step_tokens`: blocks are a multiple of it, rounded up to what
+    kernels ask for. Raises UsageError for sizes below 1.
     """
-    if min(mamba_page_bytes, token_bytes, pack_size) < 1:
-        raise UsageError(f"sizes must be positive: {mamba_page_bytes}, {token_bytes}, {pack_size}")
-    step = KERNEL_TOKENS * pack_size * token_bytes
-    return KERNEL_TOKENS * -(-mamba_page_bytes // step)
+    if min(mamba_page_bytes, token_bytes, pack_size, step_tokens) < 1:
+        raise UsageError(f"sizes must be positive: {mamba_page_bytes}, {token_bytes}, {pack_size}, {step_tokens}")
+    steps = -(-mamba_page_bytes // (step_tokens * pack_size * token_bytes))
+    return -(-steps * step_tokens // KERNEL_TOKENS) * KERNEL_TOKENS
 
 
 def packed_pages(specs: Mapping[str, LayerSpec], pack_size: int, num_blocks: int) -> Plan:
@@ -63,5 +64,5 @@ def packed_pages(specs: Mapping[str, LayerSpec], pack_size: int, num_blocks: int
             views[layer] = shared_views(layer, specs[layer], num_blocks, Place(at, page, slot, pack_size))
         over = [layers[at] for layers in dealt if at < len(layers)]
         views.update({layer: shared_views(layer, specs[layer], num_blocks, Place(at, page)) for layer in over})
-        tensors.append(TensorPlan((num_blocks, page), ((*pack,), *((layer,) for layer in over))))
+        tensors.append(TensorPlan((num_blocks, page)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), groups)

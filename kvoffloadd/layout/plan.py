@@ -20,13 +20,9 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A contiguous int8 tensor. `shape`: (num_blocks, ...), its dimensions outermost in memory first.
-
-    `slots`: the layers of each slot, one a group; a slot may lack layers of some groups.
-    """
+    """A contiguous int8 tensor. `shape`: (num_blocks, ...), its dimensions outermost in memory first."""
 
     shape: tuple[int, ...]
-    slots: tuple[tuple[str, ...], ...]
 
     @property
     def bytes(self) -> int:

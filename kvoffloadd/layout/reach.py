@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import GroupKind, Ref, U32Array
+from kvoffloadd.model import GroupKind, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +54,6 @@ class Reach:
 def clip(blocks: range, window: int, block_size: int) -> range:
     """The last of these blocks, `ceil(window / block_size) + 1`: what engines ask for, wherever a prefix may end."""
     return blocks[-window // block_size - 1 :]
-
-
-def group_ids(ids: Sequence[Sequence[int] | U32Array]) -> tuple[U32Array, ...]:
-    """Block ids of each group, u32 (blocks,), possibly none. Ids name blocks within their group only.
-
-    Raises TypeError for a flat list: which group would it be of?
-    """
-    found = []
-    for group, one in enumerate(ids):
-        if isinstance(one, str | bytes) or not hasattr(one, "__len__"):
-            raise TypeError(f"block ids are a list for each group; at {group} there is {one!r}")
-        # By length: an array has no truth value.
-        found.append(np.asarray(one, np.uint32) if len(one) else np.zeros(0, np.uint32))
-    return tuple(found)
 
 
 def descriptors(refs: Sequence[Sequence[Ref]], blocks: Sequence[int]) -> int:

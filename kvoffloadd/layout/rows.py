@@ -17,14 +17,12 @@ from kvoffloadd.layout.spec import (
     check_blocks,
     check_groups,
     item_bytes,
-    nth_layers,
 )
 
 
 def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> bool:
-    """Whether the layers of every group are attention of one kind and block size, and pages are of several sizes.
-
-    Groups may differ from one another in all of that.
+    """Whether the layers of every group are attention of one kind and block size, and pages are of several sizes: then
+    engines that pack rows do so by default. Groups may differ from one another in all of that.
     """
     for group in groups:
         layers = [specs[layer] for layer in group.layers]
@@ -35,17 +33,10 @@ def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -
     return len({spec.page_bytes for spec in specs.values()}) > 1
 
 
-def packs_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], enabled: object = None) -> bool:
-    """Whether an engine's layers share rows: its option says so ("true" in any case), or every group is of uniform
-    type.
-    """
-    return str(enabled).lower() == "true" or uniform_type(specs, groups)
-
-
 def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
     """One tensor (num_blocks, row_bytes). Pages of a group lie one behind the other from the row's first byte on,
     in the order of its layers; the row is as long as the longest group, rounded up to what its dtypes and kernel
-    blocks divide. The plan's slots list the n-th layers of all groups, whose pages overlap in part only.
+    blocks divide.
 
     Raises UsageError for layers that need tensors of their own, and for kernel blocks that differ in a group.
     """
@@ -62,9 +53,7 @@ def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], nu
         for layer in group.layers:
             views[layer] = shared_views(layer, specs[layer], num_blocks, Place(0, row_bytes, base=base))
             base += specs[layer].page_bytes
-    return Plan(
-        num_blocks, (TensorPlan((num_blocks, row_bytes), nth_layers(groups)),), views, dict(specs), tuple(groups)
-    )
+    return Plan(num_blocks, (TensorPlan((num_blocks, row_bytes)),), views, dict(specs), tuple(groups))
 
 
 def _divisor(spec: LayerSpec) -> int:

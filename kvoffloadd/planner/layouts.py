@@ -170,5 +170,5 @@ def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_
                 if isinstance(spec, Attention) and spec.page_bytes == page
                 else shared_views(layer, spec, num_blocks, Place(at, page))
             )
-        tensors.append(TensorPlan((num_blocks, page), (slot,)))
+        tensors.append(TensorPlan((num_blocks, page)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), tuple(groups))

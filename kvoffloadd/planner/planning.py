@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvoffloadd.config import Config, suitable_slab_bytes
 from kvoffloadd.errors import ConfigError, UsageError
-from kvoffloadd.layout import LayerKind
+from kvoffloadd.layout import LayerKind, uniform_type
 from kvoffloadd.planner.advice import recommend, warnings
 from kvoffloadd.planner.capacity import INDEX_BYTES_PER_KEY, DiskSpace, MemorySpace, demand_of
 from kvoffloadd.planner.layouts import Layout, can_pack, possible_layouts
@@ -78,6 +78,7 @@ class CapacityPlan:
     """`layout`: what groups and capacities are those of; as today's engines have it, or in packs as `pack_size` says.
 
     `parts`: of a key of each group. `refused`: names of layouts, and why they are impossible.
+    `rows_by_default`: engines that pack rows do so unless they are told otherwise.
     """
 
     rank: Rank
@@ -87,6 +88,7 @@ class CapacityPlan:
     parts: tuple[int, ...]
     layouts: tuple[Layout, ...]
     refused: dict[str, str]
+    rows_by_default: bool
     recommended: Layout
     why: str
     prompts: tuple[Prompt, ...]
@@ -120,7 +122,8 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
     typical = next(iter(lengths.values()))
     recommended, why = recommend(layouts, layout, typical, terms.share_tp)
     return CapacityPlan(
-        rank, terms, trace, layout, parts, tuple(layouts), refused, recommended, why,
+        rank, terms, trace, layout, parts, tuple(layouts), refused,
+        uniform_type(layout.plan.specs, layout.plan.groups), recommended, why,
         prompts=tuple(_prompt(name, tokens, layout, parts) for name, tokens in lengths.items()),
         held=held,
         warnings=(*_unshared(rank, terms), *warnings(layout, rank, memory, typical, held[0].prompts[0] or 0)),
@@ -169,21 +172,15 @@ def _held(
 def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None) -> list[str]:
     """What the figures rest on."""
     model = rank.model
-    said = [*model.assumed]
-    if terms.tp > 1:
-        said.append(
-            f"all {terms.tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks"
-        )
-    for count in dict.fromkeys(model.heads(kind).count for kind in model.attention_kinds):
-        if count < terms.tp and not model.is_mla:
-            of = "" if model.full_heads is None else f" where layers have {count}"
-            said.append(f"{terms.tp // count} ranks have the same KV head{of}: one of them stores it")
-    if model.is_mla and terms.tp > 1:
-        said.append("all ranks have the same latents: one of them stores them")
+    said = [*model.assumed, *_of_ranks(model, terms.tp)]
     if rank.dtype == "float32":
         said.append("float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16")
     if model.ratios and rank.is_packed and terms.kv_dtype == "auto":
         said.append("the cache is in fp8 with its scales, as engines keep this model's: --kv-dtype bfloat16 for others")
+    if model.full_heads is not None:
+        said.append(
+            "layers come before blocks in memory, as with vLLM's connectors: it forms other groups if they do not"
+        )
     if not terms.hybrid:
         said.append("windows and chunks count as full attention, since the hybrid cache manager is off")
     said.append("a key is one block of one group; what is stored is stored for all groups and every full block")
@@ -193,4 +190,18 @@ def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None)
         said.append(
             f"the trace's prompts are blocks of {trace.block_tokens} tokens; the last of each is counted as full"
         )
+    return said
+
+
+def _of_ranks(model: ModelConfig, tp: int) -> list[str]:
+    """The same, of tensor-parallel ranks."""
+    said = []
+    if tp > 1:
+        said.append(f"all {tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks")
+    if model.is_mla:
+        return [*said, "all ranks have the same latents: one of them stores them"] if tp > 1 else said
+    for count in dict.fromkeys(model.heads(kind).count for kind in model.attention_kinds):
+        if count < tp:
+            of = "" if model.full_heads is None else f" where layers have {count}"
+            said.append(f"{tp // count} ranks have the same KV head{of}: one of them stores it")
     return said

@@ -14,6 +14,7 @@ from kvoffloadd.layout import (
     LayerSpec,
     Mamba,
     State,
+    packed_block_size,
     share_of,
 )
 from kvoffloadd.layout.packing import KERNEL_TOKENS
@@ -150,8 +151,7 @@ class Rank:
         if self.block_size * self.token_bytes * pack_size >= self.state_bytes:
             return self.block_size
         step = max(LATENT_TOKENS if self.model.is_mla else KERNEL_TOKENS, self.block_size)
-        blocks = -(-self.state_bytes // (step * self.token_bytes * pack_size))
-        return -(-blocks * step // KERNEL_TOKENS) * KERNEL_TOKENS
+        return packed_block_size(self.state_bytes, self.token_bytes, pack_size, step)
 
     def specs(self, backend: Backend, pack_size: int = 1) -> dict[str, LayerSpec]:
         """All layers by name, in order. MLA has a backend of its own. Alone on a page, states are padded to it.

@@ -24,7 +24,6 @@ from kvoffloadd.layout import (
     State,
     canonicalise,
     cross_layers,
-    kernel_ids,
 )
 from tests.layout.models import layer, mamba, named, one_group
 from tests.layout.oracle import check_moves
@@ -265,14 +264,6 @@ def test_different_kernel_blocks_on_a_slot_of_their_own() -> None:
     cache = canonicalise(layers, specs, groups)
     assert described(cache) == [((6, 128), (128, 1), 0)]
     check_moves([memory], layers, specs, groups, cache, 6)
-
-
-@pytest.mark.parametrize(
-    ("ids", "ratio", "expected"),
-    [([3, 7], 4, [12, 13, 14, 15, 28, 29, 30, 31]), ([], 4, []), ([3, 7], 1, [3, 7])],
-)
-def test_ids_of_kernel_blocks(ids: list[int], ratio: int, expected: list[int]) -> None:
-    assert kernel_ids(ids, ratio) == expected
 
 
 def test_kernel_blocks_that_make_no_blocks() -> None:

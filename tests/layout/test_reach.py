@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvoffloadd.client import GroupKind, Ref
 from kvoffloadd.errors import UsageError
-from kvoffloadd.layout import Loaded, Reach, clip, descriptors, group_ids, valid_prefix
+from kvoffloadd.layout import Loaded, Reach, clip, descriptors, valid_prefix
 
 FULL = Reach(GroupKind.FULL, 64)
 SLIDING = Reach(GroupKind.SLIDING, 64, 1024)
@@ -80,21 +78,6 @@ def test_what_is_no_reach() -> None:
     for wrong in ((GroupKind.FULL, 64, 5), (GroupKind.SLIDING, 64, 0), (GroupKind.MAMBA, 0, 0)):
         with pytest.raises(UsageError, match="a group of kind"):
             Reach(*wrong)
-
-
-def test_ids_are_per_group() -> None:
-    """The full-attention group need not be the first; empty ones are told by length."""
-    ids = group_ids([np.array([0, 1], np.uint32), [], np.zeros(0, np.int64), range(379, 442)])
-    assert [len(one) for one in ids] == [2, 0, 0, 63]
-    assert all(one.dtype == np.uint32 for one in ids)
-    assert (int(ids[3][0]), int(ids[3][-1])) == (379, 441)
-    assert group_ids([]) == ()
-
-
-@pytest.mark.parametrize("wrong", [[1, 2, 3], [[1], 2], ["12"], np.arange(3)])
-def test_a_flat_list_of_ids(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="block ids are a list for each group"):
-        group_ids(wrong)
 
 
 # --- failures ---

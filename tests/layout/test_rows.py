@@ -21,7 +21,6 @@ from kvoffloadd.layout import (
     Opaque,
     cross_layers,
     packed_rows,
-    packs_rows,
     uniform_type,
 )
 from tests.layout.models import gpt_oss, layer, mamba, named, one_group
@@ -129,23 +128,16 @@ def test_rows_of_kernel_blocks(backend: Backend) -> None:
     assert made.cache.groups[0].refs == (Ref(0, 0, 1536),)
 
 
-def test_when_layers_share_rows() -> None:
+def test_when_layers_share_rows_by_default() -> None:
     plain = named("l", 3, layer())
-    one, two = [LayerGroup(0, ("l0", "l1", "l2"))], [LayerGroup(0, ("l0", "l1")), LayerGroup(1, ("l2",))]
-    for enabled in ("true", "True", "TRUE", True):
-        assert packs_rows(plain, two, enabled)
-        assert packs_rows(plain, one, enabled)
-    for disabled in ("false", "yes", "1", "", None, False):
-        assert not packs_rows(plain, two, disabled)
     latents: dict[str, LayerSpec] = {"a": latent(64), "b": latent(16)}
     assert uniform_type(latents, one_group(latents))
-    assert packs_rows(latents, one_group(latents))
     unlike: dict[str, LayerSpec] = {"a": latent(64), "b": layer(4)}
     assert not uniform_type(unlike, one_group(unlike))
     states: dict[str, LayerSpec] = {"a": mamba(), "b": mamba((1, 2))}
     assert not uniform_type(states, one_group(states))
-    assert not uniform_type(plain, one)
-    assert not uniform_type(plain, two)
+    assert not uniform_type(plain, one_group(plain))
+    assert not uniform_type(plain, [LayerGroup(0, ("l0", "l1")), LayerGroup(1, ("l2",))])
 
 
 def test_groups_of_uniform_type_share_rows_whatever_their_block_sizes() -> None:
@@ -158,20 +150,19 @@ def test_groups_of_uniform_type_share_rows_whatever_their_block_sizes() -> None:
         "c": layer(kind=LayerKind.SLIDING, window=5, block=8),
     }
     groups = [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("b0", "b1")), LayerGroup(2, ("c",))]
-    assert packs_rows(specs, groups)
+    assert uniform_type(specs, groups)
     check_plan(packed_rows(specs, groups, 4))
     specs["m"] = mamba(block=4)
-    assert not packs_rows(specs, [*groups, LayerGroup(3, ("m",))])
+    assert not uniform_type(specs, [*groups, LayerGroup(3, ("m",))])
     # A group of two pages, each of a group of its own.
     apart = {name: specs[name] for name in ("a0", "b0")}
-    assert packs_rows(apart, [LayerGroup(0, ("a0",)), LayerGroup(1, ("b0",))])
+    assert uniform_type(apart, [LayerGroup(0, ("a0",)), LayerGroup(1, ("b0",))])
 
 
 def test_a_dense_model_shares_rows_on_request() -> None:
     """One group of 3 layers of 256 bytes: a row of 768."""
     specs = named("l", 3, layer())
-    assert not packs_rows(specs, one_group(specs))
-    assert packs_rows(specs, one_group(specs), "true")
+    assert not uniform_type(specs, one_group(specs))
     made = check_plan(packed_rows(specs, one_group(specs), 6))
     assert made.cache.groups[0].refs == (Ref(0, 0, 768),)
 

@@ -192,6 +192,21 @@ def test_an_index_is_in_the_same_descriptor_where_rows_are_packed(tmp_path: Path
     assert found.parts == (1,)
 
 
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("deepseek-v3.2", True), ("deepseek-v4-flash", True), ("glm-5", True), ("kimi-k2", False), ("gemma-4-31b", False)],
+)
+def test_when_rows_are_packed_by_default(
+    tmp_path: Path, name: str, default: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where each group's layers are of one kind, and pages of several sizes."""
+    found = plan(tmp_path, name)
+    print_plan(found)
+    said = f'"packed rows": engines that have it use it {"by default" if default else "on request"}'
+    assert said in capsys.readouterr().out
+    assert plan_json(found)["rows_by_default"] is default
+
+
 def test_blocks_of_several_lengths(tmp_path: Path) -> None:
     """Of 600 tokens: whole blocks of 64, 64, 256, 4 and 8; a restore ends after 512 of them.
 
