@@ -43,6 +43,7 @@ HOST_ONLY = {
     "test_disk_pins": _DISK,
     "test_kill": _MEMFDS,
     "test_registrations": _MEMFDS,
+    "test_slot_sizes": "slabs are the arena's, whatever device copies to and from them",
     "test_verification": "what is verified is the arena; its planted faults are the host device's",
 }
 """Modules of end-to-end tests whose ranks lie in shared memory alone. The others with ranks run on both devices."""

@@ -336,7 +336,7 @@ class Tier:
         """As the memory tier does it."""
         rows = self.cache.find(keyspace, keys_of(*numbers)).hit_rows
         assert self.cache.entries.evictable(rows).all()
-        self.cache.entries.retire(rows)
+        self.cache.eviction.drop(rows)
 
     def states(self, keyspace: Keyspace, *numbers: int) -> list[int]:
         """As `lookup` answers."""

@@ -252,6 +252,42 @@ async def test_what_is_evicted_before_its_turn_is_counted(open_tier: Open) -> No
     assert tier.not_demoted == {"evicted": 1}
 
 
+@pytest.mark.parametrize("on_evict", [False, True])
+async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Open, on_evict: bool) -> None:
+    """Keys that are not complete, that are on disk, or that nobody has asked for twice were not to be written."""
+    tier = await open_tier(on_evict=on_evict)
+    keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
+    tier.write(keyspace, [1, 2])
+    tier.write(keyspace, [3], parts=[0])
+    tier.evict(keyspace, 1, 2)
+    assert tier.not_demoted == {"evicted": 2}
+    tier.cache.eviction.drop(tier.cache.find(keyspace, keys_of(3)).rows.astype(np.uint32))
+    assert tier.not_demoted == {"evicted": 2}
+
+
+async def test_what_is_evicted_before_the_look_ahead_comes_to_it_is_counted(open_tier: Open) -> None:
+    """Where eviction decides what is written: nobody offered it. What is on disk already is not lost."""
+    tier = await open_tier(on_evict=True)
+    keyspace = tier.keyspace()
+    tier.store(keyspace, 1)
+    tier.evict(keyspace, 1)
+    assert tier.not_demoted == {"evicted": 1}
+    tier.store(keyspace, 2)
+    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(2)).hit_rows)
+    await tier.quiet()
+    tier.evict(keyspace, 2)
+    assert tier.on_disk(keyspace, 1, 2) == [2]
+    assert tier.not_demoted == {"evicted": 1}
+
+
+async def test_what_was_used_once_was_not_to_be_written(open_tier: Open) -> None:
+    tier = await open_tier(second_use=True)
+    keyspace = tier.keyspace()
+    tier.write(keyspace, [1])
+    tier.evict(keyspace, 1)
+    assert tier.not_demoted == {}
+
+
 async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old_key(open_tier: Open) -> None:
     tier = await open_tier()
     keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)

@@ -112,6 +112,15 @@ class DemotionCounters:
     not_demoted: Counter[str] = field(default_factory=Counter)  # keys that were to be written and were not, by reason
 
 
+def only_in_memory(disk: DiskContents, keyspace: Keyspace, rows: U32Array) -> BoolArray:
+    """Which of these keys could be on disk, and are not."""
+    disk_keyspace = disk.of(keyspace)
+    if disk_keyspace is None or not disk_keyspace.open or not len(rows):
+        return np.zeros(len(rows), bool)
+    found: BoolArray = disk.catalog.find(disk_keyspace, disk.cache.entries.index.keys[rows]) < 0
+    return found
+
+
 class Demotion:
     """The backlog of keys that wait to be written, and the writes under way."""
 
@@ -169,6 +178,20 @@ class Demotion:
             rows = self._admitted(rows)
             if not self._settings.on_evict:
                 self.offer(rows)
+
+    def evicted(self, rows: U32Array) -> None:
+        """These keys are about to leave memory. Count those that were to be written, and never were offered: they had
+        no checksum yet; or, where eviction decides, memory needed their room before it was looked ahead to them.
+        """
+        rows = self._known(rows)
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            gone = rows[indices]
+            offered = self._sealed(keyspace, gone)
+            if self._settings.on_evict:
+                offered &= self._demoting[gone] > 0
+            lost = only_in_memory(self._disk, keyspace, gone[~offered])
+            if lost.any():
+                self.counters.not_demoted["evicted"] += int(np.count_nonzero(lost))
 
     def offer(self, rows: U32Array) -> None:
         """Write these keys, if they are complete, sealed and not on disk."""
@@ -237,12 +260,8 @@ class Demotion:
 
     def _writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
         """Which keys are complete, sealed and not on disk."""
-        disk_keyspace = self._disk.of(keyspace)
-        if disk_keyspace is None or not disk_keyspace.open:
-            return np.zeros(len(rows), bool)
         flags = self._sealed(keyspace, rows)
-        sealed = np.flatnonzero(flags)
-        flags[sealed] = self._disk.catalog.find(disk_keyspace, self._cache.entries.index.keys[rows[sealed]]) < 0
+        flags[flags] = only_in_memory(self._disk, keyspace, rows[flags])
         return flags
 
     # --- writing ---

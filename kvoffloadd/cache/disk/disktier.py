@@ -88,6 +88,9 @@ class DiskTier(DiskContents):
     def used(self, rows: U32Array) -> None:
         self.demotion.used(rows)
 
+    def evicted(self, rows: U32Array) -> None:
+        self.demotion.evicted(rows)
+
     # --- lookups ---
 
     def on_disk(self, keyspace: Keyspace, keys: U64Array, lookup: LookupResult) -> BoolArray:

@@ -26,6 +26,9 @@ class LowerTier(Protocol):
     def used(self, rows: U32Array) -> None:
         """A request uses these keys."""
 
+    def evicted(self, rows: U32Array) -> None:
+        """These complete keys are about to leave memory, for want of room."""
+
     def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
         """Which of the keys the tier can serve."""
 

@@ -6,13 +6,17 @@ A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffloadd.model import NO_BLOCK, U32Array
+
+logger = logging.getLogger("vllm.kvoffloadd")
 
 NULL_BLOCK = 0
 """vLLM's block that stands for no block: never stored, never loaded into."""
@@ -75,11 +79,25 @@ def store_chunks(
             chunks[group] = (b"".join(keys[-len(ends) :]), ends.astype(np.uint32).reshape(len(ends), 1))
             continue
         if skip + ids.size != len(keys) * blocks_per_key:
+            _warn_of_parts(group, blocks_per_key)
             continue
         whole, kept = (keys[1:], ids[blocks_per_key - skip :]) if skip else (keys, ids)
         if whole:
             chunks[group] = (b"".join(whole), kept.astype(np.uint32).reshape(len(whole), blocks_per_key))
+        elif keys:
+            _warn_of_parts(group, blocks_per_key)
     return chunks
+
+
+@lru_cache(maxsize=64)
+def _warn_of_parts(group: int, blocks_per_key: int) -> None:
+    """Once for each group: of models that keep states, vLLM's own connector has such stores alone."""
+    logger.warning(
+        "kvoffloadd: group %d: vLLM has stored parts of a chunk alone, which can't be found again. Where that is the "
+        "rule, prompts never hit: leave blocks_per_chunk at 1 (it is %d), or block_size at one block; models that keep "
+        "states need KVOffloaddConnector for longer chunks",
+        group, blocks_per_key,
+    )  # fmt: skip
 
 
 def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) -> npt.NDArray[Any]:

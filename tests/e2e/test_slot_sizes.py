@@ -1,0 +1,77 @@
+"""Groups whose payloads differ share a memory tier of few slabs: a slab has slots of one size at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
+from tests.e2e.disk import MIB, disk, disk_settings
+from tests.e2e.rank import Rank, new_keys
+
+StartDaemon = Callable[..., Daemon]
+
+PAYLOADS = (49_152, 196_608, 4096, 131_072)
+"""Bytes, each of a slot size of its own."""
+
+PROMPTS, KEYS = 12, 6
+
+
+def groups_of(count: int) -> tuple[Group, ...]:
+    """Groups with payloads of so many sizes, each in a tensor of its own."""
+    return tuple(Group(at, GroupKind.FULL, 16, refs=(Ref(at, 0, size),)) for at, size in enumerate(PAYLOADS[:count]))
+
+
+@pytest.mark.parametrize("sizes", [2, 3, 4])
+def test_a_small_memory_holds_what_fits_whatever_the_sizes(start_daemon: StartDaemon, seed: int, sizes: int) -> None:
+    """64 MiB with slabs of the size that suits it: 12 prompts of at most 2.2 MiB each are there in every round."""
+    daemon = start_daemon("memory.slab_bytes=0", memory="64MiB")
+    rank = daemon.welcome(Rank(daemon.socket, groups_of(sizes)))
+    rng = np.random.default_rng(seed)
+    prompts = [[new_keys(rng, KEYS) for _ in range(sizes)] for _ in range(PROMPTS)]
+    for _ in range(3):
+        for prompt in prompts:
+            wanted = {group: (keys, rank.blocks_of(group, 0, KEYS)) for group, keys in enumerate(prompt)}
+            assert rank.store(wanted).outcome is Outcome.DONE
+        for prompt in prompts:
+            for group, keys in enumerate(prompt):
+                assert rank.states(keys, group) == [KeyState.HIT] * KEYS
+                assert rank.loads_right(keys, group)
+    assert daemon.status()["cache"]["keys_evicted"] == 0
+    assert "slots of" not in daemon.log()
+
+
+def test_more_sizes_than_slabs_are_told_when_they_are_registered(start_daemon: StartDaemon) -> None:
+    """Nothing is stored yet. The line names both settings that would mend it."""
+    daemon = start_daemon("memory.slab_bytes=1MiB", memory="2MiB")
+    daemon.welcome(Rank(daemon.socket, groups_of(2)))
+    assert "slots of" not in daemon.log()
+    daemon.welcome(Rank(daemon.socket, groups_of(3)))
+    until(lambda: "slots of 3 sizes share 2 slabs" in daemon.log(), "the daemon has said so")
+    said = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
+    assert "lower memory.slab_bytes (it is 1048576), or raise memory.capacity_bytes" in said
+
+
+def test_what_is_displaced_is_on_disk_or_counted(start_daemon: StartDaemon, tmp_path: Path, seed: int) -> None:
+    """One slab, two sizes: each store takes it over, often before there are checksums of what it displaces."""
+    settings = disk_settings((tmp_path / "disk", 256 * MIB))
+    daemon = start_daemon("memory.slab_bytes=1MiB", *settings, memory="1MiB")
+    rank = daemon.welcome(Rank(daemon.socket, groups_of(2)))
+    rng = np.random.default_rng(seed)
+    stored = 0
+    for at in range(40):
+        result = rank.store_keys(new_keys(rng, 4), at % 2)
+        stored += result.states[0].tolist().count(KeyState.RESERVED)
+    assert stored > 40
+
+    def told() -> int:
+        now = disk(daemon)
+        return int(now["keys"]) + sum(map(int, now["not_demoted"].values()))
+
+    until(lambda: told() >= stored, "each key that was stored is on disk, or counted as not written")
+    assert told() == stored
