@@ -95,6 +95,21 @@ def test_a_state_that_is_no_chunk_s_end_is_a_miss(
         assert tokens(answer) == reference("conv", asked)
 
 
+def test_long_chunks_of_states_by_vllms_own_connector_are_warned_of(
+    start_daemon: StartDaemon, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """Prompts whose last full block ends a chunk: nothing hits all the same, which the log says at the start."""
+    daemon = start_daemon(memory=MEMORY)
+    config = by_spec(daemon.socket, blocks_per_chunk=2)
+    del config["kv_connector_extra_config"]["block_size"]
+    engine = start_engine("conv", connector=config)
+    asked = prompts(2, COUNT, 576 + 4)
+    for _ in range(2):
+        assert cached(engine.generate_anew(asked)) == [0] * COUNT
+    log = (tmp_path / "engine-0.log").read_text(encoding="utf-8", errors="replace")
+    assert log.count("Leave blocks_per_chunk at 1 (it is 2), or block_size at one block") == 1
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +25,17 @@ Chunks = dict[int, tuple[bytes, U32Array]]
 
 KeysOfGroup = tuple[int, list[bytes]]
 """A group and its keys."""
+
+
+def warn_of_states(mamba_cache_mode: str, blocks_per_chunk: int) -> None:
+    """Where vLLM's own connector hands over states: nobody tells which groups have them. `mamba_cache_mode`: vLLM's."""
+    if mamba_cache_mode == "align" and blocks_per_chunk > 1:
+        logger.warning(
+            "kvoffloadd: this model keeps states, which OffloadingConnector can't store in chunks of several blocks: "
+            "nothing will hit. Leave blocks_per_chunk at 1 (it is %d), or block_size at one block, or take "
+            "KVOffloaddConnector",
+            blocks_per_chunk,
+        )
 
 
 class TransferBlocks(Protocol):
@@ -79,25 +89,11 @@ def store_chunks(
             chunks[group] = (b"".join(keys[-len(ends) :]), ends.astype(np.uint32).reshape(len(ends), 1))
             continue
         if skip + ids.size != len(keys) * blocks_per_key:
-            _warn_of_parts(group, blocks_per_key)
             continue
         whole, kept = (keys[1:], ids[blocks_per_key - skip :]) if skip else (keys, ids)
         if whole:
             chunks[group] = (b"".join(whole), kept.astype(np.uint32).reshape(len(whole), blocks_per_key))
-        elif keys:
-            _warn_of_parts(group, blocks_per_key)
     return chunks
-
-
-@lru_cache(maxsize=64)
-def _warn_of_parts(group: int, blocks_per_key: int) -> None:
-    """Once for each group: of models that keep states, vLLM's own connector has such stores alone."""
-    logger.warning(
-        "kvoffloadd: group %d: vLLM has stored parts of a chunk alone, which can't be found again. Where that is the "
-        "rule, prompts never hit: leave blocks_per_chunk at 1 (it is %d), or block_size at one block; models that keep "
-        "states need KVOffloaddConnector for longer chunks",
-        group, blocks_per_key,
-    )  # fmt: skip
 
 
 def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) -> npt.NDArray[Any]:

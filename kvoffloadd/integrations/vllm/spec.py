@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import versions
+from kvoffloadd.integrations.vllm.blocks import warn_of_states
 from kvoffloadd.integrations.vllm.config import IDENTITY, Options, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
@@ -65,6 +66,7 @@ class KVOffloaddSpec(OffloadingSpec):
         """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back."""
         engine = get_current_vllm_config_or_none()
         if engine is not None and IDENTITY not in self.config.extra_config:
+            warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self.replicated_layout, self._options)
 

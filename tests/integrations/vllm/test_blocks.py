@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvoffloadd.integrations.vllm.blocks import Chunks, load_chunks, store_chunks
+from kvoffloadd.integrations.vllm.blocks import Chunks, load_chunks, store_chunks, warn_of_states
 from kvoffloadd.model import NO_BLOCK
 
 A, B, C = (name.encode() * 32 for name in "abc")
@@ -63,16 +63,13 @@ def test_a_store_drops_an_incomplete_first_chunk() -> None:
     assert store_chunks([(0, [A])], blocks([1], [3], 6), 2) == {}
 
 
-def test_stores_of_parts_of_chunks_are_warned_of_once_for_each_group(caplog: pytest.LogCaptureFixture) -> None:
-    """As vLLM's own connector has it of a state: the last full block alone, be it a chunk's end or not."""
-    for _ in range(2):
-        assert store_chunks([(70, [A])], blocks([1], [5], 6), 2) == {}
-        assert store_chunks([(71, [A])], blocks([1], [4], 6), 2) == {}
-    assert len(caplog.messages) == 2
-    assert "group 70: vLLM has stored parts of a chunk alone" in caplog.messages[0]
-    assert "leave blocks_per_chunk at 1 (it is 2)" in caplog.messages[1]
-    assert store_chunks([(72, [A, B]), (73, [])], blocks([3, 0], [1, 0], 6, 7, 8), 2)[72][0] == B
-    assert len(caplog.messages) == 2
+@pytest.mark.parametrize(("mode", "blocks", "warned"), [("align", 2, 1), ("align", 1, 0), ("none", 2, 0)])
+def test_long_chunks_of_states_by_vllms_own_connector(
+    mode: str, blocks: int, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_states(mode, blocks)
+    assert len(caplog.messages) == warned
+    assert all("Leave blocks_per_chunk at 1 (it is 2)" in message for message in caplog.messages)
 
 
 STATE = {0}
