@@ -6,9 +6,9 @@ through the layers' own views, or of random refs (several groups, parts, tensors
 reserves, cancels and reconnects at random. Contents are a function of the key, so that what one worker stored another
 can check. With --kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after
 each start it must find again what was there, and everything is audited; with --warm what memory held as well. With
---device cuda KV caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no byte was wrong, no
-promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found
-nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
+--device cuda KV caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no
+byte was wrong, no promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's
+self-audit found nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _arguments() -> tuple[Options, bool]:
     add("--layout", choices=CHOICES, default=MIXED,
         help="of the workers' KV caches; mixed: all of them, and refs at random (default: %(default)s)")  # fmt: skip
     add("--model", choices=NAMES, default="", metavar="NAME",
-        help=f"whose KV caches they are, scaled down: {', '.join(NAMES)} (default: {' and '.join(MODELS)})")  # fmt: skip
+        help=f"whose KV caches they are, scaled down: {', '.join(NAMES)} (default: {', '.join(MODELS)})")  # fmt: skip
     add(
         "--plant-corruption", nargs="?", default="", const="loads", choices=("loads", "disk", "refs", "slots"),
         metavar="WHERE",

@@ -255,11 +255,11 @@ class Run:
                 time.sleep(TICK_S)
 
     def _has_shown_nothing(self, now: float) -> bool:
-        """A slow machine gets more time, until at least one load was verified, and one worker killed."""
+        """A slow machine gets more time, until at least one load was verified, or found wrong, and one worker killed."""
         if now > self._options.seconds + STILL_S:
             return False
         wants_kill = self._options.kill_workers and not self._report.kills
-        return wants_kill or self._counters.total("verified_loads") == 0
+        return wants_kill or not (self._counters.total("verified_loads") or self._counters.total("wrong_bytes"))
 
     def _instants(self, mean_s: float) -> list[float]:
         """Random instants of the run, about `mean_s` apart."""
