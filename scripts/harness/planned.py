@@ -69,12 +69,16 @@ class PlannedGeometry(Geometry):
     layouts: tuple[str, ...] = field(kw_only=True)
     plant: str = field(kw_only=True, default="")
 
+    def row_bytes(self, layout: str) -> int:
+        """What a block takes of a rank's memory, in all tensors."""
+        return possible(self.of)[0][layout].plan.block_bytes
+
     def arrange(
         self, rank: int, memory_bytes: int, rng: np.random.Generator, *, padded: bool = True, layout: str = ""
     ) -> Arrangement:
         """In `layout`, or in the first there is. Nothing is padded but what the layout pads."""
         name = layout or self.layouts[0]
-        num_blocks = blocks_in(memory_bytes, possible(self.of)[0][name].plan.block_bytes)
+        num_blocks = blocks_in(memory_bytes, self.row_bytes(name))
         return _arranged(self, rank, name, possible(self.of, num_blocks)[0][name])
 
 

@@ -255,7 +255,7 @@ class Run:
                 time.sleep(TICK_S)
 
     def _has_shown_nothing(self, now: float) -> bool:
-        """A slow machine gets more time, until at least one load was verified, or found wrong, and one worker killed."""
+        """A slow machine gets more time, until at least one load was compared, and one worker killed."""
         if now > self._options.seconds + STILL_S:
             return False
         wants_kill = self._options.kill_workers and not self._report.kills

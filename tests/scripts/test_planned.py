@@ -60,7 +60,7 @@ def payload(arrangement: Arrangement, number: int, rows: list[U8Array], block: i
 def test_refs_move_all_bytes_of_the_layers_and_no_others(name: str, seed: int) -> None:
     """And layouts of one namespace have the same payloads."""
     rng = np.random.default_rng(seed)
-    ran = []
+    ran: list[str] = []
     for geometry in made(name):
         for shape in geometry.groups:
             # No zero, which is what untouched bytes are.
