@@ -78,8 +78,11 @@ class PlannedGeometry(Geometry):
     ) -> Arrangement:
         """In `layout`, or in the first there is. Nothing is padded but what the layout pads."""
         name = layout or self.layouts[0]
-        num_blocks = blocks_in(memory_bytes, self.row_bytes(name))
-        return _arranged(self, rank, name, possible(self.of, num_blocks)[0][name])
+        return self.arrange_blocks(rank, blocks_in(memory_bytes, self.row_bytes(name)), name)
+
+    def arrange_blocks(self, rank: int, num_blocks: int, layout: str) -> Arrangement:
+        """So many blocks of a rank in `layout`."""
+        return _arranged(self, rank, layout, possible(self.of, num_blocks)[0][layout])
 
 
 def model_named(name: str, kv_heads: int = 0) -> ModelConfig:
