@@ -17,12 +17,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.units import format_bytes
+from scripts.bench import layouts
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import (
     KEY_BYTES,
@@ -34,7 +35,10 @@ from scripts.harness.figures import (
     print_bounds,
     print_grid,
 )
+from scripts.harness.models import NAMES, named
 from scripts.harness.output import Live
+from scripts.harness.places import HostPlace
+from scripts.harness.planned import LAYOUTS, NoSuchLayoutError, planned_geometries
 from scripts.harness.process import private_folder
 from scripts.harness.program import benchmark_line, show_result, size
 from scripts.harness.worker import WorkerProcess
@@ -42,8 +46,10 @@ from scripts.harness.workload import WAIT_S, Workload
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from kvoffloadd.client import Group
+    from kvoffloadd.client.memory.tensor import CanonicalTensor
 
 GIB = 1 << 30
 LAYERS = 24
@@ -62,6 +68,7 @@ class Case:
     row_bytes: int
     tensors: int
     contiguous: bool
+    groups: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -71,6 +78,73 @@ class Case:
     def keys_in(self, job_bytes: int) -> int:
         """Keys of a job of about that many bytes."""
         return max(1, job_bytes // (self.row_bytes * self.tensors))
+
+    @property
+    def slab_bytes(self) -> int:
+        """As much as a job has: a slab takes whole slots, and nothing is left over."""
+        return sys.maxsize
+
+    def job_bytes(self, job_bytes: int) -> int:
+        """What such a job moves."""
+        return self.keys_in(job_bytes) * self.row_bytes * self.tensors
+
+    def memory(self, keys: int) -> tuple[list[CanonicalTensor], Sequence[Group]]:
+        """Tensors for so many keys, of one group."""
+        return [SharedTensor.allocate(keys, self.row_bytes) for _ in range(self.tensors)], ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCase:
+    """A model's KV cache in a layout, at its true sizes; block ids at random."""
+
+    planned: layouts.Case
+
+    @classmethod
+    def of(cls, model: str, layout: str) -> LayoutCase:
+        """Raises NoSuchLayoutError for one that the model can't have."""
+        planned_geometries(model, named(model), 0, layouts=(layout,))
+        return cls(layouts.Case(model, layout))
+
+    @property
+    def name(self) -> str:
+        return f"{self.planned.model}, {self.planned.layout}"
+
+    @property
+    def slab_bytes(self) -> int:
+        """Small ones: groups' payloads may be of several sizes, and each has slabs of its own."""
+        return layouts.SLAB_BYTES
+
+    @property
+    def groups(self) -> int:
+        return self.planned.planned.num_groups
+
+    @property
+    def tensors(self) -> int:
+        return len(self.planned.planned.plan.canonical.rows)
+
+    @property
+    def contiguous(self) -> bool:
+        return False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a descriptor, the mean."""
+        planned = self.planned.planned
+        return sum(planned.payloads) // sum(planned.descriptors)
+
+    def keys_in(self, job_bytes: int) -> int:
+        """Keys of each group in a job of about that many bytes."""
+        return self.planned.keys_in(job_bytes)
+
+    def job_bytes(self, job_bytes: int) -> int:
+        """What such a job moves."""
+        return self.keys_in(job_bytes) * sum(self.planned.planned.payloads)
+
+    def memory(self, keys: int) -> tuple[list[CanonicalTensor], Sequence[Group]]:
+        """For so many keys of each group."""
+        arrangement = self.planned.arrangement(keys)
+        place = HostPlace(arrangement.layouts, "kv_cache")
+        return layouts.in_order(place.tensors, arrangement), arrangement.groups
 
 
 CASES = (
@@ -84,13 +158,13 @@ CASES = (
 class Bench(Workload):
     """A worker with a KV cache of as many blocks as a job has keys, and memory for memcpy."""
 
-    def __init__(self, client: Client, case: Case, job_bytes: int) -> None:
+    def __init__(self, client: Client, case: Case | LayoutCase, job_bytes: int) -> None:
         keys = case.keys_in(job_bytes)
-        tensors = [SharedTensor.allocate(keys, case.row_bytes) for _ in range(case.tensors)]
-        super().__init__(client, tensors, keys, scattered=not case.contiguous)
+        tensors, groups = case.memory(keys)
+        super().__init__(client, tensors, keys, scattered=not case.contiguous, groups=groups)
         self._case = case
         self._source, self._target = (SharedTensor.allocate(1, self.bytes).array[0] for _ in range(2))
-        for array in (self._source, self._target, *(tensor.array for tensor in tensors)):
+        for array in (self._source, self._target):
             array[:] = 1  # the kernel provides the pages now
 
     def memcpy(self) -> float:
@@ -101,9 +175,10 @@ class Bench(Workload):
 
     def rowwise(self) -> float:
         """Seconds of one thread, row by row in random order."""
-        rows = self._source.reshape(-1, self._case.row_bytes)
+        row_bytes = self._case.row_bytes
+        whole = self.bytes // row_bytes * row_bytes
+        rows, target = (array[:whole].reshape(-1, row_bytes) for array in (self._source, self._target))
         order = self._rng.permutation(len(rows))
-        target = self._target.reshape(-1, self._case.row_bytes)
         begun = time.perf_counter()
         np.take(rows, order, axis=0, out=target, mode="clip")
         return time.perf_counter() - begun
@@ -176,14 +251,13 @@ def measure_lag(bench: Bench, daemon: Daemon, log: Path, jobs: int) -> dict[str,
 # --- running, showing ----------------------------------------------------------------------------------
 
 
-def run_case(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_case(case: Case | LayoutCase, arguments: argparse.Namespace) -> dict[str, Any]:
     """One case with a daemon of its own."""
-    job_bytes = case.keys_in(arguments.bytes) * case.row_bytes * case.tensors
-    # A slab takes whole slots: one of a job's size leaves nothing over.
+    job_bytes = case.job_bytes(arguments.bytes)
     settings = {
-        "memory.slab_bytes": str(job_bytes),
+        "memory.slab_bytes": str(min(case.slab_bytes, job_bytes)),
         "copy.threads": str(arguments.threads),
-        "limits.keys_per_request": str(case.keys_in(arguments.bytes)),
+        "limits.keys_per_request": str(case.groups * case.keys_in(arguments.bytes)),
     }
     namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
     with (
@@ -251,6 +325,14 @@ def show(result: dict[str, Any]) -> None:
     print_bounds(result)
 
 
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """`--layout` and `--model`."""
+    add = parser.add_argument
+    add("--layout", choices=LAYOUTS, help="a model's KV cache in this layout, in place of rows")
+    add("--model", choices=NAMES, default=layouts.MODELS[0], metavar="NAME",
+        help="whose, at its true sizes (default: %(default)s)")  # fmt: skip
+
+
 def main() -> int:
     parser = benchmark_line(__doc__)
     parser.add_argument("--bytes", type=size, default="256MiB", help="of one job (default: %(default)s)")
@@ -258,8 +340,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
     parser.add_argument("--rows", type=size, nargs="*", help="rows of these bytes only")
+    add_layout(parser)
     arguments = parser.parse_args()
-    wanted = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
+    rows = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]
+    wanted: Sequence[Case | LayoutCase]
+    try:
+        wanted = [LayoutCase.of(arguments.model, arguments.layout)] if arguments.layout else rows
+    except NoSuchLayoutError as error:
+        parser.error(f"--layout: {error}")
     if not wanted:
         parser.error(f"--rows: there are cases for {', '.join(map(format_bytes, ROW_BYTES))}")
     if min(arguments.rounds, arguments.jobs, arguments.threads, arguments.bytes) < 1:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.units import format_bytes
-from scripts.demo.worker import KV_HEADS, WINDOW_TOKENS, Answer
+from scripts.demo.worker import WHOLE, Answer
+from scripts.harness.models import named
 from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Report:
 
     seed: int
     memory_bytes: int
+    model: str
+    layout: str
     kv_heads: int
     chat_bytes: int
     disk_bytes: int
@@ -50,6 +53,11 @@ class Report:
     leaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+
+    @property
+    def all_heads(self) -> int:
+        """Of the whole model."""
+        return named(self.model).kv_heads
 
     def count(self, turn: Turn, answer: Answer) -> None:
         """A turn was answered."""
@@ -88,6 +96,8 @@ class Report:
             "seed": self.seed,
             "seconds": round(self.seconds, 2),
             "memory_bytes": self.memory_bytes,
+            "model": self.model,
+            "layout": self.layout,
             "kv_heads": self.kv_heads,
             "chat_bytes": self.chat_bytes,
             "turns": self.turns,
@@ -146,6 +156,7 @@ class Report:
             ("self-audit", f"{len(self.findings)} findings", wrong),
             ("wrong bytes", f"{total('wrong_bytes'):,}", "the point of it all"),
         ]
-        title = f"kvoffloadd demo: gpt-oss-20b, {self.kv_heads} of {KV_HEADS} KV heads, sliding window {WINDOW_TOKENS}"
+        small = "" if self.model == WHOLE else ", scaled down"
+        title = f"kvoffloadd demo: {self.model}{small}, {self.layout}, {self.kv_heads} of {self.all_heads} KV heads"
         print_table(title, [chat, kills, verdict], good=self.is_good)
         print_wrong(self)

@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.demo.chat import Turn, chat
 from scripts.demo.report import Report
-from scripts.demo.worker import Answer, gpt_oss_20b
+from scripts.demo.worker import Answer, geometry_of
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import disk_settings, used_bytes
@@ -48,9 +48,12 @@ class Run:
         self._asked: dict[int, Turn] = {}
         self._turns = chat(given.seed, given.turns, WORKERS)
         longest = {turn.conversation: turn.total_tokens for turn in self._turns}
-        chat_bytes = sum(map(gpt_oss_20b(given.kv_heads).bytes_of, longest.values()))
+        geometry = geometry_of(given.model, given.layout, given.kv_heads)
+        chat_bytes = sum(map(geometry.bytes_of, longest.values()))
         disk_bytes = max(2 * chat_bytes, DISK_BYTES_MIN) // MIB * MIB
-        self._report = Report(given.seed, given.memory, given.kv_heads, chat_bytes, disk_bytes, self._counters)
+        self._report = Report(
+            given.seed, given.memory, given.model, given.layout, given.kv_heads, chat_bytes, disk_bytes, self._counters
+        )
         self._disk = disk_folder / "root"
         self._daemon = Daemon(folder, given.memory, {"log.level": "warning", **disk_settings(self._disk, disk_bytes)})
 
@@ -87,7 +90,7 @@ class Run:
             "rows": WORKERS,
             "row": row,
             "seed": self._given.seed,
-            "kv_heads": self._given.kv_heads,
+            "kv_cache": (self._given.model, self._given.layout, self._given.kv_heads),
             "memory_name": f"{self._memory_prefix}{row}-{generation}-",
         }
         self._workers[row] = WorkerProcess("scripts.demo.worker", options, self._log(row))

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import GroupKind, KeyState
+from kvoffloadd.client import KeyState
 from scripts.demo.chat import ROOT_TOKENS, ROOTS, Turn
 from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
-from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
+from scripts.harness.models import named, small
 from scripts.harness.oracle import Oracle
+from scripts.harness.planned import PlannedGeometry, planned_geometries
 from scripts.harness.promises import count
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Found
+    from kvoffloadd.model import U8Array
     from scripts.harness.jobs import OpenJob, Share
 
-SLOTS, KV_HEADS, HEAD_SIZE, WINDOW_TOKENS = 12, 8, 64, 128
-"""gpt-oss-20b: 12 layers with full and 12 with sliding attention, on 12 slots of one tensor."""
-CACHE_BLOCKS = 576
-"""Enough for the longest conversation in both groups."""
+WHOLE = "gpt-oss-20b"
+"""The model of which all layers are there: 12 with full and 12 with sliding attention. Others are scaled down."""
+CACHE_TOKENS = 4608
+"""Enough for the longest conversation, in all groups."""
 READY_S = 30.0
 
 
@@ -43,25 +45,26 @@ class Answer:
     from_disk: int
 
 
-def gpt_oss_20b(kv_heads: int) -> Geometry:
-    """Its KV cache in bf16, with fewer heads if the machine is small: one row holds a block's pages of all 12 slots."""
-    page_bytes = 2 * BLOCK_TOKENS * kv_heads * HEAD_SIZE * 2
-    refs = ((RefShape(0, SLOTS * page_bytes),),)
-    window_keys = -(-(WINDOW_TOKENS - 1) // BLOCK_TOKENS)
-    groups = (
-        GroupShape(0, GroupKind.FULL, BLOCK_TOKENS, 0, 1, refs, (0,)),
-        GroupShape(1, GroupKind.SLIDING, BLOCK_TOKENS, window_keys, 1, refs, (0,)),
-    )
-    return Geometry("gpt-oss-20b", kv_heads, 32, 1, 1, True, groups)
+def geometry_of(name: str, layout: str, kv_heads: int) -> PlannedGeometry:
+    """A model's KV cache with fewer heads, since the machine is small. Raises NoSuchLayoutError."""
+    model = replace(named(name), kv_heads=kv_heads) if name == WHOLE else small(named(name), kv_heads)
+    return planned_geometries(name, model, 0, layouts=(layout,))[0]
 
 
 class Worker:
     """Pins, loads, computes, stores; in this order for every turn."""
 
     def __init__(
-        self, socket: str, counters: str, rows: int, row: int, seed: int, kv_heads: int, memory_name: str
+        self,
+        socket: str,
+        counters: str,
+        rows: int,
+        row: int,
+        seed: int,
+        kv_cache: tuple[str, str, int],
+        memory_name: str,
     ) -> None:
-        geometry = gpt_oss_20b(kv_heads)
+        geometry = geometry_of(*kv_cache)
         self._oracle = Oracle(seed, 0, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
         self._engine = Engine(
             socket,
@@ -70,8 +73,7 @@ class Worker:
             Counters(Path(counters), rows, row),
             np.random.default_rng([seed, row]),
             memory_name,
-            CACHE_BLOCKS * geometry.groups[0].payload_bytes(0),
-            padded=False,
+            geometry.blocks_of(CACHE_TOKENS) * geometry.row_bytes(geometry.layouts[0]),
         )
         self._engine.disk = True
 
@@ -82,30 +84,39 @@ class Worker:
         """
         engine, rank = self._engine, self._engine.ranks[0]
         rank.client.ping()
-        keys = self._oracle.keys(turn.conversation, BLOCK_TOKENS, turn.total_tokens // BLOCK_TOKENS)
-        asked = keys[: turn.prompt_tokens // BLOCK_TOKENS]
-        pinned = rank.client.pin({group.number: asked for group in engine.geometry.groups})
+        keys = self._keys(turn.conversation, turn.total_tokens)
+        pinned = rank.client.pin(self._keys(turn.conversation, turn.prompt_tokens))
         found = rank.client.wait_ready(pinned, READY_S)
         # The last token is always computed: its logits are what the engine is after.
         restorable = found.boundaries[found.boundaries < turn.prompt_tokens]
         tokens = int(restorable[0]) if len(restorable) else 0
-        length = tokens // BLOCK_TOKENS
-        if length:
-            shares = [
-                engine.share(rank, group, 0, keys[group.first_needed(length) : length], group.first_needed(length))
-                for group in engine.geometry.groups
-            ]
+        if tokens:
+            shares = []
+            for group in engine.geometry.groups:
+                length = tokens // group.tokens_per_key
+                first = group.first_needed(length)
+                shares.append(engine.share(rank, group, 0, keys[group.number][first:length], first))
             engine.wait([engine.load(rank, shares, lease=found.lease, pending=_pending(pinned, shares))])
         rank.client.release(found.lease)
         if store:
-            engine.wait([self._store(keys, length)])
+            engine.wait([self._store(keys, tokens)])
         hits = count(found.states, KeyState.HIT)
         return Answer(tokens, hits, hits - count(pinned.states, KeyState.HIT) if pinned.promoting else 0)
 
-    def _store(self, keys: np.ndarray, first: int) -> OpenJob:
-        rank = self._engine.ranks[0]
-        shares = [self._engine.share(rank, group, 0, keys[first:], first) for group in self._engine.geometry.groups]
-        return self._engine.store(rank, shares)
+    def _keys(self, conversation: int, tokens: int) -> dict[int, U8Array]:
+        """Of the whole blocks of so many tokens, by group."""
+        return {
+            group.number: self._oracle.keys(conversation, group.tokens_per_key, tokens // group.tokens_per_key)
+            for group in self._engine.geometry.groups
+        }
+
+    def _store(self, keys: dict[int, U8Array], tokens: int) -> OpenJob:
+        """What is behind so many tokens."""
+        rank, shares = self._engine.ranks[0], []
+        for group in self._engine.geometry.groups:
+            first = tokens // group.tokens_per_key
+            shares.append(self._engine.share(rank, group, 0, keys[group.number][first:], first))
+        return self._engine.store(rank, [share for share in shares if len(share.keys)])
 
     def close(self) -> None:
         """Orderly end: everything is compared once more."""

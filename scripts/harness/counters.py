@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scripts.harness.arrangement import RANDOM
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvoffloadd.model import I64Array
+
+VERIFIED_LAYOUTS = (RANDOM, "by-layer", "cross-layer", "packed-pages", "packed-rows")
+
+
+def verified_in(layout: str) -> str:
+    """The name of a count."""
+    return f"verified_loads, {layout}"
+
 
 NAMES = (
     "wrong_bytes",  # found, stray ones among them
@@ -22,6 +32,7 @@ NAMES = (
     "stores",
     "loads",
     "verified_loads",  # loads of which every byte was compared and right
+    *map(verified_in, VERIFIED_LAYOUTS),  # those of them into memory of that layout
     "verified_loads_from_disk",  # those of them with a key that was on disk alone when it was asked for
     "stored_keys",
     "loaded_keys",

@@ -6,6 +6,7 @@ Used from one thread. Every wait is bounded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,13 @@ import numpy as np
 from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
 from kvoffloadd.errors import ClientError, ConnectionLostError
 from kvoffloadd.model import NO_BLOCK, Direction
+from scripts.harness.counters import verified_in
 from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 from scripts.harness.kvmemory import KvMemory
 from scripts.harness.promises import Findings, broken_in_result, count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
@@ -40,8 +42,9 @@ HELD_UP_S = (0.0, 0.0005, 0.001, 0.003)
 class Engine:
     """Sessions of one instance, one per rank. Connects at once; raises ClientError, UsageError, DeviceError or OSError.
 
-    `lines`: where KV caches lie, and what writes into them late; None: in shared memory, and nothing does. `disk`: the
-    daemon has a disk tier; `jobs_may_fail`: faults are planted that say so; both False until set.
+    `layouts`: of the geometry's, for one KV cache after the other; None: always the first. `lines`: where KV caches
+    lie, and what writes into them late; None: in shared memory, and nothing does. `disk`: the daemon has a disk tier;
+    `jobs_may_fail`: faults are planted that say so; both False until set.
     """
 
     def __init__(  # noqa: PLR0913  what a worker is told
@@ -55,6 +58,7 @@ class Engine:
         rank_bytes: int,
         *,
         padded: bool = True,
+        layouts: Iterator[str] | None = None,
         lines: Lines | None = None,
     ) -> None:
         self.geometry = geometry
@@ -69,6 +73,7 @@ class Engine:
         self._memory_name = memory_name
         self._rank_bytes = rank_bytes
         self._padded = padded
+        self._layouts = layouts or itertools.repeat(geometry.layouts[0])
         self._lines = lines
         self.disk = False
         self.jobs_may_fail = False
@@ -107,13 +112,11 @@ class Engine:
 
     def new_memory(self, rank: int) -> KvMemory:
         """A KV cache of about `rank_bytes`, its rows laid out anew."""
-        widest = max(
-            sum(ref.payload_bytes for ref in group.parts[group.part_of_rank[rank] or 0])
-            for group in self.geometry.groups
-        )
-        num_blocks = int(np.clip(self._rank_bytes // widest, 64, 1024))
         line = None if self._lines is None else self._lines.of(rank, self._rng)
-        return KvMemory(self.geometry, rank, num_blocks, self._rng, self._memory_name, padded=self._padded, line=line)
+        arrangement = self.geometry.arrange(
+            rank, self._rank_bytes, self._rng, padded=self._padded, layout=next(self._layouts)
+        )
+        return KvMemory(self.geometry, arrangement, self._rng, self._memory_name, line=line)
 
     def groups_of(self, rank: Rank) -> list[tuple[GroupShape, int]]:
         """The groups that a rank has a part of, and which part."""
@@ -337,6 +340,7 @@ class Engine:
             counters.add(f"{what}_busy_us", int(result.seconds * 1e6))
         if opened.is_load and right and keys:
             counters.add("verified_loads")
+            counters.add(verified_in(opened.memory.layout))
 
     def _count_from_disk(self, result: JobResult, keys: int, right: bool) -> None:
         promised = count(result.states, KeyState.HIT)

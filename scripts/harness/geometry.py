@@ -1,18 +1,26 @@
 """KV cache geometries: what the sessions of a namespace agree on, as a pure function of the seed.
 
-Where the bytes lie in a worker's rows (offsets, gaps, row strides) is no part of it: each worker chooses that itself.
+Where the bytes lie in a worker's rows (offsets, gaps, row strides) is no part of it: each worker arranges that itself.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.client import GroupKind, NamespaceSpec
+from scripts.harness.arrangement import RANDOM, Gaps, scattered
+
+if TYPE_CHECKING:
+    from scripts.harness.arrangement import Arrangement
 
 BLOCK_TOKENS = 16
 REF_BYTES_MAX = 96 << 10
+BLOCKS_MIN, BLOCKS_MAX = 64, 1024
+"""Of a rank."""
 PROMPT_TOKENS = 24 * BLOCK_TOKENS
 """Of a conversation at its longest."""
 
@@ -69,6 +77,26 @@ class Geometry:
     tensors: int
     overlaid: bool
     groups: tuple[GroupShape, ...]
+    prompt_tokens: int = PROMPT_TOKENS
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """What `arrange` may be asked for."""
+        return (RANDOM,)
+
+    @property
+    def step_tokens(self) -> int:
+        """Every prefix that can be restored has a multiple of so many tokens."""
+        return math.lcm(*(group.tokens_per_key for group in self.groups))
+
+    def arrange(
+        self, rank: int, memory_bytes: int, rng: np.random.Generator, *, padded: bool = True, layout: str = ""
+    ) -> Arrangement:
+        """Tensors of about `memory_bytes` for a rank. `padded`: refs, runs and rows lie apart by random gaps."""
+        widest = max(
+            sum(ref.payload_bytes for ref in group.parts[group.part_of_rank[rank] or 0]) for group in self.groups
+        )
+        return scattered(self, rank, blocks_in(memory_bytes, widest), Gaps(rng, padded))
 
     def namespace(self) -> NamespaceSpec:
         """As sessions name it."""
@@ -85,6 +113,11 @@ class Geometry:
             for group in self.groups
             for part in range(len(group.parts))
         )
+
+
+def blocks_in(memory_bytes: int, block_bytes: int) -> int:
+    """How many blocks a rank has in about so much memory."""
+    return int(np.clip(memory_bytes // block_bytes, BLOCKS_MIN, BLOCKS_MAX))
 
 
 def random_geometry(seed: int, number: int) -> Geometry:

@@ -1,6 +1,6 @@
 """One rank's KV cache, in shared memory or a GPU's, and a private copy of what every byte of it must be.
 
-The copy (`expected`) covers rows whole: what lies between refs and between rows, and blocks that nobody asked for. So
+The copy (`expected`) covers rows whole: what lies between pieces and between rows, and blocks that nobody asked for. So
 one comparison finds both bytes that are wrong and bytes that should not have been touched.
 """
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
-from kvoffloadd.client import Group, KvCache, Ref
+from kvoffloadd.client import KvCache
 from kvoffloadd.model import NO_BLOCK
-from scripts.harness.places import HostPlace, Layout, Runs
+from scripts.harness.places import HostPlace, Runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from scripts.harness.arrangement import Arrangement, Piece
     from scripts.harness.geometry import Geometry, GroupShape
     from scripts.harness.places import Line, Place
 
@@ -55,7 +55,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Runs:
-    """A ref's bytes: real, and u8 (blocks, count, length) expected; `start` and `end` in the payload."""
+    """A piece's bytes: real, and u8 (blocks, ...) expected; `start` and `end` in what a key holds."""
 
     real: Runs
     expected: U8Array
@@ -63,23 +63,11 @@ class _Runs:
     end: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gaps:
-    """Bytes to leave between things: one of some sizes, or always none."""
-
-    rng: np.random.Generator
-    padded: bool
-
-    def draw(self, *sizes: int) -> int:
-        """One of them."""
-        return sizes[int(self.rng.integers(0, len(sizes)))] if self.padded else 0
-
-
 class KvMemory:
-    """The tensors of one rank, whose `num_blocks` blocks are dealt out with `take` and come back with `give`.
+    """The tensors of one rank, whose blocks are dealt out with `take` and come back with `give`.
 
-    `padded`: refs, runs and rows lie apart by random gaps. `name`: of shared memory, as a process's mappings show it.
-    `line`: what writes late, and where the memory lies; None: nothing does, and in shared memory.
+    `name`: of shared memory, as a process's mappings show it. `line`: what writes late, and where the memory lies;
+    None: nothing does, and in shared memory.
 
     Raises UsageError, DeviceError or OSError if the memory can't be had.
     """
@@ -87,41 +75,36 @@ class KvMemory:
     def __init__(
         self,
         geometry: Geometry,
-        rank: int,
-        num_blocks: int,
+        arrangement: Arrangement,
         rng: np.random.Generator,
         name: str,
         *,
-        padded: bool = True,
         line: Line | None = None,
     ) -> None:
         self.geometry = geometry
-        self.num_blocks = num_blocks
+        self.layout = arrangement.name
+        self.num_blocks = arrangement.num_blocks
         self.line = line
-        self._shapes = {group.number: group for group in geometry.groups if group.part_of_rank[rank] is not None}
-        gaps = Gaps(rng, padded)
-        refs, pages = _placed(geometry, self._shapes.values(), rank, gaps)
-        layouts = [Layout(num_blocks, page, page + gaps.draw(0, 0, 64, 33)) for page in pages]
         if line is None:
-            self._place: Place = HostPlace(layouts, name, together=bool(rng.integers(0, 2)))
+            self._place: Place = HostPlace(arrangement.layouts, name, together=bool(rng.integers(0, 2)))
         else:
-            self._place = line.place(layouts, rng, name)
+            self._place = line.place(arrangement.layouts, rng, name)
         self._rows = [_noisy(real, rng) for real in self._place.rows]
         self._place.publish()
-        self._runs = {number: self._runs_of(shape, refs[number]) for number, shape in self._shapes.items()}
-        groups = [group_of(shape, refs.get(shape.number, []), rank) for shape in geometry.groups]
-        self.caches = KvCache(self._place.tensors, groups, [] if line is None else [line.timeline])
-        self._free = rng.permutation(num_blocks)
-        self._num_free = num_blocks
-        self._busy = np.zeros(num_blocks, bool)
+        shapes = {group.number: group for group in geometry.groups}
+        self._runs = {number: self._runs_of(shapes[number], pieces) for number, pieces in arrangement.pieces.items()}
+        tensors = [self._place.tensors[at] for at in arrangement.order]
+        self.caches = KvCache(tensors, arrangement.groups, [] if line is None else [line.timeline])
+        self._free = rng.permutation(self.num_blocks)
+        self._num_free = self.num_blocks
+        self._busy = np.zeros(self.num_blocks, bool)
 
-    def _runs_of(self, shape: GroupShape, refs: list[Ref]) -> list[_Runs]:
+    def _runs_of(self, shape: GroupShape, pieces: Iterable[Piece]) -> list[_Runs]:
         runs, start = [], 0
-        for ref in refs:
-            end = start + shape.blocks_per_key * ref.payload_bytes
-            row = self._rows[ref.tensor]
-            real = Runs(ref.tensor, _view(row.real, ref), ref.offset, ref.stride or ref.length)
-            runs.append(_Runs(real, _view(row.expected, ref), start, end))
+        for piece in pieces:
+            end = start + shape.blocks_per_key * piece.block_bytes
+            row = self._rows[piece.tensor]
+            runs.append(_Runs(piece.runs(row.real), piece.over(row.expected), start, end))
             start = end
         return runs
 
@@ -154,7 +137,7 @@ class KvMemory:
             runs.expected[ids] = values
 
     def spoil(self, group: int, blocks: I64Array, value: int) -> None:
-        """Set every byte of these blocks' refs, late: whoever used them before is not done with them yet."""
+        """Set every byte of these blocks' pieces, late: whoever used them before is not done with them yet."""
         ids = blocks[blocks != NO_BLOCK]
         for runs in self._runs[group]:
             self._place.write(runs.real, ids, np.full((len(ids), *runs.expected.shape[1:]), value, np.uint8), late=True)
@@ -170,7 +153,7 @@ class KvMemory:
             runs.expected[ids] = values
 
     def forgive(self, group: int, blocks: I64Array) -> None:
-        """A load that ended early may have written anything into these blocks' refs."""
+        """A load that ended early may have written anything into these blocks' pieces."""
         ids = blocks[blocks != NO_BLOCK]
         self._place.fetch(_consecutive(np.unique(ids)))
         for runs in self._runs[group]:
@@ -225,41 +208,6 @@ class KvMemory:
         return found
 
 
-def group_of(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
-    """As a rank registers it."""
-    part = shape.part_of_rank[rank]
-    return Group(
-        group=shape.number,
-        kind=shape.kind,
-        tokens_per_key=shape.tokens_per_key,
-        refs=refs,
-        window_keys=shape.window_keys,
-        blocks_per_key=shape.blocks_per_key,
-        parts=len(shape.parts),
-        part=0 if part is None else part,
-    )
-
-
-def _placed(
-    geometry: Geometry, shapes: Iterable[GroupShape], rank: int, gaps: Gaps
-) -> tuple[dict[int, list[Ref]], list[int]]:
-    """Refs by group, and the page bytes of each tensor. Offsets, gaps between runs and tails are this rank's own."""
-    pages = [1] * geometry.tensors
-    refs: dict[int, list[Ref]] = {}
-    for shape in shapes:
-        part = shape.part_of_rank[rank]
-        cursors = [0] * geometry.tensors if geometry.overlaid else list(pages)
-        refs[shape.number] = []
-        for ref in shape.parts[0 if part is None else part]:
-            offset = cursors[ref.tensor] + gaps.draw(0, 0, 64, 5)
-            stride = ref.length + gaps.draw(0, 0, 32, 77) if ref.count > 1 else 0
-            placed = Ref(ref.tensor, offset, ref.length, ref.count, stride)
-            refs[shape.number].append(placed)
-            cursors[ref.tensor] = placed.end
-            pages[ref.tensor] = max(pages[ref.tensor], placed.end)
-    return refs, [page + gaps.draw(0, 0, 16, 123) for page in pages]
-
-
 def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
     """Ascending rows as runs of neighbours: the first, and how many."""
     breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
@@ -269,10 +217,3 @@ def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
 def _noisy(real: U8Array, rng: np.random.Generator) -> _Row:
     real[:] = np.frombuffer(rng.bytes(real.size), np.uint8).reshape(real.shape)
     return _Row(real, real.copy())
-
-
-def _view(rows: U8Array, ref: Ref) -> U8Array:
-    """u8 (blocks, count, length) over the same memory."""
-    begin = rows[:, ref.offset :]
-    shape = (rows.shape[0], ref.count, ref.length)
-    return as_strided(begin, shape, (rows.strides[0], ref.stride or ref.length, 1))

@@ -54,12 +54,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """A ref's bytes in all rows of tensor `tensor`: u8 (blocks, count, length), from `offset` on, `stride` apart."""
+    """Bytes in all rows of tensor `tensor`: u8 (blocks, ...). `within`: where the runs of `length` bytes begin that a
+    block has, counted from the tensor's first byte, for the first block.
+    """
 
     tensor: int
     view: U8Array
-    offset: int
-    stride: int
+    within: I64Array
+    length: int
 
 
 class Line(Protocol):
@@ -227,10 +229,8 @@ class GpuPlace:
 
     def write(self, runs: Runs, ids: I64Array, values: U8Array, *, late: bool) -> None:
         runs.view[ids] = values
-        _, count, length = runs.view.shape
-        within = runs.offset + runs.stride * np.arange(count)
-        starts = ids[:, None] * self.rows[runs.tensor].shape[1] + within
-        self._copy([(runs.tensor, starts.reshape(-1), np.full(starts.size, length))], to_gpu=True)
+        starts = ids[:, None] * runs.view.strides[0] + runs.within
+        self._copy([(runs.tensor, starts.reshape(-1), np.full(starts.size, runs.length))], to_gpu=True)
         if not late:
             self.gpu.synchronize()
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import KeyState, Outcome
-from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,10 +54,10 @@ def broken_in_answer(geometry: Geometry, keys: dict[int, U8Array], found: Found)
     """What is wrong with an answer about keys: the boundaries follow from the states."""
     broken = []
     hits = {number: state == KeyState.HIT for number, state in zip(keys, found.states, strict=True)}
-    longest = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+    step = geometry.step_tokens
     right = [
         tokens
-        for tokens in range(longest, 0, -BLOCK_TOKENS)
+        for tokens in range(geometry.prompt_tokens // step * step, 0, -step)
         if all(_servable(group, hits[group.number], tokens) for group in geometry.groups)
     ]
     if found.boundaries.tolist() != right:

@@ -23,8 +23,9 @@ WAIT_S = 60.0
 
 
 class Workload:
-    """`keys`: of a job, each of `blocks_per_key` rows in each tensor. `scattered`: block ids at random, else one behind
-    the other. `load_to`: the first of the blocks that loads go to; stores are from 0 on.
+    """`keys`: of a job in each group. `groups`: none: one whose keys have `blocks_per_key` rows in each tensor.
+    `scattered`: block ids at random, else one behind the other. `load_to`: the first of the blocks that loads go to;
+    stores are from 0 on, and each group's blocks are behind those of the one before.
     """
 
     def __init__(
@@ -36,19 +37,19 @@ class Workload:
         scattered: bool,
         blocks_per_key: int = 1,
         load_to: int = 0,
+        groups: Sequence[Group] = (),
         timelines: Sequence[Timeline] = (),
     ) -> None:
         self.client = client
         self.keys = keys
-        self.bytes = keys * blocks_per_key * sum(tensor.page_bytes for tensor in tensors)
+        refs = [Ref(number, 0, tensor.page_bytes) for number, tensor in enumerate(tensors)]
+        self._groups = groups or [Group(0, GroupKind.FULL, 16, refs=refs, blocks_per_key=blocks_per_key)]
+        self.bytes = keys * sum(group.blocks_per_key * group.payload_bytes for group in self._groups)
         self.scattered = scattered
-        self._blocks_per_key = blocks_per_key
         self._load_to = load_to
         self._stored = 0
         self._rng = np.random.default_rng(1)
-        refs = [Ref(number, 0, tensor.page_bytes) for number, tensor in enumerate(tensors)]
-        group = Group(0, GroupKind.FULL, 16, refs=refs, blocks_per_key=blocks_per_key)
-        self.registration = client.register(KvCache(tensors, [group], timelines))
+        self.registration = client.register(KvCache(tensors, self._groups, timelines))
 
     def store(self) -> tuple[float, float]:
         """Store new keys: seconds as the client sees them, to the end of `wait`, and as the daemon does."""
@@ -88,9 +89,11 @@ class Workload:
 
     def _wanted(self, first: int) -> Wanted:
         """The keys that were stored last, and block ids from `first` on."""
-        return {0: (keys_of(np.arange(self._stored - self.keys, self._stored)), self._ids(first))}
-
-    def _ids(self, first: int) -> I64Array:
-        count = self.keys * self._blocks_per_key
-        ids = self._rng.permutation(count) if self.scattered else np.arange(count)
-        return (ids + first).reshape(self.keys, self._blocks_per_key)
+        keys = keys_of(np.arange(self._stored - self.keys, self._stored))
+        wanted = {}
+        for group in self._groups:
+            count = self.keys * group.blocks_per_key
+            ids = self._rng.permutation(count) if self.scattered else np.arange(count)
+            wanted[group.group] = keys, (ids + first).reshape(self.keys, group.blocks_per_key)
+            first += count
+        return wanted

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Stress: many worker processes against one daemon, workers and daemon killed, every loaded byte checked.
 
-Each worker registers random KV caches (several groups, parts, tensors, paddings), and stores, loads, reserves, cancels
-and reconnects at random. Contents are a function of the key, so that what one worker stored another can check. With
---kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after each start it must
-find again what was there, and everything is audited; with --warm what memory held as well. With --device cuda KV
-caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no byte was wrong, no
-promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's self-audit found
-nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
+Each worker registers KV caches of models in the layouts of kvoffloadd.layout, whose bytes it writes and compares
+through the layers' own views, or of random refs (several groups, parts, tensors, paddings); and stores, loads,
+reserves, cancels and reconnects at random. Contents are a function of the key, so that what one worker stored another
+can check. With --kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after
+each start it must find again what was there, and everything is audited; with --warm what memory held as well. With
+--device cuda KV caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no
+byte was wrong, no promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's
+self-audit found nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes
 from scripts.harness.disk import disk_folder
+from scripts.harness.models import NAMES
+from scripts.harness.planned import NoSuchLayoutError
 from scripts.harness.process import memory_folder
 from scripts.harness.program import (
     EXIT_INTERRUPTED,
@@ -32,6 +35,7 @@ from scripts.harness.program import (
     size,
 )
 from scripts.stress.driver import NoDriverError, driver_of
+from scripts.stress.namespaces import CHOICES, MIXED, MODELS, geometries
 from scripts.stress.options import Options
 from scripts.stress.run import Run
 
@@ -79,10 +83,16 @@ def _arguments() -> tuple[Options, bool]:
     add(
         "--disk-share", type=_share, metavar="X", help="the disk tier's part of the working set; 0: none (default: 0.5)"
     )
+    add("--layout", choices=CHOICES, default=MIXED,
+        help="of the workers' KV caches; mixed: all of them, and refs at random (default: %(default)s)")  # fmt: skip
+    add("--model", choices=NAMES, default="", metavar="NAME",
+        help=f"whose KV caches they are, scaled down: {', '.join(NAMES)} (default: {', '.join(MODELS)})")  # fmt: skip
     add(
-        "--plant-corruption", nargs="?", default="", const="loads", choices=("loads", "disk"), metavar="WHERE",
+        "--plant-corruption", nargs="?", default="", const="loads", choices=("loads", "disk", "refs", "slots"),
+        metavar="WHERE",
         help="loads: let the daemon flip bits in loads, which must be noticed (the default); disk: flip bits in files "
-        "of the disk tier, which must end as misses",
+        "of the disk tier, which must end as misses; refs, slots: let workers register refs some bytes behind their "
+        "place, or one group's in place of another's, which must be noticed",
     )  # fmt: skip
     add("--slow-copies", dest="slow_copies_s", type=seconds, default=0.0, metavar="SECONDS",
         help="let each copy take so much longer")  # fmt: skip
@@ -116,6 +126,10 @@ def _arguments() -> tuple[Options, bool]:
         parser.error("--disk-share 0 leaves nothing for --disk and --plant-corruption disk")
     values = vars(given)
     as_json, _ = values.pop("json"), values.pop("disk_share")
+    try:
+        geometries(0, 1, given.layout, given.model)
+    except NoSuchLayoutError as error:
+        parser.error(f"--layout: {error}")
     disk_bytes = int(given.working_set_bytes * share) // PAGE_BYTES * PAGE_BYTES
     return Options(**{**values, "disk_bytes": disk_bytes, "seed": seed_of(given, "stress")}), as_json
 

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line. `warm`: memory outlives the daemon. `disk_bytes` 0: no disk tier. `plant_corruption`: "",
-    "loads" or "disk". `socket`: of a running daemon; None: start one. `device`: where KV caches lie, "host" or "cuda";
-    on the latter `software_driver`: without a GPU, with these `driver_faults` for the daemon alone.
+    """The command line. `layout`: of KV caches, or "mixed"; `model`: "" for some. `warm`: memory outlives the daemon.
+    `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads", "disk", "refs" or "slots". `socket`: of a running
+    daemon; None: start one. `device`: where KV caches lie, "host" or "cuda"; on the latter `software_driver`: without a
+    GPU, with these `driver_faults` for the daemon alone.
     """
 
     seconds: float
     workers: int
+    layout: str
+    model: str
     memory_bytes: int
     working_set_bytes: int
     disk_bytes: int
@@ -33,10 +36,15 @@ class Options:
     software_driver: bool
     driver_faults: str
 
+    @property
+    def planted_refs(self) -> str:
+        """What workers register wrongly."""
+        return self.plant_corruption if self.plant_corruption in ("refs", "slots") else ""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What stress.py tells a worker. `conversations[n]`: how many namespace n has."""
+    """What stress.py tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`."""
 
     socket: str
     counters: str
@@ -51,3 +59,6 @@ class WorkerOptions:
     memory_name: str
     device: str
     jobs_may_fail: bool
+    layout: str
+    model: str
+    plant: str

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scripts.harness.geometry import BLOCK_TOKENS, PROMPT_TOKENS
+from scripts.harness.geometry import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from kvoffloadd.model import U8Array
@@ -31,7 +31,7 @@ class Prompts:
     def _draw(self) -> tuple[int, int]:
         """A conversation, and of how many tokens of it the prompt is."""
         draw = self._rng.random() * self._weights[-1]
-        blocks = int(self._rng.integers(1, PROMPT_TOKENS // BLOCK_TOKENS + 1))
+        blocks = int(self._rng.integers(1, self._geometry.prompt_tokens // BLOCK_TOKENS + 1))
         return int(np.searchsorted(self._weights, draw)), blocks * BLOCK_TOKENS
 
     def keys(self, group: GroupShape) -> U8Array:

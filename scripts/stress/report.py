@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.units import format_bytes
+from scripts.harness.counters import VERIFIED_LAYOUTS, verified_in
 from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from scripts.harness.watch import DaemonCounters
 
@@ -29,6 +30,8 @@ class Report:
     memory_bytes: int
     working_set_bytes: int
     counters: Counters
+    layout: str
+    model: str
     seconds: float = 0.0
     kills: int = 0
     kills_with_jobs: int = 0
@@ -45,6 +48,12 @@ class Report:
     disk: DiskReport | None = None
     metrics_compared: bool = False
     interrupted: bool = False
+
+    @property
+    def layouts(self) -> dict[str, int]:
+        """Verified loads into memory of each layout that ran."""
+        found = {layout: self.counters.total(verified_in(layout)) for layout in VERIFIED_LAYOUTS}
+        return {layout: loads for layout, loads in found.items() if loads}
 
     @property
     def is_good(self) -> bool:
@@ -97,6 +106,9 @@ class Report:
             "memory_bytes": self.memory_bytes,
             "working_set_bytes": self.working_set_bytes,
             **counted,
+            "layout": self.layout,
+            "model": self.model,
+            "verified_loads_by_layout": self.layouts,
             "verified_loads_from_memory": total("verified_loads") - total("verified_loads_from_disk"),
             "disk": None if self.disk is None else self.disk.as_json(),
             "hit_rate": round(ratio(total("block_hits"), total("block_references")), 4),
@@ -152,6 +164,7 @@ def _moved(report: Report) -> list[tuple[str, str, str]]:
         rows.append((f"{what} latency", "", latency))
     rows.append(("pin latency", "", f"p50 {format_ms(percentile('pin', 50))}, p99 {format_ms(percentile('pin', 99))}"))
     rows.append(("verified loads", f"{total('verified_loads'):,}", "every byte compared with the oracle"))
+    rows += [(f"  {layout}", f"{loads:,}", "") for layout, loads in report.layouts.items()]
     if report.disk is not None:
         from_disk = total("verified_loads_from_disk")
         rows.append(("  from memory", f"{total('verified_loads') - from_disk:,}", "all keys were there when asked for"))

@@ -17,7 +17,6 @@ from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
-from scripts.harness.geometry import PROMPT_TOKENS, random_geometry
 from scripts.harness.leaks import Used, held, leaks, unreturned_slots
 from scripts.harness.metrics import Scraped, disagreements
 from scripts.harness.output import Live, ratio
@@ -25,6 +24,7 @@ from scripts.harness.process import DaemonError, bad_entries, end, mapped_memfds
 from scripts.harness.wait import within
 from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
+from scripts.stress.namespaces import geometries
 from scripts.stress.options import Options, WorkerOptions
 from scripts.stress.prompts import ROOTS
 from scripts.stress.report import Report
@@ -93,6 +93,8 @@ class Run:
             options.memory_bytes,
             options.working_set_bytes,
             self._counters,
+            options.layout,
+            options.model,
         )
         self._disk: StressDisk | None = None
         self._patience_s = self._draw_patience()
@@ -101,7 +103,7 @@ class Run:
             self._disk = StressDisk(disk_folder / "root", options.disk_bytes, self._rng, planting=planting)
             self._report.disk = self._disk.report
         self._memory_prefix = f"kvo-s{os.getpid()}-"
-        self._geometries = [random_geometry(options.seed, number) for number in range(_num_namespaces(options.workers))]
+        self._geometries = geometries(options.seed, options.workers, options.layout, options.model)
         self._slots: dict[int, Slot] = {}
         self._moved = 0, 0.0
         self._daemon = None if options.socket else self._own_daemon()
@@ -253,11 +255,11 @@ class Run:
                 time.sleep(TICK_S)
 
     def _has_shown_nothing(self, now: float) -> bool:
-        """A slow machine gets more time, until at least one load was verified, and one worker killed."""
+        """A slow machine gets more time, until at least one load was compared, and one worker killed."""
         if now > self._options.seconds + STILL_S:
             return False
         wants_kill = self._options.kill_workers and not self._report.kills
-        return wants_kill or self._counters.total("verified_loads") == 0
+        return wants_kill or not (self._counters.total("verified_loads") or self._counters.total("wrong_bytes"))
 
     def _instants(self, mean_s: float) -> list[float]:
         """Random instants of the run, about `mean_s` apart."""
@@ -274,13 +276,18 @@ class Run:
             row=row,
             generation=generation,
             seed=self._options.seed,
-            conversations=[max(ROOTS, round(share_bytes / one.bytes_of(PROMPT_TOKENS))) for one in self._geometries],
+            conversations=[
+                max(ROOTS, round(share_bytes / one.bytes_of(one.prompt_tokens))) for one in self._geometries
+            ],
             rank_bytes=min(max(self._options.memory_bytes // 16, MIB), 8 * MIB),
             daemon_may_die=self._options.kill_daemon or self._driver.ends_daemon,
             disk=self._disk is not None,
             memory_name=memory_name,
             device=self._options.device,
             jobs_may_fail=self._driver.fails_jobs,
+            layout=self._options.layout,
+            model=self._options.model,
+            plant=self._options.planted_refs,
         )
         command = module("scripts.stress.worker", json.dumps(asdict(options)))
         child = spawn(command, self._log(row), environment=self._driver.workers)
@@ -460,8 +467,3 @@ def _forgotten_within(observer: Client, pid: int, limit_s: float) -> float | Non
     return within(
         lambda: all(session["pid"] != pid for session in observer.status()["sessions"]), limit_s, every_s=LOOK_S
     )
-
-
-def _num_namespaces(workers: int) -> int:
-    """Fewer than workers, so that what one stores another loads."""
-    return min(4, max(2, workers // 2 + 1))

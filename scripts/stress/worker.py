@@ -20,10 +20,10 @@ from kvoffloadd.client import JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
 from scripts.harness.counters import Counters
 from scripts.harness.engine import CALL_S, JOB_S, Engine
-from scripts.harness.geometry import Geometry, GroupShape, random_geometry
 from scripts.harness.oracle import Oracle
 from scripts.harness.places import Lines
 from scripts.harness.promises import Findings, broken_in_answer, count
+from scripts.stress.namespaces import geometries, turns
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOT_TOKENS, ROOTS, Prompts
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.client import Found
     from kvoffloadd.model import I64Array, U8Array
+    from scripts.harness.geometry import Geometry, GroupShape
     from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 
 PATIENT = 0.8
@@ -51,6 +52,10 @@ class Worker:
         self.findings = Findings(self.counters)
         self.lines = Lines(options.device)
         self.parent = os.getppid()
+        found = geometries(options.seed, options.rows, options.layout, options.model, options.plant)
+        turn = options.row + options.generation
+        self.namespaces = turns(tuple(zip(found, options.conversations, strict=True)), turn)
+        self.layouts = {one.number: turns(one.layouts, turn) for one in found}
         self.engine: Engine
         self.prompts: Prompts
         self.latest: dict[int, U8Array] = {}
@@ -109,11 +114,11 @@ class Worker:
     def engage(self) -> bool:
         """Be an engine in one of the namespaces; try until there is a daemon. False: told to stop before."""
         while not self.counters.stopping:
-            number = int(self.rng.integers(0, len(self.options.conversations)))
-            geometry = random_geometry(self.options.seed, number)
-            oracle = Oracle(self.options.seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
+            geometry, conversations = next(self.namespaces)
+            seed, number = self.options.seed, geometry.number
+            oracle = Oracle(seed, number, geometry.key_bytes, roots=ROOTS, root_tokens=ROOT_TOKENS)
             self.latest = {}
-            self.prompts = Prompts(self.rng, oracle, geometry, self.options.conversations[number])
+            self.prompts = Prompts(self.rng, oracle, geometry, conversations)
             try:
                 self.engine = self._engine(geometry, oracle)
                 return True
@@ -133,6 +138,7 @@ class Worker:
             self.rng,
             self.options.memory_name,
             self.options.rank_bytes,
+            layouts=self.layouts[geometry.number],
             lines=self.lines,
         )
         engine.disk = self.options.disk

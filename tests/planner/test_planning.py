@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.planner import PlanInputs, Trace, make_plan, read_model
+from kvoffloadd.planner.advice import LOAD_TIMES
 from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES
 from tests.planner.models import DEEPSEEK, GEMMA_2, GEMMA_3, GIB, GPT_OSS, LLAMA, QWEN, changed, layout, plan
 
 TIB = 1 << 40
+ROOT = Path(__file__).parents[2]
+HOST, SOFTWARE = LOAD_TIMES.values()
 
 
 def test_terms_default_to_the_daemons() -> None:
@@ -91,9 +95,23 @@ def test_fewest_and_largest_descriptors(name: str) -> None:
 def test_why() -> None:
     assert plan(GPT_OSS).why == (
         '"cross-layer": 2 descriptors of 384 KiB for a block of each of the 2 groups, where "a tensor a layer, K and V '
-        'apart" takes 48 descriptors of 16 KiB for a block of each of the 2 groups.'
+        'apart" takes 48 descriptors of 16 KiB for a block of each of the 2 groups. With 1 descriptor in place of 12, '
+        f"loads of gpt-oss-20b took {HOST:.2f} of the time in shared memory, {SOFTWARE:.2f} of the time with a "
+        "software driver that takes 2 us to submit a copy (docs/benchmarks/bench_layouts.json); on a GPU it has not "
+        "been measured."
     )
     assert plan(LLAMA).why.startswith('"cross-layer": 1 descriptor of 2 MiB for a block, where')
+
+
+def test_the_times_that_are_quoted_were_measured() -> None:
+    """A new result of bench_layouts.py goes into advice.LOAD_TIMES and the example of docs/PLANNING.md, too."""
+    measured = json.loads((ROOT / "docs" / "benchmarks" / "bench_layouts.json").read_text(encoding="utf-8"))
+    assert measured["submit_ns"] == 2000
+    (model,) = (one for one in measured["models"] if one["model"] == GPT_OSS)
+    found = {one["layout"]: one for one in model["layouts"]}
+    assert (found["by-layer"]["descriptors"], found["cross-layer"]["descriptors"]) == ([12, 12], [1, 1])
+    devices = found["cross-layer"]["devices"]
+    assert [devices[name]["load"]["time_to_by_layer"] for name in ("host", "software driver")] == [HOST, SOFTWARE]
 
 
 def test_heads_first_to_be_shared() -> None:

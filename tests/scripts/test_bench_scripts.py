@@ -45,6 +45,35 @@ def test_bench_copy() -> None:
     assert found["ratio_to_limit"] == least
 
 
+def test_bench_copy_of_a_layout() -> None:
+    arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b")
+    found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
+    (case,) = found["cases"]
+    assert case["name"] == "lfm2-1.2b, packed-pages"
+    assert all(ratio > 0 for ratio in case["ratio_to_limit"].values())
+
+
+def test_bench_layouts() -> None:
+    """A block of each of Gemma 3's 7 groups: 34 descriptors in a tensor a layer, 7 in others, as planned."""
+    found = result_of(
+        "bench_layouts.py", "--bytes", "8MiB", "--rounds", "1", "--models", "gemma-3-4b", "--submit-ns", "50"
+    )
+    assert (found["bounds"][0]["value"], found["within_budget"], found["submit_ns"]) == (0, True, 50)
+    (model,) = found["models"]
+    layouts = {layout["layout"]: layout for layout in model["layouts"]}
+    assert layouts.keys() == {"by-layer", "cross-layer", "packed-rows"}
+    assert layouts["by-layer"]["descriptors"] == [5, 5, 5, 5, 5, 4, 5]
+    assert layouts["cross-layer"]["descriptors"] == layouts["packed-rows"]["descriptors"] == [1] * 7
+    assert len({layout["job_bytes"] for layout in layouts.values()}) == 1
+    assert found["left_out"] or "software driver" in layouts["by-layer"]["devices"]
+    for layout in layouts.values():
+        for device, directions in layout["devices"].items():
+            for figures in directions.values():
+                assert figures["descriptors"] >= figures["copies"] > 0
+                assert figures["submission_ms"] == (0 if device == "host" else round(figures["copies"] * 50 / 1e6, 2))
+                assert min(figures["ms"], figures["gb_per_s"], figures["time_to_by_layer"]) > 0
+
+
 def test_a_missed_bound_is_an_error_when_asked() -> None:
     done = run_script("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
     assert done.status == (0 if done.figures["within_budget"] else 1)
@@ -58,6 +87,8 @@ def test_a_missed_bound_is_an_error_when_asked() -> None:
         ("bench_copy.py", ("--jobs", "0")),
         ("bench_copy.py", ("--rows", "5KiB")),
         ("bench_copy.py", ("--bytes", "many")),
+        ("bench_copy.py", ("--layout", "packed-pages")),
+        ("bench_layouts.py", ("--submit-ns", "-1")),
     ],
 )
 def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None:

@@ -51,7 +51,8 @@ def test_contents_differ_by_key_group_part_and_place() -> None:
 
 
 def shared_memory(geometry: Geometry) -> KvMemory:
-    return KvMemory(geometry, 0, 16, np.random.default_rng(0), "kvo-test")
+    rng = np.random.default_rng(0)
+    return KvMemory(geometry, geometry.arrange(0, 0, rng), rng, "kvo-test")
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.harness.planned import LAYOUTS
 from tests.e2e import gpu_rank
 from tests.scripts.running import run_script
 
@@ -28,6 +29,35 @@ def test_metrics_are_what_the_workers_counted() -> None:
     done = run_script("stress.py", "--seconds", "3", "--workers", "2", "--seed", "7", "--memory", "32MiB")
     assert (done.status, done.figures["findings"], done.figures["metrics_compared"]) == (0, [], True)
     assert min(done.figures[name] for name in ("stores", "loads", "block_hits", "stored_bytes")) > 0
+
+
+LAYOUT_MODELS = {"by-layer": "", "cross-layer": "deepseek-v3.2", "packed-pages": "", "packed-rows": "llama-4-scout"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_of_the_planner_is_stored_and_loaded(layout: str) -> None:
+    model = LAYOUT_MODELS[layout]
+    done = run_script(
+        "stress.py", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", layout,
+        *(("--model", model) if model else ()),
+    )  # fmt: skip
+    figures = done.figures
+    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
+    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == 0
+    assert (figures["layout"], figures["model"]) == (layout, model)
+    assert figures["verified_loads_by_layout"] == {layout: figures["verified_loads"]}
+    assert figures["verified_loads"] > 0
+
+
+@pytest.mark.parametrize("where", ["refs", "slots"])
+def test_wrong_refs_are_found(where: str) -> None:
+    """Some bytes behind their place, or another group's: seen in the layers, whatever the refs say."""
+    done = run_script(
+        "stress.py", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", "packed-pages",
+        "--plant-corruption", where,
+    )  # fmt: skip
+    assert (done.status, done.figures["good"], done.figures["findings"]) == (1, False, [])
+    assert done.figures["wrong_bytes"] > 0
 
 
 def test_planted_corruption_is_found() -> None:
@@ -127,6 +157,9 @@ def test_workers_outlive_daemons_that_their_gpus_end() -> None:
         (("--disk-share", "0", "--plant-corruption", "disk"), "--disk-share"),
         (("--disk-share", "-1"), "--disk-share"),
         (("--plant-corruption", "everywhere"), "--plant-corruption"),
+        (("--layout", "sideways"), "--layout"),
+        (("--layout", "packed-pages", "--model", "gemma-3-4b"), "they are for models with states"),
+        (("--model", "unheard-of"), "--model"),
     ],
 )
 def test_wrong_usage_is_told(arguments: tuple[str, ...], named: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scripts.harness.counters import VERIFIED_LAYOUTS
 from tests.scripts.running import Done, run_script
 from tests.scripts.test_stress import ON_GPU, needs_cuda
 
@@ -43,6 +44,7 @@ def test_three_minutes_with_killed_workers() -> None:
     done = stress(LONG_S, "--workers", "4", "--kill-workers")
     assert_clean(done)
     assert done.figures["verified_loads"] >= VERIFIED_MIN
+    assert done.figures["verified_loads_by_layout"].keys() == set(VERIFIED_LAYOUTS)
     assert done.figures["fatal_ends"] == 0
 
 
