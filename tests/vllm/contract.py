@@ -185,6 +185,17 @@ def test_parts_are_heads(engine: StartEngine, asked: list[list[int]], kind: str)
     assert {group.parts for group in registered.groups} == {HEADS}
 
 
+def test_a_replica_stores_nothing(engine: StartEngine, asked: list[list[int]]) -> None:
+    """Another rank has the same bytes, and stores them; vLLM hears of each rank that it has ended."""
+    one = engine(canonical_layout=True)
+    one.worker.connector_worker.worker._writes = False
+    stored = _keys(one.daemon)
+    for _ in range(2):
+        assert one.generate(asked) == [0, 0, 0]
+        one.forget()
+    assert _keys(one.daemon) == stored
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_load_is_computed(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
     """The daemon is killed when loads have been promised."""
