@@ -22,6 +22,9 @@ HEADS = "kvoffloadd_heads"
 CANONICAL_PARTS = "canonical_parts"
 """Key of extra_config: how many parts a key has with `canonical_layout`; as many as KV heads if it is not set."""
 
+_MAPPED = (None, "LBHNC", "LBNHC")
+"""KV cache layouts in which a layer's page is one run of bytes; None: vLLM has not named it."""
+
 _Fragment = tuple[int, int, int]
 """Offset in the canonical page, offset in the rank's page, length: in bytes."""
 
@@ -42,6 +45,8 @@ def why_one_size(config: Any) -> str:
         return "canonical_layout is not set"
     if parallel.world_size != parallel.tp_size or parallel.dcp_size > 1:
         return "with pipeline or context parallelism a rank has other layers or tokens, not other heads alone"
+    if config.kv_cache_layout not in _MAPPED:
+        return f"vLLM does not map pages of the KV cache layout {config.kv_cache_layout}; it does those of LBHNC"
     if not parallel.is_parallelism_agnostic:
         return (
             "vLLM can't map the pages of some layer: it keeps states (Mamba and the like), is quantised by token and "

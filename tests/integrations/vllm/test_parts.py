@@ -162,6 +162,7 @@ def test_why_sizes_do_not_share() -> None:
     assert not why_one_size(config)
     assert "canonical_layout is not set" in why_one_size(replace(config, canonical_layout=False))
     assert "keeps states" in why_one_size(of_size(2, 8, agnostic=False))
+    assert "layout BLHNC" in why_one_size(replace(config, kv_cache_layout="BLHNC"))
     assert "over 3 ranks" in why_one_size(of_size(3, 8, agnostic=False))
     for changed in ({"world_size": 4, "pp_size": 2}, {"dcp_size": 2}):
         parallel = replace(Parallel(is_parallelism_agnostic=True), **changed)  # type: ignore[arg-type]
