@@ -30,7 +30,7 @@ _Fragment = tuple[int, int, int]
 
 
 def heads_of(vllm_config: Any) -> int:
-    """How many ranges of a page ranks may have each their own of: the KV heads, or one, MLA's latent."""
+    """The model's KV heads, of all ranks together; 1 with MLA, whose latent every rank holds whole."""
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
@@ -90,7 +90,8 @@ def share(config: Any) -> Share:
 
 
 def head_repeats(layers: Mapping[str, Any]) -> dict[str, int]:
-    """How often all heads come one after the other in a layer's page: only the order of its tensor's dimensions tells.
+    """How often a layer's page goes through all heads: once if they lie before tokens, else with every token, and for
+    K and V apart where these are. The strides of its tensor tell.
 
     `layers`: the engine's tensors, as vLLM maps them: (block, head, token, content) or (block, K or V, token, head,
     content). Others are left out.
@@ -154,11 +155,8 @@ def _fragments(runs: Sequence[Any]) -> Iterator[_Fragment]:
     """`runs`: vLLM's CopyRuns."""
     for run in runs:
         for at in range(run.num_fragments):
-            canonical, local = (
-                run.canonical_offset + at * run.canonical_stride,
-                run.local_offset + at * run.local_stride,
-            )
-            yield canonical, local, run.fragment_size
+            canonical = run.canonical_offset + at * run.canonical_stride
+            yield canonical, run.local_offset + at * run.local_stride, run.fragment_size
 
 
 def _local(layer: str, fragments: Sequence[_Fragment], start: int, end: int) -> Iterator[Run]:
