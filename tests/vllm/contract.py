@@ -27,7 +27,7 @@ from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWor
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.vllm.engine import by_connector, by_spec
-from tests.vllm.modelless import BLOCK, Modelless
+from tests.vllm.modelless import BLOCK, HEADS, Modelless
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -56,10 +56,18 @@ FIELDS = {
     "vllm.v1.kv_offload.config:OffloadingGroupConfig": "group_id tokens_per_block layer_names",
     "vllm.v1.kv_offload.config:OffloadingModelConfig": "name dtype",
     "vllm.v1.kv_offload.config:OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
-    "vllm.v1.kv_offload.config:OffloadingParallelConfig": "rank world_size tp_size pp_size pcp_size dcp_size",
+    "vllm.v1.kv_offload.config:OffloadingParallelConfig": (
+        "rank world_size tp_size pp_size pcp_size dcp_size is_parallelism_agnostic"
+    ),
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "tensors group_data_refs",
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
-    "vllm.v1.kv_offload.base:CanonicalKVCacheRef": "tensor_idx page_size_bytes",
+    "vllm.v1.kv_offload.base:CanonicalKVCacheRef": "tensor_idx page_size_bytes mapping",
+    "vllm.v1.kv_offload.base:CanonicalPageMapping": (
+        "canonical_page_size_bytes local_page_size_bytes runs parallelism_agnostic"
+    ),
+    "vllm.v1.kv_offload.base:CopyRun": (
+        "local_offset canonical_offset fragment_size num_fragments local_stride canonical_stride"
+    ),
     "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.base:PrepareStoreOutput": "keys_to_store store_spec evicted_keys",
     "vllm.v1.kv_offload.base:ReqContext": "req_id",
@@ -162,6 +170,30 @@ def test_what_was_stored_is_loaded(engine: StartEngine, asked: list[list[int]], 
     private = {"_load_jobs", "_unsubmitted_store_jobs", "_connector_worker_meta", "worker", "spec"}
     assert private <= vars(one.worker.connector_worker).keys()
     assert {"_req_status", "manager"} <= vars(one.scheduler.connector.scheduler).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_heads(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
+    """With vLLM's canonical layout. Every byte that a model would read is looked at."""
+    one = engine(kind, canonical_layout=True)
+    for hits in ([0, 0, 0], HITS, HITS):
+        assert one.generate(asked) == hits
+        one.forget()
+        one.scribble()
+    registered = one.worker.connector_worker.worker._transfer_thread._caches
+    assert [group.part for group in registered.groups] == list(range(HEADS)) * len(one.cache.kv_cache_groups)
+    assert {group.parts for group in registered.groups} == {HEADS}
+
+
+def test_a_replica_stores_nothing(engine: StartEngine, asked: list[list[int]]) -> None:
+    """Another rank has the same bytes, and stores them; vLLM hears of each rank that it has ended."""
+    one = engine(canonical_layout=True)
+    one.worker.connector_worker.worker._writes = False
+    stored = _keys(one.daemon)
+    for _ in range(2):
+        assert one.generate(asked) == [0, 0, 0]
+        one.forget()
+    assert _keys(one.daemon) == stored
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,6 +363,14 @@ def test_loads_within_the_step(engine: StartEngine, asked: list[list[int]], kind
 def test_loads_within_the_step_are_refused_where_they_may_fail(engine: StartEngine) -> None:
     with pytest.raises(UsageError, match="sync_load_budget_bytes"):
         engine(sync_load_budget_bytes=1 << 20)
+
+
+def test_canonical_layout_is_refused_where_nobody_tells_of_heads(engine: StartEngine) -> None:
+    """By the spec alone; and parts that are no whole heads, by either."""
+    with pytest.raises(UsageError, match="canonical_layout needs KVOffloaddConnector"):
+        engine("dense", by_spec, canonical_layout=True)
+    with pytest.raises(UsageError, match="canonical_parts"):
+        engine(canonical_layout=True, canonical_parts=4)
 
 
 def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:

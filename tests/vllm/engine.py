@@ -29,6 +29,9 @@ OUTPUT_TOKENS = 8
 COUNT = 12
 ALL = [480] * COUNT
 """Cached tokens of prompts of 501 tokens, where every chunk of 32 was."""
+MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+TWO_RANKS = {**MULTIPROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""Environments of engines whose scheduler and ranks have processes of their own."""
 CONNECTED = "vllm:kvoffloadd_connected"
 
 Prompts = list[list[int]]

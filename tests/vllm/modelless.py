@@ -33,8 +33,8 @@ from scripts.harness.daemon import Daemon
 BLOCK = 32
 WINDOW = 64
 BLOCKS = 64
-HEAD = 16
-PAGE_BYTES = 2 * BLOCK * HEAD * 4
+HEADS, HEAD = 2, 8  # as many KV heads as the model that is configured
+PAGE_BYTES = 2 * BLOCK * HEADS * HEAD * 4
 _TOKEN_WORDS = PAGE_BYTES // BLOCK // 8
 _STEPS_MAX = 20_000
 
@@ -57,7 +57,7 @@ class Modelless:
             disable_hybrid_kv_cache_manager=False,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
-        common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": HEAD, "dtype": torch.float32}
+        common = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": HEAD, "dtype": torch.float32}
         full = FullAttentionSpec(**common)
         if kind == "dense":
             groups = [KVCacheGroupSpec(["a", "b"], full)]
@@ -70,7 +70,7 @@ class Modelless:
         tensors = [KVCacheTensor(size, list(group.layer_names), BLOCKS * PAGE_BYTES, PAGE_BYTES) for group in groups]
         self.cache = KVCacheConfig(BLOCKS, tensors, groups)
         # One allocation, as vLLM has it; layers of different groups have the same bytes of it.
-        self._memory = torch.zeros(rows, BLOCKS, 2, BLOCK, 1, HEAD)
+        self._memory = torch.zeros(rows, BLOCKS, 2, BLOCK, HEADS, HEAD)
         self.layers = {name: self._memory[at] for group in groups for at, name in enumerate(group.layer_names)}
         self._names = [list(group.layer_names) for group in groups]
         block_size, hash_size = resolve_kv_cache_block_sizes(self.cache, self.config)

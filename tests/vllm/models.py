@@ -16,6 +16,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     ),
+    "one-head": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+    ),
     "hybrid": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -80,8 +85,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """Name -> config class and model class of `transformers`, and what they are given: full attention with grouped heads,
-sliding windows of 128 tokens beside full attention, one latent vector a token, and states of linear attention and of
-short convolutions beside full attention.
+with one KV head for all, sliding windows of 128 tokens beside full attention, one latent vector a token, and states of
+linear attention and of short convolutions beside full attention.
 """
 
 

@@ -14,7 +14,9 @@ from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import (
     ALL,
     COUNT,
+    MULTIPROCESS,
     ROUTES,
+    TWO_RANKS,
     Prompts,
     by_chunks,
     by_connector,
@@ -29,8 +31,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 MEMORY = "256MiB"
-MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-TWO_RANKS = {**MULTIPROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def served(chunk: int) -> int:

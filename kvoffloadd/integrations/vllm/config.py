@@ -16,6 +16,7 @@ from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.config import ServerConfig
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm.keys import KEY_BYTES
+from kvoffloadd.integrations.vllm.parts import by_heads, share
 
 IDENTITY = "kvoffloadd_identity"
 """Key of extra_config under which `KVOffloaddConnector` says what vLLM's OffloadingConfig leaves out."""
@@ -26,6 +27,7 @@ the model remembers at its end, and blocks in the middle of a request hold nothi
 """
 
 _FIELD_MAX = 512
+_CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 
@@ -74,17 +76,16 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
     """`config`: vLLM's OffloadingConfig. `platform`: of the engine's device. `release`: of vLLM.
 
     `seed`: PYTHONHASHSEED, None if it is not set. cache_salt and LoRA are in vLLM's block hashes, and so in the keys.
+    Raises UsageError as `share` does.
     """
     identity: Mapping[str, Any] = config.extra_config.get(IDENTITY, {})
     revision = str(identity.get("revision") or config.extra_config.get("revision") or "")
-    parallel = config.parallel
-    sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size)
     return NamespaceSpec(
         model=_fits(str(config.model.name)),
         revision=_fits(revision + files_of(str(config.model.name))),
         dtype=_fits(f"{config.model.dtype} {identity.get('dtype', '')}".strip()),
         layout=_layout(config, platform, release),
-        parallel="tp{} pp{} pcp{} dcp{} of {}".format(*sizes),
+        parallel=_parallel(config),
         salt=_fits(_salt(config, identity, seed)),
         key_bytes=KEY_BYTES,
     )
@@ -143,16 +144,29 @@ def files_of(model: str) -> str:
     return "files:" + _digest(sorted(said))
 
 
+def _parallel(config: Any) -> str:
+    """The sizes, where they decide what a part of a key is."""
+    held, parallel = share(config), config.parallel
+    if by_heads(config):
+        return f"canonical v{_CANONICAL_FORMAT} in {held.parts} parts"
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size)
+    return "tp{} pp{} pcp{} dcp{} of {}".format(*sizes)
+
+
 def _layout(config: Any, platform: str, release: str) -> str:
     # A pipeline rank knows its own layers alone: names and sizes would differ from rank to rank.
     alone = config.parallel.pp_size == 1
+    block_bytes, replicated = config.worker_kv_bytes_per_block, config.replicated_layout
+    if by_heads(config):
+        held = share(config)
+        block_bytes, replicated = block_bytes * held.parts // held.held, False
     groups = [(group.group_id, group.tokens_per_block, group.layer_names if alone else ()) for group in config.groups]
     said: tuple[Any, ...] = (
         groups,
         config.cache.tokens_per_hash,
         config.cache.blocks_per_chunk,
-        config.worker_kv_bytes_per_block if alone else 0,
-        config.replicated_layout,
+        block_bytes if alone else 0,
+        replicated,
         config.canonical_layout,
         # From 0.33 on. Where the identity is not told, it may decide how all keys are rotated.
         0 if IDENTITY in config.extra_config else getattr(config.model, "max_model_len", 0),

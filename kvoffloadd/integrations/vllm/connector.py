@@ -17,9 +17,11 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.parts import HEADS, head_repeats, heads_of
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -68,6 +70,7 @@ class KVOffloaddConnector(OffloadingConnector):
         _complete(vllm_config)
         extra[IDENTITY] = identity_of(vllm_config)
         extra[STATES] = _states(kv_cache_config)
+        extra[HEADS] = heads_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if (
             self.connector_scheduler is not None
@@ -147,6 +150,11 @@ class KVOffloaddConnector(OffloadingConnector):
 
 class FailingWorker(OffloadingConnectorWorker):
     """vLLM's worker half, which asserts that every transfer succeeds, with results that may be failures."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM makes bytes of the layers, and with them our worker, which needs to know the order of their heads."""
+        self.spec.head_repeats = head_repeats(kv_caches)
+        super().register_kv_caches(kv_caches)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Ended since the last call. A store never fails for the scheduler: what was dropped is a miss later."""

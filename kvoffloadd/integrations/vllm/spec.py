@@ -13,12 +13,14 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.blocks import warn_of_states
+from kvoffloadd.integrations.vllm.caches import announced
 from kvoffloadd.integrations.vllm.config import IDENTITY, Options, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
+from kvoffloadd.integrations.vllm.parts import by_heads, why_one_size
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
-from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker, announced
+from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -40,6 +42,8 @@ class KVOffloaddSpec(OffloadingSpec):
         super().__init__(config)
         # True: vLLM has rank 0 alone store what all ranks hold alike.
         self.replicated_layout = bool(config.replicated_layout)
+        self.head_repeats: dict[str, int] = {}
+        """Of each layer, see `parts.head_repeats`. `KVOffloaddConnector` sets it before there is a worker."""
         self._options = Options.of(config.extra_config)
         self._seed = os.environ.get("PYTHONHASHSEED")
         platform = f"{current_platform.device_type} {os.uname().machine}"
@@ -57,7 +61,13 @@ class KVOffloaddSpec(OffloadingSpec):
                 "kvoffloadd: block hashes differ from run to run; nothing will hit after a restart, nor in other "
                 "engines. Set PYTHONHASHSEED to a number, or --prefix-caching-hash-algo sha256"
             )
-        lookup_thread = LookupThread(self._client("scheduler"), announced(self.config, self.replicated_layout))
+        if self.config.canonical_layout and not by_heads(self.config):
+            logger.warning(
+                "kvoffloadd: canonical_layout is set, but engines of other tensor-parallel sizes share nothing with "
+                "this one: %s",
+                why_one_size(self.config),
+            )
+        lookup_thread = LookupThread(self._client("scheduler"), announced(self.config))
         groups = [group.group_id for group in self.config.groups]
         event_thread = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
         return KVOffloaddManager(lookup_thread, groups, self._options, event_thread)
@@ -68,7 +78,7 @@ class KVOffloaddSpec(OffloadingSpec):
         if engine is not None and IDENTITY not in self.config.extra_config:
             warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
-        return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self.replicated_layout, self._options)
+        return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.head_repeats)
 
     def _client(self, role: Literal["scheduler", "worker", "observer"]) -> Client:
         return Client(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, Ready, Ref, Timeline
+from kvoffloadd.client import Client, Ready, Timeline
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
+from kvoffloadd.integrations.vllm.caches import registered
 from kvoffloadd.integrations.vllm.config import STATES, Options
 from kvoffloadd.integrations.vllm.keys import by_group
+from kvoffloadd.integrations.vllm.parts import share
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
-from kvoffloadd.layout import CanonicalCache
 from kvoffloadd.model import Direction
 
 _CLOSE_S = 5.0
@@ -34,18 +35,25 @@ class KeysLoadStoreSpec(LoadStoreSpec):
 class KVOffloaddWorker(OffloadingWorker):
     """`submit_*` always take the job: what the daemon will not do is a store that is dropped, or a load that fails."""
 
-    def __init__(self, client: Client, config: Any, kv_caches: Any, replicated: bool, options: Options) -> None:
-        """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
+    def __init__(
+        self, client: Client, config: Any, kv_caches: Any, options: Options, repeats: Mapping[str, int]
+    ) -> None:
+        """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA).
+
+        `repeats`: see `parts.head_repeats`.
+        """
+        self._writes = share(config).writes
         self._blocks_per_key = config.cache.blocks_per_chunk
         self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
-        caches = registered(config, kv_caches, replicated, self._points.timelines)
+        caches = registered(config, kv_caches, repeats, self._points.timelines)
         self._transfer_thread = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
-        """GPU -> daemon."""
-        chunks = store_chunks(dst_spec.groups, src_spec, self._blocks_per_key, self._states)
+        """GPU -> daemon. It ends at once where another rank, which holds the same bytes, stores them."""
+        groups = dst_spec.groups
+        chunks = store_chunks(groups, src_spec, self._blocks_per_key, self._states) if self._writes else {}
         self._transfer_thread.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
@@ -112,41 +120,3 @@ class _Points:
         with self._cuda.device(self._device):
             self._stream.wait_stream(self._cuda.current_stream())
             return self._timeline.signal()
-
-
-def registered(config: Any, kv_caches: Any, replicated: bool, timelines: Sequence[Timeline] = ()) -> KvCache:
-    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank.
-
-    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
-    `replicated`: all ranks hold the same bytes, which are one part. Raises UsageError where memory can't be shared.
-    """
-    groups = [_group(config, at, replicated, _refs(refs)) for at, refs in enumerate(kv_caches.group_data_refs)]
-    tensors = tuple(one.tensor for one in kv_caches.tensors)
-    return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
-
-
-def announced(config: Any, replicated: bool) -> KvCache:
-    """What a scheduler registers, which has no memory: a lookup may come before the ranks have registered theirs."""
-    return KvCache((), [_group(config, at, replicated, []) for at in range(len(config.groups))])
-
-
-def _group(config: Any, at: int, replicated: bool, refs: Sequence[Ref]) -> Group:
-    parts, part = (1, 0) if replicated else (config.parallel.world_size, config.parallel.rank)
-    group = config.groups[at]
-    keeps_state = group.group_id in config.extra_config.get(STATES, ())
-    return Group(
-        group=group.group_id,
-        # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
-        kind=GroupKind.FULL,
-        tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
-        refs=refs,
-        blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
-        parts=parts,
-        part=part,
-    )
-
-
-def _refs(refs: Sequence[Any]) -> list[Ref]:
-    # Layers of a group may be named with the same bytes (a packed row): those are moved once.
-    named = {(ref.tensor_idx, ref.page_size_bytes): None for ref in refs}
-    return [Ref(tensor, 0, size) for tensor, size in named]

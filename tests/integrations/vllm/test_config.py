@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,53 +11,9 @@ from typing import Any
 import pytest
 
 from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm.config import IDENTITY, identity_of, instance_of, namespace_of, unstable_hashes
-
-
-@dataclass(frozen=True)
-class Model:
-    name: str = "org/model"
-    dtype: str = "bfloat16"
-
-
-@dataclass(frozen=True)
-class Cache:
-    tokens_per_hash: int = 16
-    blocks_per_chunk: int = 2
-
-
-@dataclass(frozen=True)
-class Parallel:
-    rank: int = 0
-    world_size: int = 2
-    tp_size: int = 2
-    pp_size: int = 1
-    pcp_size: int = 1
-    dcp_size: int = 1
-
-
-@dataclass(frozen=True)
-class GroupConfig:
-    tokens_per_block: int = 16
-    layer_names: tuple[str, ...] = ("a", "b")
-    group_id: int = 0
-
-
-@dataclass(frozen=True)
-class Config:
-    """As vLLM's OffloadingConfig."""
-
-    groups: tuple[GroupConfig, ...] = (GroupConfig(),)
-    worker_kv_bytes_per_block: int = 4096
-    extra_config: dict[str, Any] = field(default_factory=dict)
-    engine_id: str = "engine"
-    model: Model = Model()
-    cache: Cache = Cache()
-    parallel: Parallel = Parallel()
-    replicated_layout: bool = False
-    canonical_layout: bool = False
-    kv_cache_layout: str | None = "LBHNC"
-
+from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, of_size
 
 BASE = Config()
 
@@ -169,3 +125,50 @@ def test_long_names_fit() -> None:
 def test_instances_have_sixteen_bytes_of_their_own() -> None:
     assert len(instance_of("a")) == 16
     assert instance_of("a") != instance_of("b")
+
+
+def test_sizes_share_one_where_parts_are_heads() -> None:
+    """8 heads; a rank's blocks are the smaller, the more ranks there are, until each has one head."""
+    made = [named(of_size(ranks, 8, worker_kv_bytes_per_block=4096 // min(ranks, 8))) for ranks in (1, 2, 4, 8, 16)]
+    assert set(made) == {made[0]}
+    assert made[0].parallel == "canonical v1 in 8 parts"
+
+
+def test_one_latent_is_as_long_whatever_the_size() -> None:
+    """MLA's: how many ranks vLLM takes for replicas of one another does not matter."""
+    made = [named(of_size(ranks, 1, replicated_layout=alike)) for ranks, alike in ((1, False), (1, True), (4, True))]
+    assert set(made) == {made[0]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_size(2, 8, canonical_parts=4),
+        of_size(2, 4),
+        of_size(2, 8, worker_kv_bytes_per_block=8192),
+        replace(of_size(2, 8), kv_cache_layout="LBNHC"),
+        replace(of_size(2, 8), canonical_layout=False),
+        of_size(2, 8, agnostic=False),
+    ],
+)
+def test_other_parts_have_another(other: Config) -> None:
+    assert named(other) != named(of_size(2, 8))
+
+
+def test_where_parts_are_no_heads_the_size_is_named() -> None:
+    made = [named(of_size(ranks, 8, agnostic=False)) for ranks in (1, 2)]
+    assert [one.parallel for one in made] == ["tp1 pp1 pcp1 dcp1 of 1", "tp2 pp1 pcp1 dcp1 of 2"]
+    pipeline = replace(of_size(2, 8), parallel=Parallel(world_size=4, pp_size=2, is_parallelism_agnostic=True))
+    assert named(pipeline).parallel.startswith("tp2 pp2")
+
+
+def test_options_that_cannot_be() -> None:
+    for wrong in (0, -1, True, "8", 2.0):
+        with pytest.raises(UsageError, match="canonical_parts is a number of parts"):
+            named(of_size(1, 8, canonical_parts=wrong))
+    with pytest.raises(UsageError, match='canonical_parts needs "canonical_layout": true'):
+        named(replace(BASE, extra_config={"canonical_parts": 2}))
+    with pytest.raises(UsageError, match=r"canonical_parts: 8 heads over 4 ranks can't be 6 parts: .* 8 parts always"):
+        named(of_size(4, 8, canonical_parts=6))
+    with pytest.raises(UsageError, match="canonical_layout needs KVOffloaddConnector"):
+        named(replace(BASE, canonical_layout=True))

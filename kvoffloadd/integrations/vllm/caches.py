@@ -1,0 +1,55 @@
+"""An engine's KV cache as its ranks register it with the daemon, and its scheduler, which has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
+from kvoffloadd.integrations.vllm.config import STATES
+from kvoffloadd.integrations.vllm.parts import by_heads, held_refs, share
+from kvoffloadd.layout import CanonicalCache
+
+
+def registered(config: Any, kv_caches: Any, repeats: Mapping[str, int], timelines: Sequence[Timeline] = ()) -> KvCache:
+    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank; `repeats`: see
+    `parts.head_repeats`.
+
+    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
+    Raises UsageError where memory can't be shared, or its pages can't be cut into parts.
+    """
+    held = share(config)
+    groups: list[Group] = []
+    for at, refs in enumerate(kv_caches.group_data_refs):
+        layers = config.groups[at].layer_names
+        cut = held_refs(layers, refs, repeats, held) if by_heads(config) else [_refs(refs)]
+        groups += [_group(config, at, held.parts, held.part + nth, mine) for nth, mine in enumerate(cut)]
+    tensors = tuple(one.tensor for one in kv_caches.tensors)
+    return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
+
+
+def announced(config: Any) -> KvCache:
+    """What a scheduler registers, which has no memory: a lookup may come before the ranks have registered theirs."""
+    parts = share(config).parts
+    return KvCache((), [_group(config, at, parts, 0, []) for at in range(len(config.groups))])
+
+
+def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> Group:
+    group = config.groups[at]
+    keeps_state = group.group_id in config.extra_config.get(STATES, ())
+    return Group(
+        group=group.group_id,
+        # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
+        kind=GroupKind.FULL,
+        tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
+        refs=refs,
+        blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
+        parts=parts,
+        part=part,
+    )
+
+
+def _refs(refs: Sequence[Any]) -> list[Ref]:
+    # Layers of a group may be named with the same bytes (a packed row): those are moved once.
+    named = {(ref.tensor_idx, ref.page_size_bytes): None for ref in refs}
+    return [Ref(tensor, 0, size) for tensor, size in named]

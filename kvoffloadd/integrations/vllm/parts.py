@@ -1,0 +1,179 @@
+"""What a rank holds of each key, so that engines of several tensor-parallel sizes share what they store.
+
+With vLLM's `canonical_layout` a part of a key is an equal range of the model's KV heads. vLLM's mapping of a layer says
+which bytes of the page of all heads a rank's page has. A part is cut out of that in canonical order, so that it is the
+same bytes whatever the size of the engine. Without it, or where vLLM can't map pages, a rank's whole page is its part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvoffloadd.client import Ref
+from kvoffloadd.errors import UsageError
+from kvoffloadd.layout import LayerKind, Share, share_of
+from kvoffloadd.layout.geometry import Run, merged, refs_of
+
+HEADS = "kvoffloadd_heads"
+"""Key of extra_config under which `KVOffloaddConnector` says how many KV heads the model has in all."""
+
+CANONICAL_PARTS = "canonical_parts"
+"""Key of extra_config: how many parts a key has with `canonical_layout`; as many as KV heads if it is not set."""
+
+_MAPPED = (None, "LBHNC", "LBNHC")
+"""KV cache layouts in which a layer's page is one run of bytes; None: vLLM has not named it."""
+
+_Fragment = tuple[int, int, int]
+"""Offset in the canonical page, offset in the rank's page, length: in bytes."""
+
+
+def heads_of(vllm_config: Any) -> int:
+    """The model's KV heads, of all ranks together; 1 with MLA, whose latent every rank holds whole."""
+    model = vllm_config.model_config
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def why_one_size(config: Any) -> str:
+    """Why engines of other tensor-parallel sizes can't share with this one; empty if they can.
+
+    `config`: vLLM's OffloadingConfig; the scheduler's and the ranks' say the same.
+    """
+    parallel = config.parallel
+    if not config.canonical_layout:
+        return "canonical_layout is not set"
+    if parallel.world_size != parallel.tp_size or parallel.dcp_size > 1:
+        return "with pipeline or context parallelism a rank has other layers or tokens, not other heads alone"
+    if config.kv_cache_layout not in _MAPPED:
+        return f"vLLM does not map pages of the KV cache layout {config.kv_cache_layout}; it does those of LBHNC"
+    if not parallel.is_parallelism_agnostic:
+        return (
+            "vLLM can't map the pages of some layer: it keeps states (Mamba and the like), is quantised by token and "
+            f"head, or its KV heads can't be split over {parallel.tp_size} ranks"
+        )
+    return ""
+
+
+def by_heads(config: Any) -> bool:
+    """Whether a part is a range of heads, the same for engines of all tensor-parallel sizes.
+
+    `config`: vLLM's OffloadingConfig.
+    """
+    return not why_one_size(config)
+
+
+def share(config: Any) -> Share:
+    """What this rank has of each key. `config`: vLLM's OffloadingConfig; a scheduler's says rank 0.
+
+    Raises UsageError for parts that can't be, and where nobody has said how many heads there are.
+    """
+    parallel, extra = config.parallel, config.extra_config
+    parts = extra.get(CANONICAL_PARTS)
+    if parts is not None and (isinstance(parts, bool) or not isinstance(parts, int) or parts < 1):
+        raise UsageError(f"kv_connector_extra_config: {CANONICAL_PARTS} is a number of parts above 0, not {parts!r}")
+    if parts is not None and not config.canonical_layout:
+        raise UsageError(f'kv_connector_extra_config: {CANONICAL_PARTS} needs "canonical_layout": true')
+    if config.canonical_layout and HEADS not in extra:
+        raise UsageError(
+            "canonical_layout needs KVOffloaddConnector: vLLM's own connector tells no spec how many KV heads there are"
+        )
+    if by_heads(config):
+        heads = int(extra[HEADS])
+        try:
+            return share_of(LayerKind.FULL, heads, parallel.rank, parallel.tp_size, parts or heads)
+        except UsageError as error:
+            raise UsageError(f"kv_connector_extra_config: {CANONICAL_PARTS}: {error}") from None
+    if config.replicated_layout:
+        return Share(1, 0, 1, writes=True)  # vLLM has rank 0 alone store
+    return Share(parallel.world_size, parallel.rank, 1, writes=True)
+
+
+def head_repeats(layers: Mapping[str, Any]) -> dict[str, int]:
+    """How often a layer's page goes through all heads: once if they lie before tokens, else with every token, and for
+    K and V apart where these are. The strides of its tensor tell.
+
+    `layers`: the engine's tensors, as vLLM maps them: (block, head, token, content) or (block, K or V, token, head,
+    content). Others are left out.
+    """
+    found = {}
+    for layer, tensor in layers.items():
+        if isinstance(tensor, list | tuple) or tensor.ndim not in (4, 5):
+            continue
+        head, others = (1, (2,)) if tensor.ndim == 4 else (3, (1, 2))
+        repeats, strides = 1, tensor.stride()
+        for dim in others:
+            if strides[dim] >= strides[head]:
+                repeats *= int(tensor.shape[dim])
+        found[layer] = repeats
+    return found
+
+
+def held_refs(layers: Sequence[str], refs: Sequence[Any], repeats: Mapping[str, int], held: Share) -> list[list[Ref]]:
+    """The refs of each part that the rank holds, in canonical order, layer after layer.
+
+    `layers`, `refs`: of a group, vLLM's CanonicalKVCacheRefs. `repeats`: see `head_repeats`. Raises UsageError, naming
+    the layer, where a page can't be cut into parts.
+    """
+    if len(layers) != len(refs):
+        raise _uncut(", ".join(layers), "vLLM moves the pages of all layers as one")
+    parts: list[list[Ref]] = [[] for _ in range(held.held)]
+    seen: set[tuple[int, Any]] = set()
+    for layer, ref in zip(layers, refs, strict=True):
+        if (ref.tensor_idx, ref.mapping) in seen:
+            continue  # a layer that uses another one's cache adds nothing
+        seen.add((ref.tensor_idx, ref.mapping))
+        if ref.mapping is None or not ref.mapping.parallelism_agnostic:
+            raise _uncut(layer, "vLLM can't tell which heads its bytes belong to")
+        known = repeats.get(layer, 1 if held.parts == 1 else 0)
+        for part, runs in zip(parts, _cut(layer, ref.mapping, known, held), strict=True):
+            part += refs_of(ref.tensor_idx, runs)
+    return parts
+
+
+def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]:
+    """Where the parts that are held lie in the rank's page, each in canonical order."""
+    page, pieces = mapping.canonical_page_size_bytes, repeats * held.parts
+    if not pieces or page % pieces:
+        raise _uncut(layer, f"a page of {page} bytes is not {held.parts} equal parts")
+    piece = page // pieces
+    if held.held * repeats * piece != mapping.local_page_size_bytes:
+        has = f"{mapping.local_page_size_bytes} of the {page} bytes of a page"
+        raise _uncut(layer, f"a rank with {held.held} of {held.parts} parts has {has}")
+    fragments = sorted(_fragments(mapping.runs))
+    found = []
+    for part in range(held.part, held.part + held.held):
+        starts = range(part * piece, page, held.parts * piece)
+        runs = [run for start in starts for run in _local(layer, fragments, start, start + piece)]
+        if runs != sorted(runs):
+            raise _uncut(layer, f"its bytes of part {part} are not in canonical order")
+        found.append(merged(runs))
+    return found
+
+
+def _fragments(runs: Sequence[Any]) -> Iterator[_Fragment]:
+    """`runs`: vLLM's CopyRuns."""
+    for run in runs:
+        for at in range(run.num_fragments):
+            canonical = run.canonical_offset + at * run.canonical_stride
+            yield canonical, run.local_offset + at * run.local_stride, run.fragment_size
+
+
+def _local(layer: str, fragments: Sequence[_Fragment], start: int, end: int) -> Iterator[Run]:
+    """Where bytes `start` to `end` of the canonical page lie in the rank's page."""
+    at = start
+    while at < end:
+        found = bisect_right(fragments, at, key=lambda one: one[0]) - 1
+        canonical, local, length = fragments[max(found, 0)]
+        if not canonical <= at < canonical + length:
+            raise _uncut(layer, f"byte {at} of its canonical page is not on this rank, which should have it")
+        size = min(end, canonical + length) - at
+        yield local + at - canonical, size
+        at += size
+
+
+def _uncut(layer: str, why: str) -> UsageError:
+    return UsageError(
+        f"canonical_layout: layer {layer} can't be cut by heads: {why}; take canonical_layout out of "
+        "kv_connector_extra_config, and engines of one tensor-parallel size share"
+    )
