@@ -1,15 +1,19 @@
 """vLLM's OffloadingConnector for engines that are to outlive the daemon.
 
-vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks
-and has it computed, for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet.
+vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks,
+for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet. vLLM asks for its keys
+again then. Where the load failed in part, the daemon has dropped what was damaged, and what it still has is loaded: by
+vLLM's own rules the longest prefix that all groups have. Where it failed whole, nothing hits, and all is computed.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -21,6 +25,7 @@ from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -79,6 +84,7 @@ class KVOffloaddConnector(OffloadingConnector):
                 "with chunks of several blocks only prompts hit whose last full block ends a chunk"
             )
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
+        self._lost: set[str] = set()  # whose load some rank knows to have failed whole, until all ranks have ended it
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
@@ -101,16 +107,23 @@ class KVOffloaddConnector(OffloadingConnector):
             self._results.wake()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The scheduler's side: a request whose load failed computes, and stores, everything."""
+        """The scheduler's side: a request whose load failed computes, and stores, all that it does not load anew."""
         super().update_connector_output(connector_output)
         manager: KVOffloaddManager = self.scheduler.manager
-        for request in connector_output.failed_recving or ():
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerMetadata):
+            self._lost |= connector_output.kv_connector_worker_meta.lost
+        failed = connector_output.failed_recving or set()
+        for request in (connector_output.finished_recving or set()) - failed:
+            manager.load_succeeded(request)
+        for request in failed:
+            partial = request not in self._lost
+            self._lost.discard(request)
             status = self.scheduler._req_status.get(request)
             if status is None:
                 continue
-            spans = [(low, high) for low, high, _key in status.load_key_ranges]  # of all groups: they overlap
-            tokens = max(high for _, high in spans) - min(low for low, _ in spans) if spans else 0
-            manager.load_failed(request, tokens)
+            end = max((high for _low, high, _key in status.load_key_ranges), default=0)
+            keys = {key for _low, _high, key in status.load_key_ranges}
+            manager.load_failed(request, range(status.num_locally_computed_tokens, end), keys, partial=partial)
             if not status.req.is_finished():
                 self._failed.add(request)
             for group_state in status.group_states:
@@ -127,6 +140,12 @@ class KVOffloaddConnector(OffloadingConnector):
             return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """It has blocks for its prompt, and loads, or computes."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        held = self.scheduler._req_status[request.request_id].num_locally_computed_tokens + num_external_tokens
+        self.scheduler.manager.allocated(request.request_id, held, loads=num_external_tokens > 0)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
@@ -145,8 +164,25 @@ class KVOffloaddConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *arguments, **named)
 
 
+@dataclass
+class WorkerMetadata(OffloadingWorkerMetadata):
+    """What ranks tell the scheduler. `lost`: requests whose load failed, and not just in part."""
+
+    lost: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
+        """Of two ranks."""
+        both = super().aggregate(other)
+        return WorkerMetadata(both.completed_jobs, both.transfer_stats, self.lost | other.lost)
+
+
 class FailingWorker(OffloadingConnectorWorker):
     """vLLM's worker half, which asserts that every transfer succeeds, with results that may be failures."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """As vLLM's."""
+        super().__init__(*arguments)
+        self._lost: set[str] = set()
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Ended since the last call. A store never fails for the scheduler: what was dropped is a miss later."""
@@ -162,7 +198,17 @@ class FailingWorker(OffloadingConnectorWorker):
                 results.finished_recving.add(request)
                 if not ended.success:
                     results.failed_recving.add(request)
+                    if not ended.partial:
+                        self._lost.add(request)
         return results
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """With the loads among what has ended that were lost."""
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        lost, self._lost = self._lost, set()
+        return WorkerMetadata(meta.completed_jobs, meta.transfer_stats, lost)
 
     def sleep(self) -> None:
         """Nothing is stored or loaded until `wake`. Idempotent, as vLLM wants both."""
