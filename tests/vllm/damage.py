@@ -21,8 +21,8 @@ Choose = Callable[[Sequence[tuple[int, list[bytes]]]], tuple[int, bytes]]
 
 
 def damage(pid: int, group: int, key: bytes) -> None:
-    """Flip a bit of a key's payload, once that has its checksum. `group`: how many groups there were
-    before this one in the namespace, of those that have this key.
+    """Flip a bit of a key's payload, once that has its checksum. The daemon has known no other namespace, and has not
+    cleared this one: keyspaces have the numbers of groups then.
     """
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -40,12 +40,12 @@ def _damage(whole: Any, group: int, key: bytes) -> None:
     at += -(-slabs.nbytes // PAGE_BYTES) * PAGE_BYTES
     records = whole[at : at + 8 * RECORD_WORDS * pages].view(np.uint64).reshape(pages, RECORD_WORDS)
 
-    def places() -> Any:
-        same = (records[:, :4] == np.frombuffer(key, np.uint64)).all(axis=1)
-        return np.flatnonzero(same & (records[:, -1] != 0))
+    def places() -> list[int]:
+        same = (records[:, :4] == np.frombuffer(key, np.uint64)).all(axis=1) & (records[:, -1] != 0)
+        found: list[int] = np.flatnonzero(same & (records[:, 6] & np.uint64(0xFFFF) == group)).tolist()
+        return found
 
-    until(lambda: len(places()) > group, "the payload has its checksum")
-    place = sorted(places(), key=lambda one: int(records[one, 6]) & 0xFFFF)[group]
+    (place,) = until(places, "the payload has its checksum")
     slab, size = place // slab_pages, int(slabs[place // slab_pages])
     page = slab * slab_pages + (place - slab * slab_pages) * size
     arena = whole[arena_offset(capacity_bytes, slab_bytes) :]
