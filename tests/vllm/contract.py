@@ -19,6 +19,7 @@ import pytest
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
@@ -45,7 +46,7 @@ OURS = {
     FailingWorker: {"transfer_results", "sleep", "wake"},
     WorkerMetadata: set(),
     KVOffloaddSpec: set(),
-    KVOffloaddManager: {"load_failed", "load_succeeded", "allocated"},
+    KVOffloaddManager: {"load_failed", "load_succeeded", "allocated", "loads_again", "give_up"},
     KVOffloaddWorker: {"sleep", "wake"},
     KeysLoadStoreSpec: set(),
 }
@@ -267,6 +268,52 @@ def test_of_a_load_that_failed_in_part_what_is_right_is_kept(
     assert counted[FAILED] == len(asked)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_that_fail_in_part_hold_nobody_up(
+    engine: StartEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With more prompts than the engine has blocks for at a time: who finds none for a second load computes."""
+    one = engine(kind)
+    rng = random.Random(5)
+    asked = [[rng.randrange(3, 500) for _ in range(580)] for _ in range(8)]
+    one.generate([prompt[:292] for prompt in asked])
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "middle")
+    kept = one.generate(asked)
+    assert set(kept) <= {0, 288}
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (8, sum(kept), 8 * 576 - sum(kept))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_was_lost_is_computed(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """And not tried again: the daemon, which has all of it, may have hung for a minute."""
+    one = engine(kind)
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    finished, submit = KVOffloaddWorker.get_finished, KVOffloaddWorker.submit_load
+    loads = []
+
+    def note(worker: KVOffloaddWorker, job: int, *arguments: Any) -> bool:
+        loads.append(job)
+        return submit(worker, job, *arguments)
+
+    def lose(worker: KVOffloaddWorker) -> list[Any]:
+        return [dataclasses.replace(ended, success=ended.job_id not in loads) for ended in finished(worker)]
+
+    monkeypatch.setattr(KVOffloaddWorker, "submit_load", note)
+    monkeypatch.setattr(KVOffloaddWorker, "get_finished", lose)
+    assert one.generate(asked) == [0, 0, 0]
+    assert len(loads) == len(asked)
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (len(asked), 0, sum(HITS))
+
+
 def test_nobody_loads_for_ever(engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each load finds its last key damaged: the third one is the last."""
     one = engine()
@@ -281,11 +328,45 @@ def test_nobody_loads_for_ever(engine: StartEngine, asked: list[list[int]], monk
     assert counted[RECOMPUTED] == sum(len(prompt) // BLOCK * BLOCK for prompt in long)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_load_finds_a_damaged_key_for_all_that_share_it(
-    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize("loads", [1, 2])
+def test_an_abort_after_a_failed_load_leaves_nothing(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, loads: int
 ) -> None:
-    one = engine(kind)
+    """Before the request asks again, or while it loads the second time."""
+    one = engine()
+    one.generate(asked)
+    one.forget()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "end")
+    began = []
+    submit = KVOffloaddWorker.submit_load
+
+    def note(*arguments: Any) -> bool:
+        began.append(arguments)
+        return submit(*arguments)
+
+    monkeypatch.setattr(KVOffloaddWorker, "submit_load", note)
+    names = one.add(asked[2:])
+    connector = one.scheduler.connector
+    while len(began) < loads or (loads == 1 and not one.failed):
+        one.step()
+    one.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def ended() -> bool:
+        one.step()
+        return not one.scheduler.requests and not connector.scheduler.manager._requests
+
+    until(ended, "the request is gone")
+    until(lambda: _leased(one.daemon) == 0, "it pins nothing")
+    assert not connector._failed | connector._lost | connector._offered
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (1, 0, 0)
+
+
+def test_one_load_finds_a_damaged_key_for_all_that_share_it(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others were told that it is there, too: they ask anew."""
+    one = engine()
     one.generate(asked[2:])
     one.forget()
     one.scribble()

@@ -85,6 +85,7 @@ class KVOffloaddConnector(OffloadingConnector):
             )
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
         self._lost: set[str] = set()  # whose load some rank knows to have failed whole, until all ranks have ended it
+        self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
@@ -135,27 +136,40 @@ class KVOffloaddConnector(OffloadingConnector):
         vLLM looks at no request behind one that it finds no blocks for: those behind it may have loads that have ended,
         too, and hold the blocks that it needs, so that nobody would ever go on. Skipped once, it waits elsewhere.
         """
-        if request.request_id in self._failed:
-            self._failed.discard(request.request_id)
+        name, manager = request.request_id, self.scheduler.manager
+        if name in self._failed:
+            self._failed.discard(name)
             return None, False
+        if name in self._offered:
+            # No blocks for its second load. vLLM still counts those of the first one as about to be taken, for itself
+            # and for all whose loads failed: they would wait for each other. What computes is not held up by that.
+            self._offered.discard(name)
+            manager.give_up(name)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] and manager.loads_again(name):
+            self._offered.add(name)
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """It has blocks for its prompt, and loads, or computes."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._offered.discard(request.request_id)
         held = self.scheduler._req_status[request.request_id].num_locally_computed_tokens + num_external_tokens
         self.scheduler.manager.allocated(request.request_id, held, loads=num_external_tokens > 0)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
-        self._failed.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
         """It may have been aborted before it was asked for again."""
-        self._failed.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _forget(self, request: str) -> None:
+        self._failed.discard(request)
+        self._offered.discard(request)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:

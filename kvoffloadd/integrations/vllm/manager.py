@@ -168,6 +168,18 @@ class KVOffloaddManager(OffloadingManager):
                 if not other.loading and any(other.answers.get(key) is LookupState.HIT for key in keys):
                     self._drop(other)
 
+    def loads_again(self, request: str) -> bool:
+        """Whether a load of its failed, and what hits now is to be loaded in its place."""
+        state = self._requests.get(request)
+        return state is not None and bool(state.failed_tokens) and not state.given_up
+
+    def give_up(self, request: str) -> None:
+        """Nothing hits for it any more."""
+        state = self._requests.get(request)
+        if state is not None:
+            self._drop(state)
+            state.given_up = True
+
     def load_succeeded(self, request: str) -> None:
         """All that a request's load was to bring is there."""
         state = self._requests.get(request)
