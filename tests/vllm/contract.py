@@ -305,7 +305,8 @@ def test_a_load_that_was_lost_is_computed(
         return submit(worker, job, *arguments)
 
     def lose(worker: KVOffloaddWorker) -> list[Any]:
-        return [dataclasses.replace(ended, success=ended.job_id not in loads) for ended in finished(worker)]
+        results: list[Any] = finished(worker)
+        return [dataclasses.replace(one, success=one.job_id not in loads) for one in results]
 
     monkeypatch.setattr(KVOffloaddWorker, "submit_load", note)
     monkeypatch.setattr(KVOffloaddWorker, "get_finished", lose)
