@@ -25,7 +25,6 @@ from kvoffloadd.layout.plan import HOST, Allocated, Plan, TensorPlan
 from kvoffloadd.layout.reach import Reach, clip, descriptors
 from kvoffloadd.layout.rows import packed_rows, uniform_type
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerKind, LayerSpec, Mamba, Opaque, State, layer_kind
-from kvoffloadd.layout.validity import Loaded, valid_prefix
 
 __all__ = [
     "FLASHINFER_HND",
@@ -45,7 +44,6 @@ __all__ = [
     "LayerGroup",
     "LayerKind",
     "LayerSpec",
-    "Loaded",
     "Mamba",
     "Opaque",
     "Plan",
@@ -66,5 +64,4 @@ __all__ = [
     "packed_rows",
     "share_of",
     "uniform_type",
-    "valid_prefix",
 ]

@@ -20,9 +20,9 @@ HIT, MISS = KeyState.HIT, KeyState.MISS
 Start = Callable[..., Daemon]
 
 
-def flip_a_bit(daemon: Daemon, key: bytes, part: int = 0, size: int = PAGE) -> None:
-    """In the middle of a payload of group 0, in the daemon's own memory."""
-    payload = content(key, 0, part, 0, 0, size).tobytes()
+def flip_a_bit(daemon: Daemon, key: bytes, part: int = 0, size: int = PAGE, group: int = 0) -> None:
+    """In the middle of a payload, in the daemon's own memory."""
+    payload = content(key, group, part, 0, 0, size).tobytes()
     for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
         if "kvoffloadd-arena" in os.readlink(entry):
             with entry.open("r+b", buffering=0) as arena:
@@ -101,6 +101,41 @@ def test_a_corrupt_key_under_a_lease(verifying: Daemon, keys: Keys) -> None:
         assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, [0])
         assert rank.wrong(0, keys[1:], blocks[1:]) == 0
     rank.client.release(lease)
+
+
+def test_what_is_left_of_a_prompt_is_what_the_next_pin_tells(verifying: Daemon, keys: Keys) -> None:
+    """One key of each prompt is damaged: of full attention, of a window of two keys, or a state, in that group alone.
+
+    States are there at keys 2, 4 and 6. The bytes that the first load left in its blocks are not needed.
+    """
+    needs = {0: (GroupKind.FULL, 0), 1: (GroupKind.SLIDING, 2), 2: (GroupKind.MAMBA, 0)}
+    groups = [
+        Group(number, kind, 16, refs=(Ref(0, number * 1024, 1024),), window_keys=window)
+        for number, (kind, window) in needs.items()
+    ]
+    rank = verifying.welcome(Rank(verifying.socket, groups, namespace=NamespaceSpec(model="prompts")))
+    generator = np.random.default_rng(int.from_bytes(keys[0, :4].tobytes()))
+    for group, damaged, left in ((0, 4, 4), (0, 0, 0), (1, 5, 4), (1, 4, 4), (2, 5, 4)):
+        keys = new_keys(generator, 6)
+        for number, which in ((0, slice(6)), (1, slice(6)), (2, slice(1, 6, 2))):
+            rank.store_keys(keys[which], number)
+        assert rank.client.drain(5.0).unsealed == 0
+        flip_a_bit(verifying, keys[damaged].tobytes(), size=1024, group=group)
+        lengths = []
+        for _ in range(2):
+            found = rank.client.pin(dict.fromkeys(needs, keys))
+            length = int(found.boundaries[0]) // 16 if len(found.boundaries) else 0
+            first = {0: 0, 1: max(0, length - 2), 2: length - 1}
+            wanted = {number: (keys[first[number] : length], rank.blocks_of(number, 0, 6)) for number in needs}
+            wanted = {number: (some, blocks[: len(some)]) for number, (some, blocks) in wanted.items()}
+            rank.wipe()
+            result = rank.load(wanted, lease=found.lease) if length else None
+            rank.client.release(found.lease)
+            lengths.append(length)
+        assert lengths == [6, left]
+        if result is not None:
+            assert result.outcome is Outcome.DONE
+            assert all(rank.wrong(number, *one) == 0 for number, one in wanted.items())
 
 
 def test_only_corrupt_keys(verifying: Daemon, keys: Keys) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvoffloadd.layout
+from kvoffloadd.cache.memory.lookup import GroupHits, restorable_boundaries
 from kvoffloadd.client import GroupKind, Ref
 from kvoffloadd.layout import (
     FLASH_HND,
@@ -20,7 +21,6 @@ from kvoffloadd.layout import (
     LayerGroup,
     LayerKind,
     LayerSpec,
-    Loaded,
     Opaque,
     Reach,
     Rows,
@@ -31,8 +31,8 @@ from kvoffloadd.layout import (
     packed_pages,
     packed_rows,
     share_of,
-    valid_prefix,
 )
+from kvoffloadd.model import GroupSchema
 from tests.layout.models import layer, mamba, named, one_group
 
 TEXT = (Path(__file__).parents[2] / "docs" / "LAYOUTS.md").read_text(encoding="utf-8")
@@ -119,12 +119,13 @@ def test_rows() -> None:
 def test_windows() -> None:
     reach = Reach(GroupKind.SLIDING, 16, 24)
     assert (reach.blocks(48), reach.blocks(49)) == (range(1, 3), range(1, 4))
-    for failed, blocks in ((62, 62), (61, 0)):
+    for failed, blocks in ((62, [62]), (61, [])):
         valid = np.zeros(63, bool)
         valid[46:] = True
         valid[failed] = False
-        full = Loaded(GroupKind.FULL, 64, np.ones(63, bool))
-        assert valid_prefix([full, Loaded(GroupKind.SLIDING, 64, valid, 16)], 0) == blocks * 64
+        full = GroupHits(GroupSchema(0, GroupKind.FULL, 64), 0, np.ones(63, bool))
+        sliding = GroupHits(GroupSchema(1, GroupKind.SLIDING, 64, window_keys=16), 0, valid)
+        assert (restorable_boundaries([full, sliding]) // 64).tolist() == blocks
 
 
 @pytest.mark.parametrize(

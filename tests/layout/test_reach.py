@@ -1,15 +1,14 @@
-"""Transfers that know groups: windows, partial hits, and what is valid after failures."""
+"""Transfers that know groups: windows and partial hits."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.client import GroupKind, Ref
 from kvoffloadd.errors import UsageError
-from kvoffloadd.layout import Loaded, Reach, clip, descriptors, valid_prefix
+from kvoffloadd.layout import Reach, clip, descriptors
 
 FULL = Reach(GroupKind.FULL, 64)
 SLIDING = Reach(GroupKind.SLIDING, 64, 1024)
@@ -78,83 +77,3 @@ def test_what_is_no_reach() -> None:
     for wrong in ((GroupKind.FULL, 64, 5), (GroupKind.SLIDING, 64, 0), (GroupKind.MAMBA, 0, 0)):
         with pytest.raises(UsageError, match="a group of kind"):
             Reach(*wrong)
-
-
-# --- failures ---
-
-
-def after_load(failed_full: tuple[int, ...] = (), failed_sliding: tuple[int, ...] = ()) -> list[Loaded]:
-    """63 blocks, nothing local, sliding blocks 46 to 62 loaded; the sliding group first."""
-    full, sliding = np.ones(63, bool), np.zeros(63, bool)
-    sliding[46:] = True
-    full[list(failed_full)] = False
-    sliding[list(failed_sliding)] = False
-    return [Loaded(GroupKind.SLIDING, 64, sliding, 16), Loaded(GroupKind.FULL, 64, full)]
-
-
-@pytest.mark.parametrize(
-    ("full", "sliding", "blocks"),
-    [
-        ((), (), 63),
-        ((), (62,), 62),
-        ((62,), (62,), 62),
-        ((62,), (), 62),
-        ((61,), (61,), 0),
-        ((), (61,), 0),
-        ((), (60,), 0),
-        ((), (50,), 0),
-        ((50,), (), 0),
-        ((), (46,), 63),
-    ],
-)
-def test_what_is_valid_after_a_failure(full: tuple[int, ...], sliding: tuple[int, ...], blocks: int) -> None:
-    """Cutting at the failed block would serve wrong bytes: earlier boundaries need blocks that nobody asked for."""
-    groups = after_load(full, sliding)
-    tokens = valid_prefix(groups, 0)
-    assert tokens == blocks * 64
-    for group in groups:
-        kept = group.kept(tokens)
-        assert not kept[blocks:].any()
-        assert not (kept & ~group.valid).any()
-    assert valid_prefix(groups, 20 * 64) == max(20, blocks) * 64
-
-
-def test_no_groups() -> None:
-    assert valid_prefix([], 128) == 128
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> list[Loaded]:
-    groups = []
-    for _ in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(GroupKind))
-        valid = np.array(draw(st.lists(st.sampled_from([True, True, True, False]), max_size=24)), bool)
-        window = draw(st.integers(1, 6)) if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0
-        groups.append(Loaded(kind, draw(st.sampled_from([2, 4, 6])), valid, window))
-    return groups
-
-
-def needs(group: Loaded, length: int) -> set[int]:
-    """Keys that a prefix of `length` keys needs, one by one."""
-    return {
-        key
-        for key in range(length)
-        if group.kind == GroupKind.FULL
-        or (group.kind == GroupKind.SLIDING and length - key <= group.window_keys)
-        or (group.kind == GroupKind.CHUNKED and key // group.window_keys == length // group.window_keys)
-        or (group.kind == GroupKind.MAMBA and key == length - 1)
-    }
-
-
-@QUICK
-@given(loads(), st.integers(0, 40))
-def test_the_valid_prefix_is_the_longest_that_all_groups_can_serve(groups: list[Loaded], local: int) -> None:
-    best = local
-    for tokens in range(1, 24 * 6 + 1):
-        lengths = [divmod(tokens, group.tokens_per_key) for group in groups]
-        if all(
-            rest == 0 and length <= len(group.valid) and all(group.valid[key] for key in needs(group, length))
-            for group, (length, rest) in zip(groups, lengths, strict=True)
-        ):
-            best = max(best, tokens)
-    assert valid_prefix(groups, local) == best

@@ -11,6 +11,7 @@ import inspect
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,14 +19,16 @@ import pytest
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
-from kvoffloadd.integrations.vllm.connector import FailingWorker
+from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
+from tests.vllm.damage import CHOICES, damaging
 from tests.vllm.engine import by_connector, by_spec
 from tests.vllm.modelless import BLOCK, HEADS, Modelless
 
@@ -41,8 +44,9 @@ HITS = [96, 96, 128]
 OURS = {
     KVOffloaddConnector: set() if RELEASE.tells_of_sleep else {"unregister_kv_caches", "restore_kv_caches"},
     FailingWorker: {"transfer_results", "sleep", "wake"},
+    WorkerMetadata: set(),
     KVOffloaddSpec: set(),
-    KVOffloaddManager: {"load_failed"},
+    KVOffloaddManager: {"load_failed", "load_succeeded", "allocated", "loads_again", "give_up"},
     KVOffloaddWorker: {"sleep", "wake"},
     KeysLoadStoreSpec: set(),
 }
@@ -75,10 +79,13 @@ FIELDS = {
         "finished_sending finished_recving failed_recving"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": (
-        "req load_key_ranges group_states"
+        "req load_key_ranges group_states num_locally_computed_tokens"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": "next_stored_chunk_idx",
-    "vllm.v1.outputs:KVConnectorOutput": "failed_recving kv_connector_worker_meta",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingWorkerMetadata": (
+        "completed_jobs transfer_stats"
+    ),
+    "vllm.v1.outputs:KVConnectorOutput": "finished_recving failed_recving kv_connector_worker_meta",
     "vllm.config:KVTransferConfig": "kv_load_failure_policy kv_connector_extra_config",
     "vllm.config:ModelConfig": (
         "revision dtype quantization hf_overrides hf_config_path max_model_len hf_text_config multimodal_config "
@@ -121,6 +128,14 @@ def test_fields(path: str) -> None:
     assert set(FIELDS[path].split()) <= there
 
 
+def test_a_load_that_one_rank_lost_is_lost() -> None:
+    """vLLM adds up what the ranks tell."""
+    one, other = WorkerMetadata({1: 1, 2: 1}, lost={"a"}), WorkerMetadata({1: 1}, lost={"b"})
+    both = one.aggregate(other)
+    assert (both.completed_jobs, both.lost) == ({1: 2, 2: 1}, {"a", "b"})
+    assert both.aggregate(WorkerMetadata({2: 1})).lost == {"a", "b"}
+
+
 # --- driven by vLLM's scheduler -----------------------------------------------------------------------
 
 
@@ -136,7 +151,7 @@ def engine(start_daemon: StartDaemon, tiny: str) -> Iterator[StartEngine]:
     made: list[Modelless] = []
 
     def start(kind: str = "dense", route: Callable[..., dict[str, Any]] = by_connector, **extra: Any) -> Modelless:
-        daemon = start_daemon(memory="64MiB")
+        daemon = start_daemon("memory.verify_loads=true", memory="64MiB")
         made.append(Modelless(tiny, kind, daemon, route(daemon.socket, BLOCK, **extra)))
         until(lambda: len(daemon.sessions()) == 2, "scheduler and worker are there")
         until(lambda: made[-1].generate([[3] * 40]) and _keys(daemon), "something was stored")
@@ -217,6 +232,181 @@ def test_a_failed_load_is_computed(engine: StartEngine, asked: list[list[int]], 
     assert not one.daemon.alive
     one.forget()
     assert one.generate(asked) == [0, 0, 0]
+
+
+FAILED, KEPT, RECOMPUTED = (f"vllm:kvoffloadd_{what}" for what in ("failed_loads", "kept_tokens", "recomputed_tokens"))
+
+
+def counters(one: Modelless) -> Counter[str]:
+    """What the manager counts from now on."""
+    manager = one.scheduler.connector.scheduler.manager
+    found: Counter[str] = Counter()
+    get_stats = manager.get_stats
+
+    def note() -> Any:
+        stats = get_stats()
+        found.update({} if stats is None else stats.reduce())
+        return stats
+
+    manager.get_stats = note
+    return found
+
+
+def damage_loads(one: Modelless, monkeypatch: pytest.MonkeyPatch, which: str, loads: int = 1) -> None:
+    """See `damaging`."""
+    one.daemon.expected_in_log = "checksum"
+    pid = one.daemon.pid
+    submit = damaging(KVOffloaddWorker.submit_load, pid, CHOICES[which], loads)
+    monkeypatch.setattr(KVOffloaddWorker, "submit_load", submit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "kept"),
+    [
+        ("dense", "first", [0, 0, 0, 0]),
+        ("dense", "middle", [32, 32, 64, 96]),
+        ("dense", "end", [64, 64, 96, 192]),
+        ("hybrid", "middle", [32, 32, 64, 64]),
+        ("hybrid", "end", [64, 64, 96, 64]),
+        ("hybrid", "window", [64, 64, 96, 64]),
+    ],
+)
+def test_of_a_load_that_failed_in_part_what_is_right_is_kept(
+    engine: StartEngine,
+    asked: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    which: str,
+    kept: list[int],
+) -> None:
+    """One key of each prompt is damaged: what is behind it is computed, and stored; every byte is looked at.
+
+    Of windows vLLM stores those at the ends of prompts, and a prompt ended at token 64: there the long one goes on.
+    """
+    one = engine(kind)
+    asked = [*asked, asked[1][::-1] + asked[2]]
+    one.generate([prompt[:70] for prompt in asked])
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, which)
+    assert one.generate(asked) == kept
+    assert (counted[FAILED], counted[KEPT]) == (len(asked), sum(kept))
+    assert counted[KEPT] + counted[RECOMPUTED] == sum(HITS) + 224
+    one.forget()
+    one.scribble()
+    assert one.generate(asked) == [*HITS, 224]
+    assert counted[FAILED] == len(asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_that_fail_in_part_hold_nobody_up(
+    engine: StartEngine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With more prompts than the engine has blocks for at a time: who finds none for a second load computes."""
+    one = engine(kind)
+    rng = random.Random(5)
+    asked = [[rng.randrange(3, 500) for _ in range(580)] for _ in range(8)]
+    one.generate([prompt[:292] for prompt in asked])
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "middle")
+    kept = one.generate(asked)
+    assert set(kept) <= {0, 288}
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (8, sum(kept), 8 * 576 - sum(kept))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_that_was_lost_is_computed(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """And not tried again: the daemon, which has all of it, may have hung for a minute."""
+    one = engine(kind)
+    one.generate(asked)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    finished, submit = KVOffloaddWorker.get_finished, KVOffloaddWorker.submit_load
+    loads = []
+
+    def note(worker: KVOffloaddWorker, job: int, *arguments: Any) -> bool:
+        loads.append(job)
+        return submit(worker, job, *arguments)
+
+    def lose(worker: KVOffloaddWorker) -> list[Any]:
+        results: list[Any] = finished(worker)
+        return [dataclasses.replace(one, success=one.job_id not in loads) for one in results]
+
+    monkeypatch.setattr(KVOffloaddWorker, "submit_load", note)
+    monkeypatch.setattr(KVOffloaddWorker, "get_finished", lose)
+    assert one.generate(asked) == [0, 0, 0]
+    assert len(loads) == len(asked)
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (len(asked), 0, sum(HITS))
+
+
+def test_nobody_loads_for_ever(engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load finds its last key damaged: the third one is the last."""
+    one = engine()
+    long = [prompt * 3 for prompt in asked]
+    one.generate(long)
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "end", loads=9)
+    assert one.generate(long) == [0, 0, 0]
+    assert (counted[FAILED], counted[KEPT]) == (9, 0)
+    assert counted[RECOMPUTED] == sum(len(prompt) // BLOCK * BLOCK for prompt in long)
+
+
+@pytest.mark.parametrize("loads", [1, 2])
+def test_an_abort_after_a_failed_load_leaves_nothing(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, loads: int
+) -> None:
+    """Before the request asks again, or while it loads the second time."""
+    one = engine()
+    one.generate(asked)
+    one.forget()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "end")
+    began = []
+    submit = KVOffloaddWorker.submit_load
+
+    def note(*arguments: Any) -> bool:
+        began.append(arguments)
+        return submit(*arguments)
+
+    monkeypatch.setattr(KVOffloaddWorker, "submit_load", note)
+    names = one.add(asked[2:])
+    connector = one.scheduler.connector
+    while len(began) < loads or (loads == 1 and not one.failed):
+        one.step()
+    one.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def ended() -> bool:
+        one.step()
+        return not one.scheduler.requests and not connector.scheduler.manager._requests
+
+    until(ended, "the request is gone")
+    until(lambda: _leased(one.daemon) == 0, "it pins nothing")
+    assert not connector._failed | connector._lost | connector._offered
+    assert (counted[FAILED], counted[KEPT], counted[RECOMPUTED]) == (1, 0, 0)
+
+
+def test_one_load_finds_a_damaged_key_for_all_that_share_it(
+    engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others were told that it is there, too: they ask anew."""
+    one = engine()
+    one.generate(asked[2:])
+    one.forget()
+    one.scribble()
+    counted = counters(one)
+    damage_loads(one, monkeypatch, "end")
+    one.generate([asked[2] + [at] * 40 for at in range(3, 9)])
+    assert counted[FAILED] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -167,6 +167,11 @@ class Engine:
         self._say(do="kill_before_load", pid=pid)
         self._answer(ANSWER_S)
 
+    def damage_loads(self, pid: int, which: str) -> None:
+        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        self._say(do="damage_loads", pid=pid, which=which)
+        self._answer(ANSWER_S)
+
     # --- its life ---
 
     @property

@@ -69,6 +69,15 @@ class Served:
         KVOffloaddWorker.submit_load = kill  # type: ignore[method-assign]
         return {}
 
+    def damage_loads(self, pid: int, which: str) -> Answer:
+        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+        from tests.vllm.damage import CHOICES, damaging
+
+        submit = damaging(KVOffloaddWorker.submit_load, pid, CHOICES[which])
+        KVOffloaddWorker.submit_load = submit  # type: ignore[method-assign]
+        return {}
+
     def shutdown(self) -> None:
         """Give back what engine and connector hold."""
         self._llm.llm_engine.engine_core.shutdown()

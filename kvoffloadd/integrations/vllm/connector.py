@@ -1,15 +1,19 @@
 """vLLM's OffloadingConnector for engines that are to outlive the daemon.
 
-vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks
-and has it computed, for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet.
+vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks,
+for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet. vLLM asks for its keys
+again then. Where the load failed in part, the daemon has dropped what was damaged, and what it still has is loaded: by
+vLLM's own rules the longest prefix that all groups have. Where it failed whole, nothing hits, and all is computed.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -23,6 +27,7 @@ from kvoffloadd.integrations.vllm.versions import refuse_sleep
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -82,6 +87,8 @@ class KVOffloaddConnector(OffloadingConnector):
                 "with chunks of several blocks only prompts hit whose last full block ends a chunk"
             )
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
+        self._lost: set[str] = set()  # whose load some rank knows to have failed whole, until all ranks have ended it
+        self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
@@ -104,16 +111,23 @@ class KVOffloaddConnector(OffloadingConnector):
             self._results.wake()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The scheduler's side: a request whose load failed computes, and stores, everything."""
+        """The scheduler's side: a request whose load failed computes, and stores, all that it does not load anew."""
         super().update_connector_output(connector_output)
         manager: KVOffloaddManager = self.scheduler.manager
-        for request in connector_output.failed_recving or ():
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerMetadata):
+            self._lost |= connector_output.kv_connector_worker_meta.lost
+        failed = connector_output.failed_recving or set()
+        for request in (connector_output.finished_recving or set()) - failed:
+            manager.load_succeeded(request)
+        for request in failed:
+            partial = request not in self._lost
+            self._lost.discard(request)
             status = self.scheduler._req_status.get(request)
             if status is None:
                 continue
-            spans = [(low, high) for low, high, _key in status.load_key_ranges]  # of all groups: they overlap
-            tokens = max(high for _, high in spans) - min(low for low, _ in spans) if spans else 0
-            manager.load_failed(request, tokens)
+            end = max((high for _low, high, _key in status.load_key_ranges), default=0)
+            keys = {key for _low, _high, key in status.load_key_ranges}
+            manager.load_failed(request, range(status.num_locally_computed_tokens, end), keys, partial=partial)
             if not status.req.is_finished():
                 self._failed.add(request)
             for group_state in status.group_states:
@@ -125,21 +139,40 @@ class KVOffloaddConnector(OffloadingConnector):
         vLLM looks at no request behind one that it finds no blocks for: those behind it may have loads that have ended,
         too, and hold the blocks that it needs, so that nobody would ever go on. Skipped once, it waits elsewhere.
         """
-        if request.request_id in self._failed:
-            self._failed.discard(request.request_id)
+        name, manager = request.request_id, self.scheduler.manager
+        if name in self._failed:
+            self._failed.discard(name)
             return None, False
+        if name in self._offered:
+            # No blocks for its second load. vLLM still counts those of the first one as about to be taken, for itself
+            # and for all whose loads failed: they would wait for each other. What computes is not held up by that.
+            self._offered.discard(name)
+            manager.give_up(name)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] and manager.loads_again(name):
+            self._offered.add(name)
         return found
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """It has blocks for its prompt, and loads, or computes."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._offered.discard(request.request_id)
+        held = self.scheduler._req_status[request.request_id].num_locally_computed_tokens + num_external_tokens
+        self.scheduler.manager.allocated(request.request_id, held, loads=num_external_tokens > 0)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
-        self._failed.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
         """It may have been aborted before it was asked for again."""
-        self._failed.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _forget(self, request: str) -> None:
+        self._failed.discard(request)
+        self._offered.discard(request)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
@@ -148,8 +181,25 @@ class KVOffloaddConnector(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *arguments, **named)
 
 
+@dataclass
+class WorkerMetadata(OffloadingWorkerMetadata):
+    """What ranks tell the scheduler. `lost`: requests whose load failed, and not just in part."""
+
+    lost: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
+        """Of two ranks."""
+        both = super().aggregate(other)
+        return WorkerMetadata(both.completed_jobs, both.transfer_stats, self.lost | other.lost)
+
+
 class FailingWorker(OffloadingConnectorWorker):
     """vLLM's worker half, which asserts that every transfer succeeds, with results that may be failures."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """As vLLM's."""
+        super().__init__(*arguments)
+        self._lost: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM makes bytes of the layers, and with them our worker, which needs to know the order of their heads."""
@@ -170,7 +220,17 @@ class FailingWorker(OffloadingConnectorWorker):
                 results.finished_recving.add(request)
                 if not ended.success:
                     results.failed_recving.add(request)
+                    if not ended.partial:
+                        self._lost.add(request)
         return results
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """With the loads among what has ended that were lost."""
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        lost, self._lost = self._lost, set()
+        return WorkerMetadata(meta.completed_jobs, meta.transfer_stats, lost)
 
     def sleep(self) -> None:
         """Nothing is stored or loaded until `wake`. Idempotent, as vLLM wants both."""

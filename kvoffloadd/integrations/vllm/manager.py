@@ -53,6 +53,7 @@ _HIT = "vllm:kvoffloadd_hit_keys"
 _TIMED_OUT = "vllm:kvoffloadd_lookup_timeouts"
 _FAILED_LOADS = "vllm:kvoffloadd_failed_loads"
 _RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
+_KEPT = "vllm:kvoffloadd_kept_tokens"
 
 
 class KVOffloaddManager(OffloadingManager):
@@ -155,14 +156,43 @@ class KVOffloaddManager(OffloadingManager):
         if state.phase is RequestPhase.ENDING:
             del self._requests[req_context.req_id]
 
-    def load_failed(self, request: str, tokens: int) -> None:
-        """A request's load failed: nothing hits for it any more, or it might fail for ever."""
+    def load_failed(self, request: str, tokens: range, keys: Collection[OffloadKey], *, partial: bool) -> None:
+        """A request's load of these tokens failed: see `RequestState.fail`."""
         self._stats.increase_counter(_FAILED_LOADS)
-        self._stats.increase_counter(_RECOMPUTED, tokens)
         state = self._requests.setdefault(request, RequestState(request))
-        self._drop(state)
-        state.loaded.clear()
-        state.given_up = True
+        self._fresh.pop(request, None)
+        self._forget(state.fail(tokens, partial=partial))
+        if partial:
+            # Others were told of the same keys that they hit. Each of them would find out by a load of its own.
+            for other in self._requests.values():
+                if not other.loading and any(other.answers.get(key) is LookupState.HIT for key in keys):
+                    self._drop(other)
+
+    def loads_again(self, request: str) -> bool:
+        """Whether a load of its failed, and what hits now is to be loaded in its place."""
+        state = self._requests.get(request)
+        return state is not None and bool(state.failed_tokens) and not state.given_up
+
+    def give_up(self, request: str) -> None:
+        """Nothing hits for it any more."""
+        state = self._requests.get(request)
+        if state is not None:
+            self._drop(state)
+            state.given_up = True
+
+    def load_succeeded(self, request: str) -> None:
+        """All that a request's load was to bring is there."""
+        state = self._requests.get(request)
+        if state is not None:
+            self._account(state)
+
+    def allocated(self, request: str, prefix_tokens: int, *, loads: bool) -> None:
+        """A request has got blocks, and has that many tokens, or `loads` the last of them."""
+        state = self._requests.get(request)
+        if state is not None:
+            state.prefix_tokens = prefix_tokens
+            if not loads:
+                self._account(state)
 
     # --- stores --------------------------------------------------------------------------------------
 
@@ -267,6 +297,12 @@ class KVOffloaddManager(OffloadingManager):
                 continue
             self._stats.increase_counter(_HIT, state.learn(pin, self._generation, monotonic()))
 
+    def _account(self, state: RequestState) -> None:
+        if state.failed_tokens:
+            kept, recomputed = state.account()
+            self._stats.increase_counter(_KEPT, kept)
+            self._stats.increase_counter(_RECOMPUTED, recomputed)
+
     def _drop(self, state: RequestState) -> None:
         self._fresh.pop(state.request, None)
         self._forget(state.forget())
@@ -284,6 +320,7 @@ def metric_definitions() -> dict[str, Any]:
         _LOOKED_UP: OffloadingCounterMetadata("Keys that the daemon was asked for."),
         _HIT: OffloadingCounterMetadata("Keys that were there, and pinned."),
         _TIMED_OUT: OffloadingCounterMetadata("Requests that gave up waiting for keys."),
-        _FAILED_LOADS: OffloadingCounterMetadata("Requests whose load failed, and was recomputed."),
+        _FAILED_LOADS: OffloadingCounterMetadata("Loads of requests that failed, whole or in part."),
         _RECOMPUTED: OffloadingCounterMetadata("Tokens that were to be loaded, and were recomputed."),
+        _KEPT: OffloadingCounterMetadata("Tokens of failed loads that were not recomputed after all."),
     }

@@ -11,6 +11,8 @@ from kvoffloadd.integrations.vllm.keys import by_group, group_of, key_of
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 
 _ASK_AGAIN_S = 0.005
+_LOADS_AGAIN = 2
+"""How often a request whose load failed in part loads anew. What was damaged is dropped by then and misses."""
 
 
 class LookupState(enum.Enum):
@@ -55,6 +57,11 @@ class RequestState:
     """What the daemon has given it."""
     given_up: bool = False
     """What does not hit by now misses for the rest of its life, also after a load or a preemption."""
+    failed_loads: int = 0
+    failed_tokens: range = range(0)
+    """What its first failed load was to bring, by position in its prompt, until `account`."""
+    prefix_tokens: int = 0
+    """How many tokens it had, or loaded, when it last got blocks; what is behind them it computes."""
     waiting_since: float = 0.0
     postponed_at: float = 0.0
     """When it was last POSTPONED."""
@@ -151,6 +158,24 @@ class RequestState:
         if self.phase is RequestPhase.ASKING:
             self.phase = RequestPhase.IDLE
         return pins
+
+    def fail(self, tokens: range, *, partial: bool) -> list[PinRequest]:
+        """A load of these tokens has failed; the pins that are to be released.
+
+        Where it failed in part, and not too often, the request asks anew: what hits then is loaded. Else nothing hits.
+        """
+        self.loaded.clear()
+        self.failed_loads += 1
+        self.failed_tokens = self.failed_tokens or tokens
+        if not partial or self.failed_loads > _LOADS_AGAIN:
+            self.given_up = True
+        return self.forget()
+
+    def account(self) -> tuple[int, int]:
+        """How many of the tokens whose load failed the request has all the same, and how many it computes."""
+        tokens, self.failed_tokens = self.failed_tokens, range(0)
+        kept = len(range(tokens.start, min(tokens.stop, self.prefix_tokens)))
+        return kept, len(tokens) - kept
 
     def is_there(self, key: bytes) -> bool:
         """Whether the daemon had it when it was last asked, so that it need not be stored."""

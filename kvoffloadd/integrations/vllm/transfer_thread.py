@@ -54,23 +54,29 @@ class Transfer:
 class Ended:
     """How one ended; its blocks are the engine's. `success` of a load: every wanted block holds what was asked for.
 
-    A store has always success: what could not be stored is a miss later.
+    `partial`, of a load without success: the daemon carried all of it out, but for keys that it had not or has dropped
+    by now, because they were damaged. A store has always success: what could not be stored is a miss later.
     """
 
     number: int
     success: bool
     bytes: int
     seconds: float
+    partial: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """A transfer under way, in as many jobs as it takes. `unasked`: for how many of them there was no daemon."""
+    """A transfer under way, in as many jobs as it takes. `unasked`: for how many of them there was no daemon.
+
+    Of the jobs that have ended: `whole`, if all keys were copied; `carried_out`, if all of them that were there.
+    """
 
     transfer: Transfer
     unasked: int
     jobs: int = 0
     whole: bool = True
+    carried_out: bool = True
     bytes: int = 0
     seconds: float = 0.0
 
@@ -79,7 +85,7 @@ class _Course:
         self.jobs -= 1
         result = job.result
         if result is None:
-            self.whole = False
+            self.whole = self.carried_out = False
             return
         self.bytes += result.bytes
         self.seconds = max(self.seconds, result.seconds)  # they run side by side
@@ -87,11 +93,13 @@ class _Course:
         if not whole and self.transfer.direction is Direction.LOAD:
             logger.warning("kvoffloadd: a load %s: %s", result.outcome, result.reason or "keys were missing")
         self.whole &= whole
+        self.carried_out &= result.outcome in (Outcome.DONE, Outcome.PARTIAL)
 
     def ended(self) -> Ended:
         """Once no job is left."""
         success = self.transfer.direction is Direction.STORE or (self.whole and not self.unasked)
-        return Ended(self.transfer.number, success, self.bytes, self.seconds)
+        partial = not success and self.carried_out and not self.unasked
+        return Ended(self.transfer.number, success, self.bytes, self.seconds, partial)
 
 
 class SleepPhase(enum.Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -30,6 +31,13 @@ class KeysLoadStoreSpec(LoadStoreSpec):
     def __init__(self, offload_keys: Iterable[bytes], group_ids: Sequence[int], generation: int) -> None:
         named = by_group(offload_keys, generation)
         self.groups: list[tuple[int, list[bytes]]] = [(group, named.get(group, [])) for group in group_ids]
+
+
+@dataclass
+class LoadStoreResult(TransferResult):
+    """`partial`: see `Ended`."""
+
+    partial: bool = False
 
 
 class KVOffloaddWorker(OffloadingWorker):
@@ -65,14 +73,15 @@ class KVOffloaddWorker(OffloadingWorker):
         self._transfer_thread.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[LoadStoreResult]:
         """Those that ended since the last call."""
         return [
-            TransferResult(
+            LoadStoreResult(
                 job_id=ended.number,
                 success=ended.success,
                 transfer_size=ended.bytes or None,
                 transfer_time=ended.seconds if ended.bytes else None,
+                partial=ended.partial,
             )
             for ended in self._transfer_thread.ended()
         ]

@@ -152,3 +152,67 @@ def test_a_request_without_room_waits_on_after_it_has_settled() -> None:
     state.postpone(0.0)
     state.settle()
     assert answers(state, 5.0) == [LookupState.ASKED] * 3, "as long as for keys from disk: not its second of timeout"
+
+
+def held(state: RequestState) -> PinRequest:
+    """All keys hit, and are pinned."""
+    pin = asked(state)
+    pin.states = {0: bytes([KeyState.HIT] * 3)}
+    state.learn(pin, 0, 0.0)
+    state.phase = RequestPhase.LOADING
+    return pin
+
+
+def test_a_load_that_failed_in_part_is_asked_for_anew() -> None:
+    """Twice: a daemon that says each time that all is there must not hold anybody up for ever."""
+    state = RequestState("r")
+    for _ in range(2):
+        pin = held(state)
+        assert state.fail(range(96), partial=True) == [pin]
+        assert (state.phase, state.pins, state.loading) == (RequestPhase.IDLE, [], False)
+    held(state)
+    state.fail(range(96), partial=True)
+    assert answers(state, 0.0) == [LookupState.MISS] * 3
+
+
+def test_a_load_that_was_lost_is_not_asked_for_anew() -> None:
+    """The daemon is dead, or hangs: nobody waits for it twice."""
+    state = RequestState("r")
+    held(state)
+    state.fail(range(96), partial=False)
+    assert answers(state, 0.0) == [LookupState.MISS] * 3
+
+
+def test_nothing_of_a_failed_load_counts_as_there() -> None:
+    """What the request computes is to be stored, the damaged key above all."""
+    state = RequestState("r")
+    held(state)
+    state.loaded.update(KEYS)
+    state.fail(range(96), partial=True)
+    assert not any(state.is_there(key) for key in KEYS)
+
+
+def test_tokens_of_a_failed_load_are_kept_or_computed() -> None:
+    state = RequestState("r")
+    for prefix, account in ((0, (0, 64)), (32, (0, 64)), (64, (32, 32)), (96, (64, 0)), (128, (64, 0))):
+        state.fail(range(32, 96), partial=True)
+        state.prefix_tokens = prefix
+        assert state.account() == account
+        assert state.account() == (0, 0), "once"
+
+
+def test_of_several_failed_loads_the_tokens_count_once() -> None:
+    """Those of the first: it was to bring the most."""
+    state = RequestState("r")
+    state.fail(range(96), partial=True)
+    state.fail(range(64), partial=True)
+    state.prefix_tokens = 32
+    assert state.account() == (32, 64)
+
+
+def test_a_request_that_ends_during_its_load_stays_so() -> None:
+    state = RequestState("r")
+    held(state)
+    state.phase = RequestPhase.ENDING
+    state.fail(range(96), partial=True)
+    assert state.phase is RequestPhase.ENDING

@@ -82,7 +82,8 @@ def test_a_load_fails_where_one_piece_does(start_daemon: Start, lines: Make, key
     transfer_thread.submit(Transfer(1, STORE, there))
     ended(transfer_thread, 1)
     transfer_thread.submit(Transfer(2, LOAD, chunks(keys, 0)))
-    assert not ended(transfer_thread, 2)[0].success
+    (loaded,) = ended(transfer_thread, 2)
+    assert (loaded.success, loaded.partial) == (False, True)
 
 
 def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start, lines: Make, keys: Keys) -> None:
@@ -94,7 +95,9 @@ def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start,
     daemon.kill()
     for number in range(2, 6):
         transfer_thread.submit(Transfer(number, STORE if number % 2 else LOAD, chunks(keys, 0)))
-    assert [one.success for one in ended(transfer_thread, 2, 3, 4, 5)] == [False, True, False, True]
+    found = ended(transfer_thread, 2, 3, 4, 5)
+    assert [one.success for one in found] == [False, True, False, True]
+    assert not any(one.partial for one in found)
     daemon.start()
     until(lambda: daemon.sessions(), "it is back")
     transfer_thread.submit(Transfer(6, STORE, chunks(keys, 0)))
@@ -115,9 +118,34 @@ def test_a_daemon_that_dies_at_work(start_daemon: Start, lines: Make, keys: Keys
     transfer_thread.submit(Transfer(2, direction, wanted))
     until(lambda: daemon.status()["running"]["jobs"] > 0, "it is at work")
     daemon.kill()
-    assert ended(transfer_thread, 2)[0].success is (direction is STORE)
+    (lost,) = ended(transfer_thread, 2)
+    assert (lost.success, lost.partial) == (direction is STORE, False)
     daemon.start()
     until(lambda: mapped(daemon) > 0, "it is registered with again")
+
+
+def test_a_load_that_fails_whole_is_not_partial(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """The copy of one of its jobs fails, the third there is; of the other job a key is missing."""
+    daemon = start_daemon("limits.keys_per_request=6", faults="fail_every=3")
+    transfer_thread, rank = lines(daemon).transfer_thread()
+    there = chunks(keys[:11], 0)
+    fill(rank, there)
+    transfer_thread.submit(Transfer(1, STORE, there))
+    ended(transfer_thread, 1)
+    transfer_thread.submit(Transfer(2, LOAD, chunks(keys, 0)))
+    (lost,) = ended(transfer_thread, 2)
+    assert (lost.success, lost.partial) == (False, False)
+
+
+def test_a_load_that_expires_is_not_partial(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """Its deadline passes while another one is copied."""
+    daemon = start_daemon("copy.threads=1", faults="delay_s=0.6")
+    transfer_thread, _rank = lines(daemon).transfer_thread(job_deadline_s=0.2)
+    lines(daemon).rank().store_keys(keys)
+    for number in (1, 2):
+        transfer_thread.submit(Transfer(number, LOAD, chunks(keys, 0)))
+    lost = ended(transfer_thread, 1, 2)[1]
+    assert (lost.success, lost.partial) == (False, False)
 
 
 def mapped(daemon: Daemon) -> int:

@@ -1,0 +1,55 @@
+"""A damaged key costs a request what is behind it, and nothing else: what else was loaded is kept, for every model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import COUNT, by_chunks, cached, prompts, settle, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+WHOLE, HALF = 576, 288
+"""Tokens of whole blocks, of 96 tokens in the model with linear attention and of 32 in the others."""
+BLOCKS = 600
+"""Enough for all prompts twice: vLLM counts the blocks of a load that failed until the request computes."""
+COUNTERS = [f"vllm:kvoffloadd_{what}" for what in ("failed_loads", "kept_tokens", "recomputed_tokens")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "kept"),
+    [
+        ("dense", "middle", HALF),
+        ("dense", "first", 0),
+        ("hybrid", "middle", HALF),
+        ("hybrid", "window", HALF),
+        ("linear", "middle", HALF),
+        ("linear", "window", HALF),
+        ("conv", "middle", HALF),
+    ],
+)
+def test_a_damaged_key_costs_what_is_behind_it(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, kind: str, which: str, kept: int
+) -> None:
+    """In each of 12 prompts one. vLLM has stored windows and states where a shorter prompt ended, half way, too."""
+    asked = prompts(2, COUNT, WHOLE + 4)
+    expected = reference(kind, asked)
+    daemon = start_daemon("memory.verify_loads=true", memory="256MiB")
+    engine = start_engine(kind, connector=by_chunks(daemon.socket, 1), num_gpu_blocks_override=BLOCKS)
+    engine.generate([prompt[: HALF + 4] for prompt in asked])
+    settle(daemon, engine)
+    assert tokens(engine.generate_anew(asked)) == expected
+    settle(daemon, engine)
+    daemon.expected_in_log = "checksum"
+    engine.damage_loads(daemon.pid, which)
+    before = engine.metrics()
+    answer = engine.generate_anew(asked)
+    assert tokens(answer) == expected
+    assert cached(answer) == [kept] * COUNT
+    after = engine.metrics()
+    counted = [after[name] - before.get(name, 0) for name in COUNTERS]
+    assert counted == [COUNT, COUNT * kept, COUNT * (WHOLE - kept)]
+    settle(daemon, engine)
+    answer = engine.generate_anew(asked)  # what was computed is stored
+    assert cached(answer) == [WHOLE] * COUNT
+    assert tokens(answer) == expected
