@@ -1,0 +1,65 @@
+"""One engine computes prompts, another one answers them, and computes the last token of each alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import COUNT, Prompts, by_chunks, by_connector, cached, settle, tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+PREFILL = {"do_remote_decode": True}
+DECODE = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "whole"),
+    [("dense", 1, 480), ("dense", 4, 384), ("hybrid", 1, 480), ("linear", 1, 480), ("conv", 1, 480)],
+)
+def test_the_last_token_alone_is_computed(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    kind: str,
+    blocks: int,
+    whole: int,
+) -> None:
+    """Of 501 tokens 500 are loaded; `whole` where nobody asks for more, and for a prompt that goes on."""
+    daemon = start_daemon(memory="256MiB")
+    prefill, decode = (start_engine(kind, connector=by_chunks(daemon.socket, blocks)) for _ in range(2))
+    prefill.generate(asked, max_tokens=1, params=PREFILL)
+    settle(daemon, prefill)
+    for params, hit in ((None, whole), (DECODE, 500)):
+        answer = decode.generate_anew(asked, params=params)
+        assert cached(answer) == [hit] * COUNT
+        assert tokens(answer) == reference(kind, asked)
+    longer = [[*prompt, 7] for prompt in asked]
+    answer = decode.generate_anew(longer, params=DECODE)
+    assert cached(answer) == [whole] * COUNT
+    assert tokens(answer) == reference(kind, longer)
+    assert daemon.status()["transfers"]["load"]["not_done"] == 0
+
+
+def test_ranks_hand_over_their_parts(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:
+    """A tail hits when all ranks have stored their part. Compared with what the two computed before."""
+    daemon = start_daemon(memory="256MiB")
+    prefill, decode = (
+        start_engine(
+            "dense",
+            connector=by_connector(daemon.socket),
+            environment={
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            },
+            tensor_parallel_size=2,
+        )
+        for _ in range(2)
+    )
+    computed = prefill.generate(asked, params=PREFILL)
+    settle(daemon, prefill)
+    answer = decode.generate(asked, params=DECODE)
+    assert cached(answer) == [500] * COUNT
+    assert tokens(answer) == tokens(computed)
