@@ -39,11 +39,11 @@ def pair(start_daemon: StartDaemon) -> Iterator[StartPair]:
     """`pair(kind, chunk)` -> an engine that computes prompts and one that answers them, at one daemon."""
     made: list[Modelless] = []
 
-    def start(kind: str = "dense", chunk: int = BLOCK) -> Pair:
+    def start(kind: str = "dense", chunk: int = BLOCK, **extra: bool) -> Pair:
         daemon = start_daemon(memory="64MiB")
         tiny = os.environ["KVOFFLOADD_TINY_MODEL"]
         for _ in range(2):
-            made.append(Modelless(tiny, kind, daemon, by_connector(daemon.socket, chunk)))
+            made.append(Modelless(tiny, kind, daemon, by_connector(daemon.socket, chunk, **extra)))
             manager = made[-1].scheduler.connector.scheduler.manager
             until(lambda manager=manager: made[-1].generate([[3]]) and manager._lookup_thread.connected, "it asks")
         return made[-2], made[-1]
@@ -98,6 +98,17 @@ def test_who_does_not_ask_has_none(pair: StartPair, asked: Prompts, kind: str) -
     other = prompts(5)
     prefill.generate(other, params=PREFILL)
     assert decode.generate(other) == (WHOLE if kind == "hybrid" else [*WHOLE[:3], 127, *WHOLE[4:]])
+
+
+def test_a_chunk_that_began_as_a_tail_is_stored_when_it_is_full(pair: StartPair, asked: Prompts) -> None:
+    """Where what is generated is stored, too: another engine finds it."""
+    prefill, decode = pair(offload_prompt_only=False)
+    prompt = asked[2]
+    prefill.generate([prompt], max_tokens=1, params=PREFILL)
+    assert decode.generate([prompt], max_tokens=40, params=DECODE) == [109]
+    for _ in range(40):
+        prompt = [*prompt, (prompt[-1] * 7 + 11) % 500]  # as a Modelless does
+    assert prefill.generate([prompt]) == [128]
 
 
 def test_no_other_prompt_finds_a_tail(pair: StartPair, asked: Prompts) -> None:

@@ -13,6 +13,10 @@ PREFILL = {"do_remote_decode": True}
 DECODE = {"do_remote_prefill": True}
 
 
+AS_LATE = {"linear": {"prefix_match_unit": 4}}
+"""Options of a reference that computes the last token by itself, too: in bfloat16 it matters. vLLM ends a step there."""
+
+
 @pytest.mark.parametrize(
     ("kind", "blocks", "whole"),
     [("dense", 1, 480), ("dense", 4, 384), ("hybrid", 1, 480), ("linear", 1, 480), ("conv", 1, 480)],
@@ -31,10 +35,10 @@ def test_the_last_token_alone_is_computed(
     prefill, decode = (start_engine(kind, connector=by_chunks(daemon.socket, blocks)) for _ in range(2))
     prefill.generate(asked, max_tokens=1, params=PREFILL)
     settle(daemon, prefill)
-    for params, hit in ((None, whole), (DECODE, 500)):
+    for params, hit, options in ((None, whole, {}), (DECODE, 500, AS_LATE.get(kind, {}))):
         answer = decode.generate_anew(asked, params=params)
         assert cached(answer) == [hit] * COUNT
-        assert tokens(answer) == reference(kind, asked)
+        assert tokens(answer) == reference(kind, asked, **options)
     longer = [[*prompt, 7] for prompt in asked]
     answer = decode.generate_anew(longer, params=DECODE)
     assert cached(answer) == [whole] * COUNT
