@@ -208,3 +208,18 @@ def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -
     prefill.generate(asked, params=PREFILL)
     assert decode.generate(asked, params=DECODE) == ALL
     until(lambda: prefill.daemon.status()["leases"]["keys"] == 0, "nothing is pinned")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_are_preempted(pair: StartPair, kind: str) -> None:
+    """At any step of either engine: their tails are stored, and found, all the same."""
+    prefill, decode = pair(kind)
+    for steps in range(1, 7):
+        for one, params in ((prefill, PREFILL), (decode, DECODE)):
+            one.add(prompts(steps), max_tokens=9, params=params)
+            for _ in range(steps):
+                one.step()
+            one.scheduler.reset_prefix_cache(reset_running_requests=True)
+            one.generate([])
+            one.forget()
+        assert decode.generate(prompts(steps), params=DECODE) == ALL

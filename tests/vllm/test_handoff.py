@@ -14,7 +14,7 @@ DECODE = {"do_remote_prefill": True}
 
 
 AS_LATE = {"linear": {"prefix_match_unit": 4}}
-"""Options of a reference that computes the last token by itself, too: in bfloat16 it matters. vLLM ends a step there."""
+"""Options of a reference that computes the last token by itself, too: in bfloat16 it matters."""
 
 
 @pytest.mark.parametrize(

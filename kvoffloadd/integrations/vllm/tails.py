@@ -20,8 +20,9 @@ def tail_name(prompt_hash: bytes, tokens: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HandedPrompt:
-    """A prompt that one engine computes and another one answers. The second one computes the last token in any case, for
-    what comes after it; all before is loaded.
+    """A prompt that one engine computes and another one answers.
+
+    The second one computes the last token in any case, for what comes after it; all before is loaded.
 
     `name`: of its tails, one in each group. `tokens`: all of them.
     """
