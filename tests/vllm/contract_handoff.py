@@ -9,9 +9,10 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
@@ -44,13 +45,16 @@ def pair(start_daemon: StartDaemon) -> Iterator[StartPair]:
         tiny = os.environ["KVOFFLOADD_TINY_MODEL"]
         for _ in range(2):
             made.append(Modelless(tiny, kind, daemon, by_connector(daemon.socket, chunk, **extra)))
-            manager = made[-1].scheduler.connector.scheduler.manager
-            until(lambda manager=manager: made[-1].generate([[3]]) and manager._lookup_thread.connected, "it asks")
+            until(lambda: made[-1].generate([[3]]) and _is_connected(made[-1]), "its lookups reach the daemon")
         return made[-2], made[-1]
 
     yield start
     for one in made:
         one.close()
+
+
+def _is_connected(one: Modelless) -> bool:
+    return bool(one.scheduler.connector.scheduler.manager._lookup_thread.connected)
 
 
 @pytest.fixture
@@ -212,14 +216,22 @@ def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_preempted(pair: StartPair, kind: str) -> None:
-    """At any step of either engine: their tails are stored, and found, all the same."""
+    """There is room for their prompts, and not for what they are answered."""
     prefill, decode = pair(kind)
-    for steps in range(1, 7):
-        for one, params in ((prefill, PREFILL), (decode, DECODE)):
-            one.add(prompts(steps), max_tokens=9, params=params)
-            for _ in range(steps):
-                one.step()
-            one.scheduler.reset_prefix_cache(reset_running_requests=True)
-            one.generate([])
-            one.forget()
-        assert decode.generate(prompts(steps), params=DECODE) == ALL
+    asked = prompts(1) + prompts(2)
+    for one, params in ((prefill, PREFILL), (decode, DECODE)):
+        preempted: list[Request] = []
+        preempt = one.scheduler._preempt_request
+
+        def note(
+            request: Request, *rest: Any, preempt: Any = preempt, preempted: Any = preempted, **named: Any
+        ) -> None:
+            preempted.append(request)
+            preempt(request, *rest, **named)
+
+        one.scheduler._preempt_request = note
+        one.generate(asked, max_tokens=150, params=params)
+        assert preempted
+        one.forget()
+    decode.scribble()
+    assert decode.generate(asked, params=DECODE) == ALL * 2
