@@ -79,12 +79,21 @@ FIELDS = {
         "finished_sending finished_recving failed_recving"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": (
-        "req load_key_ranges group_states num_locally_computed_tokens"
+        "req req_context load_key_ranges group_states max_load_tokens max_offload_tokens num_locally_computed_tokens "
+        "transfer_jobs"
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": "next_stored_chunk_idx",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": (
+        "next_stored_chunk_idx offload_keys"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:TransferJobStatus": (
+        "req_id pending_count keys is_store deferred_fence_block_ids fenced_block_ids"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:TransferJob": "req_id src_spec dst_spec",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingConnectorMetadata": "store_jobs",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingWorkerMetadata": (
         "completed_jobs transfer_stats"
     ),
+    "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens kv_connector_block_state",
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving failed_recving kv_connector_worker_meta",
     "vllm.config:KVTransferConfig": "kv_load_failure_policy kv_connector_extra_config",
     "vllm.config:ModelConfig": (
@@ -184,7 +193,8 @@ def test_what_was_stored_is_loaded(engine: StartEngine, asked: list[list[int]], 
         one.scribble()
     private = {"_load_jobs", "_unsubmitted_store_jobs", "_connector_worker_meta", "worker", "spec"}
     assert private <= vars(one.worker.connector_worker).keys()
-    assert {"_req_status", "manager"} <= vars(one.scheduler.connector.scheduler).keys()
+    scheduler = {"_req_status", "manager", "config", "_jobs", "_block_id_to_pending_jobs"}
+    assert scheduler <= vars(one.scheduler.connector.scheduler).keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -116,19 +116,19 @@ class Engine:
 
     # --- what may be asked ---
 
-    def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, salt: str | None = None) -> list[Request]:
-        """All at once, to their ends."""
-        self.begin(prompts, max_tokens, salt)
+    def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
+        """All at once, to their ends. `given`: their `salt`, and their `kv_transfer_params` as `params`."""
+        self.begin(prompts, max_tokens, **given)
         return self.finish()
 
-    def generate_anew(self, prompts: Prompts) -> list[Request]:
+    def generate_anew(self, prompts: Prompts, **given: Any) -> list[Request]:
         """As `generate`, the engine's own prefix cache emptied before: what is cached then, the daemon had."""
         self.reset(connector=False)
-        return self.generate(prompts)
+        return self.generate(prompts, **given)
 
-    def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, salt: str | None = None) -> None:
+    def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
         """As `generate`, without waiting: `finish` does."""
-        self._say(do="generate", prompts=prompts, max_tokens=max_tokens, salt=salt)
+        self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)
 
     def busy(self) -> bool:
         """Has what was begun not ended?"""

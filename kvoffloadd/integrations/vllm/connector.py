@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
+from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.parts import HEADS, head_repeats, heads_of
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
@@ -27,7 +28,9 @@ from kvoffloadd.integrations.vllm.versions import refuse_sleep
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -45,6 +48,7 @@ class KVOffloaddConnector(OffloadingConnector):
     """`kv_connector` KVOffloaddConnector, `kv_connector_module_path` of this package."""
 
     connector_worker: OffloadingConnectorWorker | None
+    _handoff: HandOff  # the scheduler's side has one
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises UsageError where vLLM would end requests whose loads fail, or take the KV cache away untold."""
@@ -86,6 +90,8 @@ class KVOffloaddConnector(OffloadingConnector):
                 "kvoffloadd: this model keeps states, of which vLLM stores the one at the last full block of a prompt: "
                 "with chunks of several blocks only prompts hit whose last full block ends a chunk"
             )
+        if self.connector_scheduler is not None:
+            self._handoff = HandOff(self.connector_scheduler, vllm_config, kv_cache_config)
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
         self._lost: set[str] = set()  # whose load some rank knows to have failed whole, until all ranks have ended it
         self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
@@ -148,14 +154,27 @@ class KVOffloaddConnector(OffloadingConnector):
             # and for all whose loads failed: they would wait for each other. What computes is not held up by that.
             self._offered.discard(name)
             manager.give_up(name)
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found[0] and manager.loads_again(name):
+        found, within_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens = self._handoff.matched(request, num_computed_tokens, found)
+        if tokens and manager.loads_again(name):
             self._offered.add(name)
-        return found
+        return tokens, within_steps if tokens == found else bool(tokens)
+
+    def on_new_request(self, request: Request) -> None:
+        """Its prompt may be one that another engine will answer."""
+        self._handoff.begin(request)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's stores, with the tails of prompts that are to be handed over."""
+        metadata = super().build_connector_meta(scheduler_output)
+        self._handoff.store(scheduler_output, metadata)
+        return metadata
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """It has blocks for its prompt, and loads, or computes."""
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        """It has blocks for its prompt, and loads, with the tail of a prompt that was handed over, or computes."""
+        with self._handoff.planning(request, num_external_tokens):
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._offered.discard(request.request_id)
         held = self.scheduler._req_status[request.request_id].num_locally_computed_tokens + num_external_tokens
         self.scheduler.manager.allocated(request.request_id, held, loads=num_external_tokens > 0)
@@ -163,12 +182,14 @@ class KVOffloaddConnector(OffloadingConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
         self._forget(request.request_id)
-        return super().request_finished(request, block_ids)
+        delayed, params = super().request_finished(request, block_ids)
+        return delayed, self._handoff.finished(request) or params
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
         """It may have been aborted before it was asked for again."""
         self._forget(request.request_id)
-        return super().request_finished_all_groups(request, block_ids)
+        delayed, params = super().request_finished_all_groups(request, block_ids)
+        return delayed, self._handoff.finished(request) or params
 
     def _forget(self, request: str) -> None:
         self._failed.discard(request)

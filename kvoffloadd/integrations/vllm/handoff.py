@@ -1,0 +1,273 @@
+"""Prompts that one engine computes and another one answers: the scheduler's side, for the tails of these alone.
+
+Whole chunks are stored and loaded by vLLM's own scheduler, whoever asks. A tail is stored where a request's
+`kv_transfer_params` say that another engine will answer its prompt, and looked for where they say that another one has
+computed it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadKey, make_offload_key
+
+from kvoffloadd.integrations.vllm.blocks import NULL_BLOCK
+from kvoffloadd.integrations.vllm.tails import HandedPrompt, filled, tail_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        GroupOffloadConfig,
+        OffloadingConnectorScheduler,
+        RequestOffloadState,
+    )
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvoffloadd")
+
+REMOTE_DECODE = "do_remote_decode"
+"""In `kv_transfer_params`: another engine will answer this prompt. The word is vLLM's, and so is the next."""
+
+REMOTE_PREFILL = "do_remote_prefill"
+"""Another engine has computed it."""
+
+
+class HandOff:
+    """One engine's. All methods are the scheduler thread's."""
+
+    def __init__(
+        self, scheduler: OffloadingConnectorScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self._scheduler = scheduler
+        self._groups: tuple[GroupOffloadConfig, ...] = scheduler.config.kv_group_configs
+        self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._keeps_states = any(group.requires_cow_source for group in self._groups)
+        self._refusal = _refusal(scheduler, vllm_config, kv_cache_config)
+        self._told = False
+        self._prompts: dict[str, HandedPrompt] = {}
+        self._computing: set[str] = set()  # prompts for other engines, until their last token is scheduled
+        self._computed: set[str] = set()  # and then, until they are finished
+        self._loading: set[str] = set()  # who was promised a tail, until vLLM plans the load
+
+    # --- the engine that computes --------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """A new one. Where groups keep states, its last token is left to the other engine, which needs the state before
+        that one; the answer of this engine is then to a shorter prompt.
+        """
+        if not self._asks(request, REMOTE_DECODE) or request.num_prompt_tokens < 2:
+            return
+        if self._keeps_states:
+            if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+                return
+            self._prompt_of(request)  # the name is that of the whole prompt
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+        self._computing.add(request.request_id)
+
+    def store(self, output: SchedulerOutput, metadata: OffloadingConnectorMetadata) -> None:
+        """Have the tails stored of prompts whose last token this step computes."""
+        for name in self._computing & output.num_scheduled_tokens.keys():
+            status = self._scheduler._req_status[name]
+            if status.req.num_computed_tokens + output.num_scheduled_tokens[name] < status.req.num_prompt_tokens:
+                continue
+            self._computing.discard(name)
+            self._computed.add(name)
+            self._store(status, output.kv_connector_block_state.get_block_ids(name), metadata)
+
+    def _store(
+        self, status: RequestOffloadState, table: tuple[list[int], ...], metadata: OffloadingConnectorMetadata
+    ) -> None:
+        prompt = self._prompt_of(status.req)
+        if status.max_offload_tokens is not None and status.max_offload_tokens < prompt.loaded_tokens:
+            return
+        keys = {group.group_idx: self._tail(prompt, group) for group in self._groups}
+        wanted = [key for key in keys.values() if key is not None]
+        planned = self._scheduler.manager.prepare_store(wanted, status.req_context) if wanted else None
+        if planned is None or not planned.keys_to_store:
+            return
+        blocks: list[list[int]] = []
+        fenced: list[int] = []
+        deferred: list[int] = []
+        for group in self._groups:
+            if keys[group.group_idx] not in planned.keys_to_store:
+                blocks.append([])
+                continue
+            first, end = self._tail_blocks(prompt, group)
+            held = table[group.group_idx][first:end]
+            # As vLLM has it: before one of these blocks has another content, the store is waited for.
+            (deferred if group.sliding_window_size_in_chunks is None else fenced).extend(set(held) - {NULL_BLOCK})
+            blocks.append(filled(held, self._scheduler.config.blocks_per_chunk))
+        source = GPULoadStoreSpec(
+            [block for some in blocks for block in some],
+            group_sizes=[len(some) for some in blocks],
+            block_indices=[self._tail_blocks(prompt, group)[0] for group in self._groups],
+        )
+        job = self._scheduler._generate_job_id()
+        self._scheduler._jobs[job] = TransferJobStatus(
+            req_id=status.req.request_id,
+            pending_count=self._scheduler.config.num_workers,
+            keys=set(planned.keys_to_store),
+            is_store=True,
+            deferred_fence_block_ids=deferred,
+            fenced_block_ids=fenced or None,
+        )
+        for block in fenced:
+            self._scheduler._block_id_to_pending_jobs.setdefault(block, set()).add(job)
+        status.transfer_jobs.add(job)
+        metadata.store_jobs[job] = TransferJob(
+            req_id=status.req.request_id, src_spec=source, dst_spec=planned.store_spec
+        )
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """What the other engine's request is to carry, where this prompt was computed for one."""
+        name = request.request_id
+        self._prompts.pop(name, None)
+        self._computing.discard(name)
+        self._loading.discard(name)
+        if name not in self._computed:
+            return None
+        self._computed.discard(name)
+        return {REMOTE_PREFILL: True, REMOTE_DECODE: False}
+
+    # --- the engine that answers ---------------------------------------------------------------------
+
+    def matched(self, request: Request, local_tokens: int, found_tokens: int | None) -> int | None:
+        """How many tokens behind the engine's own `local_tokens` can be loaded; None: not known yet.
+
+        `found_tokens`: vLLM's answer to that, which knows of whole chunks alone.
+        """
+        name = request.request_id
+        self._loading.discard(name)
+        if not self._asks(request, REMOTE_PREFILL):
+            return found_tokens
+        status = self._scheduler._req_status[name]
+        prompt = self._prompt_of(request)
+        wanted = prompt.loaded_tokens - local_tokens
+        if status.transfer_jobs or request.skip_reading_prefix_cache or request.num_tokens != prompt.tokens:
+            return found_tokens
+        if wanted <= (found_tokens or 0):
+            return found_tokens
+        if status.max_load_tokens is not None and status.max_load_tokens < wanted:
+            return found_tokens
+        answers = self._look_up(status, prompt, local_tokens)
+        if LookupResult.MISS in answers:
+            return found_tokens
+        if found_tokens is None or answers - {LookupResult.HIT}:
+            return None
+        self._loading.add(name)
+        return wanted
+
+    @contextmanager
+    def planning(self, request: Request, external_tokens: int) -> Iterator[None]:
+        """While vLLM plans a load of `external_tokens`: a tail that was promised stands behind the request's keys."""
+        name = request.request_id
+        status = self._scheduler._req_status.get(name)
+        if status is None or name not in self._loading:
+            yield
+            return
+        self._loading.discard(name)
+        prompt = self._prompts[name]
+        if status.num_locally_computed_tokens + external_tokens != prompt.loaded_tokens:
+            yield
+            return
+        former = [state.offload_keys for state in status.group_states]
+        for group, state in zip(self._groups, status.group_states, strict=True):
+            tail = self._tail(prompt, group)
+            if tail is not None:
+                state.offload_keys = [*state.offload_keys[: prompt.whole_chunks(group.tokens_per_chunk)], tail]
+        try:
+            yield
+        finally:
+            for group, state, keys in zip(self._groups, status.group_states, former, strict=True):
+                state.offload_keys = keys
+                # What ends the tail's chunk may be stored once it is there.
+                whole = prompt.whole_chunks(group.tokens_per_chunk)
+                state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, whole)
+
+    def _look_up(self, status: RequestOffloadState, prompt: HandedPrompt, local_tokens: int) -> set[LookupResult]:
+        """The tails first: without them the rest need not be asked for."""
+        tails = [key for key in (self._tail(prompt, group) for group in self._groups) if key is not None]
+        answers = {self._scheduler.manager.lookup(key, status.req_context) for key in tails}
+        if LookupResult.MISS in answers:
+            return answers
+        for group, state in zip(self._groups, status.group_states, strict=True):
+            window = group.load_window_size_in_chunks(prompt.loaded_tokens)
+            needed = prompt.needed_chunks(group.tokens_per_chunk, local_tokens, window)
+            for key in state.offload_keys[needed]:
+                answers.add(self._scheduler.manager.lookup(key, status.req_context))
+        return answers
+
+    # --- names ---------------------------------------------------------------------------------------
+
+    def _asks(self, request: Request, word: str) -> bool:
+        params = request.kv_transfer_params
+        if not params or not params.get(word):
+            return False
+        if self._refusal and not self._told:
+            self._told = True
+            logger.warning(
+                "kvoffloadd: the last, partial chunks of prompts are computed by both engines: %s", self._refusal
+            )
+        return not self._refusal
+
+    def _prompt_of(self, request: Request) -> HandedPrompt:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            tokens = request.num_prompt_tokens
+            name = tail_name(self._hash_of(request, tokens), tokens)
+            prompt = self._prompts[request.request_id] = HandedPrompt(name, tokens)
+        return prompt
+
+    def _hash_of(self, request: Request, tokens: int) -> bytes:
+        """vLLM's chain of hashes, with a last link for tokens that fill no block. Salt, LoRA and images are in it."""
+        whole, rest = divmod(tokens, self._scheduler.config.tokens_per_hash)
+        parent = request.block_hashes[whole - 1] if whole else None
+        if parent is not None and not rest:
+            return bytes(parent)
+        begin = tokens - rest
+        extra_keys, _ = generate_block_hash_extra_keys(request, begin, tokens, 0)
+        return bytes(hash_block_tokens(self._hash, parent, request.all_token_ids[begin:tokens], extra_keys))
+
+    def _tail(self, prompt: HandedPrompt, group: GroupOffloadConfig) -> OffloadKey | None:
+        if not prompt.has_tail(group.tokens_per_chunk):
+            return None
+        return make_offload_key(prompt.name, group.group_idx)
+
+    def _tail_blocks(self, prompt: HandedPrompt, group: GroupOffloadConfig) -> tuple[int, int]:
+        first = prompt.whole_chunks(group.tokens_per_chunk) * self._scheduler.config.blocks_per_chunk
+        return first, -(-prompt.loaded_tokens // group.tokens_per_block)
+
+
+def _refusal(scheduler: OffloadingConnectorScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why this engine neither stores nor loads tails; empty: it does."""
+    groups = scheduler.config.kv_group_configs
+    parallel = vllm_config.parallel_config
+    if len(groups) < len(kv_cache_config.kv_cache_groups):
+        return "some groups of layers are not offloaded at all"
+    if vllm_config.speculative_config is not None:
+        return "draft models write into the last block once more"
+    if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+        return "ranks have tokens of their own (context parallel)"
+    if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
+        return "vLLM cuts loads of this model to whole blocks"
+    for group in groups:
+        if group.requires_cow_source and scheduler.config.blocks_per_chunk > 1:
+            return "a state would stand in the middle of a chunk; chunks of one block have none"
+        windowed = group.sliding_window_size_in_chunks is not None and not group.requires_cow_source
+        if windowed and not isinstance(group.kv_cache_spec, SlidingWindowSpec):
+            return f"{type(group.kv_cache_spec).__name__} keeps other blocks than a window's"
+    return ""
