@@ -78,7 +78,8 @@ build/cuda-bindings-%/.ready: requirements-bindings.lock $(READY)
 test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on the CPU, in a venv of its own
 	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm
 	@VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_NEXT):$(CURDIR) \
-		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py
+		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py \
+		tests/vllm/test_layouts.py
 
 # It links to the venv's kernels, so it is made anew with it.
 $(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm/python.py
