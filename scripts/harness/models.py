@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.planner import read_model
-from kvoffloadd.planner.states import LinearHeads, MambaHeads, ShortConv
+from kvoffloadd.planner.heads import Heads
+from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, ShortConv
 from scripts.harness.process import ROOT
 from tests.planner.published import CONFIGS
 
@@ -49,6 +50,8 @@ def small(model: ModelConfig, kv_heads: int = HEADS) -> ModelConfig:
         ratios=model.ratios[:layers],
         kv_heads=min(model.kv_heads, kv_heads),
         head_size=model.head_size if model.ratios else min(model.head_size, HEAD_SIZE),
+        full_heads=model.full_heads and Heads(min(model.full_heads.count, kv_heads), 2 * HEAD_SIZE),
+        indexed=tuple(at for at in model.indexed if at < layers),
         window=min(model.window, WINDOW_TOKENS),
         chunk=min(model.chunk, CHUNK_TOKENS),
         linear=_few_states(model.linear),
@@ -57,7 +60,8 @@ def small(model: ModelConfig, kv_heads: int = HEADS) -> ModelConfig:
 
 def _few_layers(model: ModelConfig) -> int:
     """The fewest with EACH_KIND of each kind, or all there are; and one more."""
-    kinds = list(zip(model.kinds, model.ratios or model.kinds, strict=True))
+    indexed = [at in model.indexed for at in range(len(model.kinds))]
+    kinds = list(zip(model.kinds, model.ratios or model.kinds, indexed, strict=True))
     wanted = {kind: min(EACH_KIND, count) for kind, count in Counter(kinds).items()}
     layers = next(at for at in range(len(kinds) + 1) if Counter(kinds[:at]) >= Counter(wanted))
     return min(layers + 1, len(kinds))
@@ -65,6 +69,8 @@ def _few_layers(model: ModelConfig) -> int:
 
 def _few_states(linear: Recurrent | None) -> Recurrent | None:
     match linear:
+        case DeltaHeads():
+            return replace(linear, heads=STATE_HEADS, head_size=HEAD_SIZE)
         case LinearHeads():
             return replace(linear, key_heads=HEADS, value_heads=STATE_HEADS, key_size=HEAD_SIZE, value_size=HEAD_SIZE)
         case MambaHeads():

@@ -152,7 +152,7 @@ def _shape(number: int, specs: list[LayerSpec], rank: Rank) -> GroupShape:
 
 
 def _part(kind: LayerKind, rank: Rank, number: int) -> int:
-    return number if kind is LayerKind.MAMBA else share_of(kind, rank.model.kv_heads, number, rank.tp).part
+    return number if kind is LayerKind.MAMBA else share_of(kind, rank.model.heads(kind).count, number, rank.tp).part
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
