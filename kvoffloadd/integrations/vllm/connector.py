@@ -132,9 +132,9 @@ class KVOffloaddConnector(OffloadingConnector):
         if request.request_id in self._failed:
             self._failed.discard(request.request_id)
             return None, False
-        found, within_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         tokens = self._handoff.matched(request, num_computed_tokens, found)
-        return tokens, within_steps if tokens == found else bool(tokens)
+        return tokens, between_steps if tokens == found else bool(tokens)
 
     def on_new_request(self, request: Request) -> None:
         """Its prompt may be one that another engine will answer."""
