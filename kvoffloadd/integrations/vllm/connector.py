@@ -154,11 +154,11 @@ class KVOffloaddConnector(OffloadingConnector):
             # and for all whose loads failed: they would wait for each other. What computes is not held up by that.
             self._offered.discard(name)
             manager.give_up(name)
-        found, within_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         tokens = self._handoff.matched(request, num_computed_tokens, found)
         if tokens and manager.loads_again(name):
             self._offered.add(name)
-        return tokens, within_steps if tokens == found else bool(tokens)
+        return tokens, between_steps if tokens == found else bool(tokens)
 
     def on_new_request(self, request: Request) -> None:
         """Its prompt may be one that another engine will answer."""
