@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.layout import Attention, Backend, LayerGroup, LayerSpec, Mamba
+from kvoffloadd.layout import Attention, LayerGroup, LayerSpec, Mamba
+from scripts.harness.paged import keys_and_values
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -23,22 +24,6 @@ Tables = Mapping[int, Sequence[int]]
 
 Weight = Callable[..., Any]
 """Of a shape, scaled so that its products are as large as what they are products of."""
-
-
-def keys_and_values(layer: Any, spec: Attention) -> tuple[Any, Any]:
-    """The layer's K and V, as its backend has them, seen as (kernel block, token, head, dim)."""
-    if not isinstance(spec.backend, Backend):
-        keys, values = layer
-        return keys, values
-    axes = spec.backend.shape
-    if "pair" in axes:
-        axes = tuple("dim" if axis == "pair" else axis for axis in axes)
-        both = layer.split(spec.head_size, axes.index("dim"))
-    else:
-        both = layer.unbind(axes.index("kv"))
-        axes = tuple(axis for axis in axes if axis != "kv")
-    keys, values = (one.permute([axes.index(axis) for axis in ("block", "token", "head", "dim")]) for one in both)
-    return keys, values
 
 
 class _Attention:
