@@ -19,6 +19,7 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is 
 VOCABULARY, HIDDEN, INNER = 211, 48, 96
 QUERIES_PER_HEAD = 2
 LATENT_HEADS = 4
+BYTE_STEPS, BYTE_ZERO = 16, 128
 HEAD_STATES = 3
 """Dimensions of a state that each head has: head, value, key."""
 
@@ -67,7 +68,9 @@ class _Attention:
 
 
 class _Latent:
-    """One vector a token, which is key and, but for its last quarter, value of all heads."""
+    """One vector for each entry of some tokens, which is key and, but for its last quarter, value of all heads. It is
+    written with the entry's last token. Of bytes, each is a number of steps.
+    """
 
     def __init__(self, spec: Attention, layer: Any, weight: Weight) -> None:
         self._spec = spec
@@ -79,13 +82,25 @@ class _Latent:
         self._slopes = 0.08 * 0.5 ** torch.arange(LATENT_HEADS)[:, None]
 
     def __call__(self, x: Any, position: int, table: Sequence[int]) -> Any:
-        block = self._spec.block_size
-        self._latents[table[position // block], position % block] = (x @ self._latent).to(self._latents.dtype)
-        seen = torch.arange(position + 1)
-        latents = self._latents[torch.tensor(table)[seen // block], seen % block].float().contiguous()
+        tokens = self._spec.tokens_per_entry
+        size, done = self._spec.block_size // tokens, (position + 1) // tokens
+        if (position + 1) % tokens == 0:
+            self._write(table[(done - 1) // size], (done - 1) % size, x @ self._latent)
+        first = max(0, position + 1 - self._spec.window) // tokens if self._spec.window else 0
+        seen = torch.arange(first, done)
+        latents = self._read(torch.tensor(table)[seen // size], seen % size)
         query = (x @ self._query).view(LATENT_HEADS, -1)
-        scores = query @ latents.T / self._spec.head_size**0.5 - self._slopes * (position - seen)
+        scores = query @ latents.T / self._spec.head_size**0.5 - self._slopes * (done - seen)
         return (scores.softmax(-1) @ latents[:, : self._value_size]).reshape(-1) @ self._out
+
+    def _write(self, block: int, at: int, latent: Any) -> None:
+        if self._latents.dtype == torch.uint8:
+            latent = (latent * BYTE_STEPS + BYTE_ZERO).round().clamp(0, 255)
+        self._latents[block, at] = latent.to(self._latents.dtype)
+
+    def _read(self, blocks: Any, at: Any) -> Any:
+        latents = self._latents[blocks, at].float().contiguous()
+        return (latents - BYTE_ZERO) / BYTE_STEPS if self._latents.dtype == torch.uint8 else latents
 
 
 class _DeltaNet:

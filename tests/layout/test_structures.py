@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
-from kvoffloadd.planner import Rank, read_model
-from kvoffloadd.planner.layouts import Layout, possible_layouts
+from kvoffloadd.layout import (
+    LATENT,
+    Attention,
+    LayerKind,
+    LayerSpec,
+    Plan,
+    cross_layers,
+    packed_rows,
+    packs_rows,
+)
+from kvoffloadd.planner import Rank, form_groups, read_model
+from kvoffloadd.planner.compressed import SPARSE
+from kvoffloadd.planner.layouts import Layout, per_layer, possible_layouts
 from scripts.harness.daemon import Daemon
 from tests.layout.decoder import Decoder
 from tests.layout.oracle import torch
@@ -28,7 +42,7 @@ from tests.layout.worker import (
 )
 from tests.planner.models import changed
 
-NUM_BLOCKS = 256
+NUM_BLOCKS = 512
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": {
@@ -65,10 +79,12 @@ def layouts(folder: Path, name: str) -> list[Layout]:
     return possible_layouts(Rank(read_model(changed(folder, name, **MODELS[name])), 1, BLOCK), 0, NUM_BLOCKS)[0]
 
 
-def undisturbed(layout: Layout, seed: int) -> Generated:
+def undisturbed(plan: Plan, seed: int) -> Generated:
     """What the model says, not a byte of it moved."""
-    memory = planned(layout.plan)
-    tables = {group.group: range(1 + at * TABLE, 1 + (at + 1) * TABLE) for at, group in enumerate(memory.groups)}
+    memory = planned(plan)
+    ids = iter(range(1, NUM_BLOCKS))
+    sizes = {group.group: memory.specs[group.layers[0]].block_size for group in memory.groups}
+    tables = {group: list(itertools.islice(ids, TABLE * BLOCK // size)) for group, size in sizes.items()}
     return Decoder(memory.specs, memory.groups, memory.layers, seed).generate(prompt_of(seed), tables, NEW)
 
 
@@ -88,11 +104,54 @@ def test_a_restored_prompt_goes_on_as_if_it_had_been_computed(
     """Blocks that are not loaded are not a number."""
     found = layouts(tmp_path, name)
     assert len(found) == LAYOUTS[name]
-    reference = undisturbed(found[0], seed)
-    for layout in found:
-        assert {layout.spec(group).block_size for group in range(layout.num_groups)} == {BLOCK}
-        with Client(daemon.socket, namespace=NamespaceSpec(model=name, layout=layout.name)) as client:
-            worker = Worker(client, planned(layout.plan), seed)
+    assert {layout.spec(group).block_size for layout in found for group in range(layout.num_groups)} == {BLOCK}
+    check_restored(daemon, name, {layout.name: layout.plan for layout in found}, seed)
+
+
+def compressed(ratio: int, layer: str) -> dict[str, Attention]:
+    """A layer of DeepSeek V4 in small: entries of `ratio` tokens, states of the compressor, an index where there are 4
+    tokens in an entry, and a window; blocks and pages of several sizes.
+    """
+
+    def latents(block: int, size: int, dtype: str, tokens: int = 1, window: int = 0) -> Attention:
+        bare = Attention(block, 1, size, dtype, LATENT, LayerKind.MLA, window, tokens_per_entry=tokens)
+        return replace(bare, padded_bytes=-(-bare.payload_bytes // 32) * 32)
+
+    found = {f"{layer}.window": latents(4, 32, "bfloat16", window=WINDOW)}
+    if ratio:
+        overlap = 2 if ratio == SPARSE else 1
+        found[layer] = latents(BLOCK, 32, "bfloat16", ratio)
+        found[f"{layer}.state"] = latents(ratio // 2, 2 * overlap * 32, "float32", window=overlap * ratio)
+    if ratio == SPARSE:
+        found[f"{layer}.index"] = latents(BLOCK, 44, "uint8", ratio)
+        found[f"{layer}.index_state"] = latents(ratio // 2, 2 * overlap * 20, "float32", window=overlap * ratio)
+    return found
+
+
+def test_compressed_tokens(daemon: Daemon, tmp_path: Path, seed: int) -> None:
+    """DeepSeek V4's first layers: in the groups of the published model, several page sizes to a group."""
+    published = Rank(read_model(changed(tmp_path, "deepseek-v4-flash", num_hidden_layers=7)), 1, 256)
+    ratios = [0, 0, SPARSE, BLOCK, SPARSE, BLOCK, SPARSE]
+    specs: dict[str, LayerSpec] = {}
+    for at, ratio in enumerate(ratios):
+        specs |= compressed(ratio, f"layers.{at}")
+    groups = form_groups(specs)
+    assert groups == form_groups(published.specs(LATENT))
+    assert packs_rows(specs, groups)
+    plans = {
+        "by-layer": per_layer(specs, groups, NUM_BLOCKS),
+        "cross-layer": cross_layers(specs, groups, NUM_BLOCKS),
+        "packed-rows": packed_rows(specs, groups, NUM_BLOCKS),
+    }
+    check_restored(daemon, "deepseek-v4-flash", plans, seed)
+
+
+def check_restored(daemon: Daemon, model: str, plans: Mapping[str, Plan], seed: int) -> None:
+    """Each layout's restored prompt goes on as the first one's that was never moved."""
+    reference = undisturbed(next(iter(plans.values())), seed)
+    for name, plan in plans.items():
+        with Client(daemon.socket, namespace=NamespaceSpec(model=model, layout=name)) as client:
+            worker = Worker(client, planned(plan), seed)
             worker.offload()
             assert worker.restorable() == FULL_BLOCKS
             worker.wipe(NAN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,23 +77,27 @@ class Worker:
         self._model = Decoder(memory.specs, memory.groups, memory.layers, seed)
         self._registration = client.register(memory.cache.kv_cache())
         self._prompt = prompt_of(seed)
+        self._per = {group.group: BLOCK // memory.specs[group.layers[0]].block_size for group in memory.groups}
         self._keys = {group.group: self._rolling_hash(group.group) for group in memory.groups}
         firsts = {group.group: memory.specs[group.layers[0]] for group in memory.groups}
         self.reaches = {
             group: Reach(spec.group_kind, spec.block_size, getattr(spec, "window", 0)) for group, spec in firsts.items()
         }
         num_blocks = memory.cache.tensors[0].shape[0]
-        blocks = 1 + self._rng.permutation(num_blocks - 1)[: 2 * len(firsts) * TABLE]
-        source, target = blocks.reshape(2, len(firsts), TABLE).tolist()
-        self._source, self._target = dict(zip(firsts, source, strict=True)), dict(zip(firsts, target, strict=True))
+        blocks = iter((1 + self._rng.permutation(num_blocks - 1)).tolist())
+        self._source, self._target = (
+            {group: list(itertools.islice(blocks, TABLE * per)) for group, per in self._per.items()} for _ in range(2)
+        )
         self._tables: dict[int, list[int]] = {}
 
     def _rolling_hash(self, group: int) -> U8Array:
         """u8 (keys, 32): of each full block, what it and all before it hold."""
         digest = hashlib.blake2b(bytes([group]), digest_size=32)
         found = []
-        for block in range(FULL_BLOCKS):
-            digest.update(bytes(self._prompt[block * BLOCK : (block + 1) * BLOCK]))
+        per = self._per[group]
+        size = BLOCK // per
+        for block in range(FULL_BLOCKS * per):
+            digest.update(bytes(self._prompt[block * size : (block + 1) * size]))
             found.append(np.frombuffer(digest.digest(), np.uint8))
         return np.stack(found)
 
@@ -104,8 +109,9 @@ class Worker:
         self.wipe(NAN)
         self._model.prefill(self._prompt, self._source)
         for group, reach in self.reaches.items():
-            gap = missing if reach.kind == kind else FULL_BLOCKS
-            for keys in (range(gap), range(gap + 1, FULL_BLOCKS)):
+            full = FULL_BLOCKS * self._per[group]
+            gap = missing * self._per[group] if reach.kind == kind else full
+            for keys in (range(gap), range(gap + 1, full)):
                 self._move(self._client.store, {group: (keys, self._source[group][keys.start : keys.stop])})
 
     def restorable(self) -> int:
@@ -115,12 +121,13 @@ class Worker:
 
     def admit(self, remote: int, local: int = 0) -> Moves:
         """Block tables for the request, of which the first `local` blocks are computed here, and what to load for
-        `remote` ones. Blocks that a group does not need are nowhere.
+        `remote` ones. Blocks that a group does not need are nowhere. A group's own blocks may be parts of these.
         """
         moves: Moves = {}
         for group, reach in self.reaches.items():
-            keys, ids = reach.wanted(remote, local), self._target[group]
-            self._tables[group] = [*ids[:local], *[NOWHERE] * (keys.start - local), *ids[keys.start :]]
+            per, ids = self._per[group], self._target[group]
+            keys = reach.wanted(remote * per, local * per)
+            self._tables[group] = [*ids[: local * per], *[NOWHERE] * (keys.start - local * per), *ids[keys.start :]]
             moves[group] = keys, ids[keys.start : keys.stop]
         self._model.prefill(self._prompt[: local * BLOCK], self._tables)
         return moves
