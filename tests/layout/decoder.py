@@ -11,34 +11,23 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.layout import Attention, Backend, LayerGroup, LayerSpec, Mamba
+from kvoffloadd.layout import Attention, LayerGroup, LayerKind, LayerSpec, Mamba
+from scripts.harness.paged import keys_and_values
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
 VOCABULARY, HIDDEN, INNER = 211, 48, 96
 QUERIES_PER_HEAD = 2
+LATENT_HEADS = 4
+BYTE_STEPS, BYTE_ZERO = 16, 128
+HEAD_STATES = 3
+"""Dimensions of a state that each head has: head, value, key."""
 
 Tables = Mapping[int, Sequence[int]]
 """Group -> the block that holds its n-th tokens."""
 
 Weight = Callable[..., Any]
 """Of a shape, scaled so that its products are as large as what they are products of."""
-
-
-def keys_and_values(layer: Any, spec: Attention) -> tuple[Any, Any]:
-    """The layer's K and V, as its backend has them, seen as (kernel block, token, head, dim)."""
-    if not isinstance(spec.backend, Backend):
-        keys, values = layer
-        return keys, values
-    axes = spec.backend.shape
-    if "pair" in axes:
-        axes = tuple("dim" if axis == "pair" else axis for axis in axes)
-        both = layer.split(spec.head_size, axes.index("dim"))
-    else:
-        both = layer.unbind(axes.index("kv"))
-        axes = tuple(axis for axis in axes if axis != "kv")
-    keys, values = (one.permute([axes.index(axis) for axis in ("block", "token", "head", "dim")]) for one in both)
-    return keys, values
 
 
 class _Attention:
@@ -55,6 +44,7 @@ class _Attention:
         self._key, self._value = weight(HIDDEN, width), weight(HIDDEN, width)
         slopes = 0.08 * 0.5 ** torch.arange(spec.num_kv_heads * QUERIES_PER_HEAD)
         self._slopes = slopes.view(spec.num_kv_heads, QUERIES_PER_HEAD, 1)
+        self._sink = weight(1, spec.num_kv_heads, QUERIES_PER_HEAD, 1)[0]
 
     def _places(self, tokens: Any, table: Sequence[int]) -> tuple[Any, Any]:
         """Kernel block and place in it of each of these tokens."""
@@ -73,7 +63,75 @@ class _Attention:
         keys, values = self._keys[pages].float().contiguous(), self._values[pages].float().contiguous()
         query = (x @ self._query).view(heads, QUERIES_PER_HEAD, size)
         scores = torch.einsum("hqd,thd->hqt", query, keys) / size**0.5 - self._slopes * (position - seen)
-        return torch.einsum("hqt,thd->hqd", scores.softmax(-1), values).reshape(-1) @ self._out
+        weights = torch.cat([scores, self._sink], -1).softmax(-1)[..., :-1]  # the sink takes a share, and gives nothing
+        return torch.einsum("hqt,thd->hqd", weights, values).reshape(-1) @ self._out
+
+
+class _Latent:
+    """One vector for each entry of some tokens, which is key and, but for its last quarter, value of all heads. It is
+    written with the entry's last token. Of bytes, each is a number of steps.
+    """
+
+    def __init__(self, spec: Attention, layer: Any, weight: Weight) -> None:
+        self._spec = spec
+        self._latents = layer
+        self._value_size = spec.head_size - spec.head_size // 4
+        self._latent = weight(HIDDEN, spec.head_size)
+        self._query = weight(HIDDEN, LATENT_HEADS * spec.head_size)
+        self._out = weight(LATENT_HEADS * self._value_size, HIDDEN)
+        self._slopes = 0.08 * 0.5 ** torch.arange(LATENT_HEADS)[:, None]
+
+    def __call__(self, x: Any, position: int, table: Sequence[int]) -> Any:
+        tokens = self._spec.tokens_per_entry
+        size, done = self._spec.block_size // tokens, (position + 1) // tokens
+        if (position + 1) % tokens == 0:
+            self._write(table[(done - 1) // size], (done - 1) % size, x @ self._latent)
+        first = max(0, position + 1 - self._spec.window) // tokens if self._spec.window else 0
+        seen = torch.arange(first, done)
+        latents = self._read(torch.tensor(table)[seen // size], seen % size)
+        query = (x @ self._query).view(LATENT_HEADS, -1)
+        scores = query @ latents.T / self._spec.head_size**0.5 - self._slopes * (done - seen)
+        return (scores.softmax(-1) @ latents[:, : self._value_size]).reshape(-1) @ self._out
+
+    def _write(self, block: int, at: int, latent: Any) -> None:
+        if self._latents.dtype == torch.uint8:
+            latent = (latent * BYTE_STEPS + BYTE_ZERO).round().clamp(0, 255)
+        self._latents[block, at] = latent.to(self._latents.dtype)
+
+    def _read(self, blocks: Any, at: Any) -> Any:
+        latents = self._latents[blocks, at].float().contiguous()
+        return (latents - BYTE_ZERO) / BYTE_STEPS if self._latents.dtype == torch.uint8 else latents
+
+
+class _DeltaNet:
+    """A convolution, then a state for each head that forgets, and corrects what it has under a key."""
+
+    def __init__(self, spec: Mamba, layer: Sequence[Any], weight: Weight) -> None:
+        self._block_size = spec.block_size
+        self._conv, self._state = layer
+        (taps, channels), (self._heads, values, self._key_size) = (state.shape for state in spec.states)
+        self._sizes = [(channels - self._heads * values) // 2] * 2 + [self._heads * values]
+        self._enter, self._taps = weight(HIDDEN, channels), weight(taps + 1, channels)
+        self._gates, self._leave = weight(HIDDEN, 2 * self._heads), weight(self._heads * values, HIDDEN)
+
+    def _per_head(self, u: Any) -> Any:
+        shared = u.view(-1, self._key_size)
+        return torch.nn.functional.normalize(shared, dim=-1).repeat_interleave(self._heads // len(shared), 0)
+
+    def __call__(self, x: Any, position: int, table: Sequence[int]) -> Any:
+        block, before = table[position // self._block_size], table[max(position - 1, 0) // self._block_size]
+        conv, state = (
+            (one[before] if position else torch.zeros(one.shape[1:])).float() for one in (self._conv, self._state)
+        )
+        recent = torch.cat([conv, (x @ self._enter)[None]])
+        query, key, value = torch.nn.functional.silu((recent * self._taps).sum(0)).split(self._sizes)
+        query, key = self._per_head(query), self._per_head(key)
+        keep, learn = torch.sigmoid(x @ self._gates).view(2, self._heads, 1)
+        state = keep[..., None] * state
+        wrong = value.view(self._heads, -1) - torch.einsum("hvk,hk->hv", state, key)
+        state = state + torch.einsum("hv,hk->hvk", learn * wrong, key)
+        self._conv[block], self._state[block] = recent[1:], state
+        return torch.einsum("hvk,hk->hv", state, query).reshape(-1) @ self._leave
 
 
 class _Mamba:
@@ -81,8 +139,7 @@ class _Mamba:
     a block's states are those after its last token.
     """
 
-    def __init__(self, spec: LayerSpec, layer: Sequence[Any], weight: Weight) -> None:
-        assert isinstance(spec, Mamba)
+    def __init__(self, spec: Mamba, layer: Sequence[Any], weight: Weight) -> None:
         self._block_size = spec.block_size
         self._conv, self._ssm = layer
         (taps, channels), (_, size) = (state.shape for state in spec.states)
@@ -110,6 +167,13 @@ class _Mamba:
         return (ssm @ (u @ self._read)) * torch.nn.functional.silu(x @ self._gate) @ self._leave
 
 
+def _mixer(spec: LayerSpec, layer: Any, weight: Weight) -> Callable[[Any, int, Sequence[int]], Any]:
+    if isinstance(spec, Attention):
+        return _Latent(spec, layer, weight) if spec.kind is LayerKind.MLA else _Attention(spec, layer, weight)
+    assert isinstance(spec, Mamba)
+    return (_DeltaNet if len(spec.states[1].shape) == HEAD_STATES else _Mamba)(spec, layer, weight)
+
+
 class Decoder:
     """Random weights, greedy tokens. `layers`: what an engine's layers read and write, in the model's order."""
 
@@ -126,9 +190,7 @@ class Decoder:
         self._layers = [
             (
                 group_of[name],
-                _Attention(spec, layers[name], weight)
-                if isinstance(spec, Attention)
-                else _Mamba(spec, layers[name], weight),
+                _mixer(spec, layers[name], weight),
                 weight(HIDDEN, INNER),
                 weight(INNER, HIDDEN),
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,68 +11,50 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Client, GroupKind, NamespaceSpec, Outcome
+from kvoffloadd.client import Client, GroupKind, NamespaceSpec
 from kvoffloadd.layout import (
     FLASH_HND,
     FLASH_NHD,
     FLASHINFER_HND,
-    HOST,
     PACKED_HND,
     TRITON_HND,
     Attention,
     Backend,
-    CanonicalCache,
     LayerGroup,
     LayerKind,
     LayerSpec,
     Mamba,
-    Plan,
-    Reach,
     State,
     canonicalise,
     cross_layers,
     packed_pages,
     packed_rows,
 )
-from kvoffloadd.model import U8Array
 from scripts.harness.daemon import Daemon
-from tests.layout.decoder import VOCABULARY, Decoder
-from tests.layout.oracle import gather, rows_of, scatter, torch
+from tests.layout.decoder import Decoder
+from tests.layout.oracle import torch
+from tests.layout.worker import (
+    BLOCK,
+    FULL_BLOCKS,
+    NAN,
+    NEW,
+    PLAUSIBLE,
+    TABLE,
+    WINDOW,
+    Generated,
+    Memory,
+    Moves,
+    Worker,
+    check_same,
+    planned,
+    prompt_of,
+)
 
-BLOCK, WINDOW, HEADS, SIZE = 8, 20, 2, 16
-FULL_BLOCKS, TAIL, NEW = 5, 3, 24
-TOKENS = FULL_BLOCKS * BLOCK + TAIL
-TABLE = -(-(TOKENS + NEW) // BLOCK)
+HEADS, SIZE = 2, 16
 NUM_BLOCKS = 64
-NOWHERE = 0
-"""A block that nobody may read: what tables name where a window has passed."""
-
-NAN, PLAUSIBLE = (0xFF, 0x100), (0x38, 0x40)
-"""Ranges of bytes that memory is filled with: each item is not a number, or one as small as those models compute."""
-
-Moves = dict[int, tuple[range, list[int]]]
-"""Group -> keys, by their place in the prompt, and the block of each."""
-
-Generated = tuple[list[int], Any]
-"""Tokens, and the logits (tokens, vocabulary) of each."""
 
 
 # --- models, and memory for them ---
-
-
-@dataclass(frozen=True)
-class Memory:
-    """An engine's. `flat`: every byte there is."""
-
-    specs: Mapping[str, LayerSpec]
-    groups: Sequence[LayerGroup]
-    layers: Mapping[str, Any]
-    cache: CanonicalCache
-    flat: Sequence[Any]
-
-    def wipe(self, garbage: tuple[int, int], rng: np.random.Generator) -> None:
-        for one in self.flat:
-            one.copy_(torch.from_numpy(rng.integers(*garbage, one.shape, dtype=np.uint8).view(np.int8)))
 
 
 def attention(backend: Backend | int, dtype: str = "bfloat16", kernel_blocks: int = 1) -> Attention:
@@ -91,11 +72,6 @@ def model(full: Attention, kinds: Sequence[str]) -> tuple[dict[str, LayerSpec], 
     specs = {f"{kind}{at}": described[kind] for at in range(3) for kind in kinds if at < 2 or kind != "sliding"}
     groups = [LayerGroup(at, tuple(name for name in specs if name.startswith(kind))) for at, kind in enumerate(kinds)]
     return specs, groups
-
-
-def planned(plan: Plan, device: str = HOST) -> Memory:
-    made = plan.allocate(device)
-    return Memory(plan.specs, plan.groups, made.layers, made.cache, [one.view(-1) for one in made.tensors])
 
 
 def crossed(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memory:
@@ -167,102 +143,12 @@ CASES = {
 }
 
 
-def prompt_of(seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCABULARY, TOKENS).tolist()
-    return tokens
-
-
 @functools.cache
 def undisturbed(dtype: str, kinds: tuple[str, ...], seed: int) -> Generated:
     memory = apart(*model(attention(0, dtype), kinds))
     memory.wipe(NAN, np.random.default_rng(seed))
     tables = {group.group: range(TABLE) for group in memory.groups}
     return Decoder(memory.specs, memory.groups, memory.layers, seed).generate(prompt_of(seed), tables, NEW)
-
-
-# --- an engine's worker ---
-
-
-class Worker:
-    """A prompt, a model over memory, and a session with the daemon.
-
-    Block tables in which the prompt is computed and those to which it is restored have no block in common.
-    """
-
-    def __init__(self, client: Client, memory: Memory, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._client, self._memory = client, memory
-        self._model = Decoder(memory.specs, memory.groups, memory.layers, seed)
-        self._registration = client.register(memory.cache.kv_cache())
-        self._prompt = prompt_of(seed)
-        self._keys = {group.group: self._rolling_hash(group.group) for group in memory.groups}
-        firsts = {group.group: memory.specs[group.layers[0]] for group in memory.groups}
-        self.reaches = {
-            group: Reach(spec.group_kind, spec.block_size, getattr(spec, "window", 0)) for group, spec in firsts.items()
-        }
-        blocks = 1 + self._rng.permutation(NUM_BLOCKS - 1)[: 2 * len(firsts) * TABLE]
-        source, target = blocks.reshape(2, len(firsts), TABLE).tolist()
-        self._source, self._target = dict(zip(firsts, source, strict=True)), dict(zip(firsts, target, strict=True))
-        self._tables: dict[int, list[int]] = {}
-
-    def _rolling_hash(self, group: int) -> U8Array:
-        """u8 (keys, 32): of each full block, what it and all before it hold."""
-        digest = hashlib.blake2b(bytes([group]), digest_size=32)
-        found = []
-        for block in range(FULL_BLOCKS):
-            digest.update(bytes(self._prompt[block * BLOCK : (block + 1) * BLOCK]))
-            found.append(np.frombuffer(digest.digest(), np.uint8))
-        return np.stack(found)
-
-    def wipe(self, garbage: tuple[int, int]) -> None:
-        self._memory.wipe(garbage, self._rng)
-
-    def offload(self, kind: GroupKind | None = None, missing: int = FULL_BLOCKS) -> None:
-        """Compute the prompt and store its full blocks; of groups of `kind` all but the `missing` one."""
-        self.wipe(NAN)
-        self._model.prefill(self._prompt, self._source)
-        for group, reach in self.reaches.items():
-            gap = missing if reach.kind == kind else FULL_BLOCKS
-            for keys in (range(gap), range(gap + 1, FULL_BLOCKS)):
-                self._move(self._client.store, {group: (keys, self._source[group][keys.start : keys.stop])})
-
-    def restorable(self) -> int:
-        """Blocks of the longest prefix that the daemon has for all groups."""
-        boundaries: list[int] = self._client.lookup(self._keys).boundaries.tolist()
-        return max(boundaries, default=0) // BLOCK
-
-    def admit(self, remote: int, local: int = 0) -> Moves:
-        """Block tables for the request, of which the first `local` blocks are computed here, and what to load for
-        `remote` ones. Blocks that a group does not need are nowhere.
-        """
-        moves: Moves = {}
-        for group, reach in self.reaches.items():
-            keys, ids = reach.wanted(remote, local), self._target[group]
-            self._tables[group] = [*ids[:local], *[NOWHERE] * (keys.start - local), *ids[keys.start :]]
-            moves[group] = keys, ids[keys.start : keys.stop]
-        self._model.prefill(self._prompt[: local * BLOCK], self._tables)
-        return moves
-
-    def load(self, moves: Moves) -> None:
-        self._move(self._client.load, moves)
-
-    def _move(self, submit: Callable[..., Any], moves: Moves) -> None:
-        groups = {group: (self._keys[group][keys.start : keys.stop], ids) for group, (keys, ids) in moves.items()}
-        first = {group: keys.start for group, (keys, _) in moves.items()}
-        job = submit(self._registration, groups, first=first)
-        assert self._client.wait(job, 15).outcome == Outcome.DONE
-
-    def resume(self, blocks: int, count: int = NEW) -> Generated:
-        """The rest of the prompt behind so many blocks, and what follows."""
-        return self._model.generate(self._prompt, self._tables, count, blocks * BLOCK)
-
-    def turn_a_sign(self, group: int, block: int) -> None:
-        """Of one item of the block's payload."""
-        rows = rows_of(self._memory.cache)
-        refs = next(known.refs for known in self._memory.cache.groups if known.group == group)
-        payload = bytearray(gather(rows, refs, block))
-        payload[int(self._rng.integers(len(payload))) | 3] ^= 0x80  # the last byte of an item, whatever its size
-        scatter(rows, refs, block, bytes(payload))
 
 
 @contextmanager
@@ -278,12 +164,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def check_same(one: Generated, other: Generated) -> None:
-    assert one[0] == other[0]
-    assert bool(one[1].isfinite().all())
-    assert torch.equal(one[1], other[1])
 
 
 # --- tests ---

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Accuracy check: a tiny model answers questions from KV that a daemon had, in every layout, as if it had computed it.
+
+Trains a hybrid model (full attention, windows, states) within seconds to a task that needs all three, computes prompts,
+stores their KV cache in a daemon of its own, and answers the same questions from what it loads: out of memory, and,
+after a restart of the daemon, from disk. Then it loads wrong blocks on purpose, which must show. Exit status 0 only if
+accuracy is 95 % at least, every answer is equal to the recomputed one, and every wrong block was noticed; 1 otherwise;
+2 for wrong usage. Needs torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.harness.disk import disk_folder
+from scripts.harness.program import carry_out, command_line
+
+if TYPE_CHECKING:
+    import argparse
+
+    from scripts.accuracy.report import Report
+
+
+def run(given: argparse.Namespace, folder: Path) -> Report:
+    """Everything. Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
+    from scripts.accuracy.run import Run  # loads torch, which takes seconds
+
+    with disk_folder(None) as disk:
+        return Run(given, folder, Path(disk)).run()
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--prompts", type=int, default=32, help="an even number, with 12 questions each (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of model, training and prompts (default: %(default)s)")
+    given = parser.parse_args()
+    if given.prompts < 2 or given.prompts % 2:
+        parser.error("--prompts: an even number, 2 at least")
+    return carry_out("accuracy", partial(run, given), as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
