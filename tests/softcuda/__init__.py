@@ -28,6 +28,7 @@ class Counters(ctypes.Structure):
 
     copies: int
     batches: int
+    pitched: int
     bytes_to_device: int
     bytes_to_host: int
     bytes_within_device: int

@@ -3,6 +3,8 @@
 
 #include "internal.h"
 
+#define PITCHED "cuMemcpy2DAsync"
+
 static CUresult may_use(const Range *range, const Context *context, const char *call)
 {
     if (range->kind == MAPPED) {
@@ -260,6 +262,81 @@ API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *s
 {
     return cuMemcpyBatchAsync(to, from, sizes, count, attributes, first, attribute_count, NULL, stream);
 }
+
+/* One side of a pitched copy: where its first row begins, and how far apart its rows are. */
+typedef struct {
+    CUdeviceptr start;
+    size_t pitch;
+} Side;
+
+/* Where a side's first row begins. The fields are the public API's: the address stands in the field of its kind, and
+ * is moved by whole rows and by bytes. */
+static CUresult side_of(Side *side, int type, const void *host, CUdeviceptr device, size_t pitch, size_t x, size_t y,
+                        const CUDA_MEMCPY2D *asked)
+{
+    if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_DEVICE && type != CU_MEMORYTYPE_UNIFIED)
+        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: memory of kind %d is not modelled", type);
+    if (pitch > PITCH_MAX || (pitch && pitch < x + asked->WidthInBytes) || (!pitch && asked->Height > 1))
+        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: rows of %zu bytes, %zu apart", asked->WidthInBytes,
+                      pitch);
+    *side = (Side){(type == CU_MEMORYTYPE_HOST ? (uintptr_t)host : device) + y * pitch + x, pitch};
+    return CUDA_SUCCESS;
+}
+
+static CUresult pitched_queue(Context *context, const CUDA_MEMCPY2D *asked, CUstream handle)
+{
+    Stream *stream;
+    Side to, from;
+    CUresult code = stream_find(context, handle, &stream);
+    if (!code)
+        code = side_of(&to, asked->dstMemoryType, asked->dstHost, asked->dstDevice, asked->dstPitch, asked->dstXInBytes,
+                       asked->dstY, asked);
+    if (!code)
+        code = side_of(&from, asked->srcMemoryType, asked->srcHost, asked->srcDevice, asked->srcPitch,
+                       asked->srcXInBytes, asked->srcY, asked);
+    if (code || !asked->WidthInBytes || !asked->Height)
+        return code;
+    if (submit_fails())
+        return CUDA_ERROR_INVALID_VALUE;
+    Op *op = op_new(COPIES, asked->Height);
+    /* All that lies between the first row and the last is one range to the driver, so each side is one memory. */
+    size_t to_span = (asked->Height - 1) * to.pitch + asked->WidthInBytes;
+    size_t from_span = (asked->Height - 1) * from.pitch + asked->WidthInBytes;
+    bool to_device = range_at(&driver.device, to.start), from_device = range_at(&driver.device, from.start);
+    if (!to_device && !from_device)
+        code = misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: neither 0x%llx nor 0x%llx is live device memory",
+                      to.start, from.start);
+    Direction direction = !to_device ? TO_HOST : from_device ? WITHIN_DEVICE : TO_DEVICE;
+    if (!code)
+        code = to_device ? device_touch(op, context, to.start, to_span, PITCHED)
+                         : host_touch(op, to.start, to_span, false, PITCHED);
+    if (!code)
+        code = from_device ? device_touch(op, context, from.start, from_span, PITCHED)
+                           : host_touch(op, from.start, from_span, false, PITCHED);
+    if (code) {
+        op_delete(op);
+        return code;
+    }
+    for (size_t i = 0; i < asked->Height; i++)
+        op->copies[i] = (Copy){to.start + i * to.pitch, from.start + i * from.pitch, asked->WidthInBytes,
+                               direction};
+    op_queue(stream, op);
+    driver.counters.pitched++;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *asked, CUstream stream)
+{
+    Context *context;
+    sleep_ns(settings()->submit_ns);
+    CUresult code = enter(&context);
+    if (code)
+        return code;
+    return leave(settings()->pitched_error ? (CUresult)settings()->pitched_error
+                                           : pitched_queue(context, asked, stream));
+}
+
+API CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *asked, CUstream stream) __attribute__((alias("cuMemcpy2DAsync_v2")));
 
 static CUresult fill_queue(Context *context, CUdeviceptr start, unsigned char value, size_t size, CUstream handle,
                            Stream **stream)

@@ -18,11 +18,12 @@ import numpy as np
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
-from kvoffloadd.device.cuda.driver import Driver, device_side, host_side
+from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, ChunkedCopy, Chunks, Turn, lane_gauges
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver, device_side, host_side
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
 from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
@@ -182,24 +183,40 @@ class CudaDevice:
         """
         copies = cut(copies, direction, self._pinning.ends)
         copies = cut_at(copies, device_side(direction, copies.src, copies.dst), self._mapped_ends)
-        return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
+        runs = self._runs(direction, copies)
+        pitched = runs is not None and len(runs.rest) <= len(copies) // 2
+        most = PIECE_DESCRIPTORS if pitched else self._config.batch_descriptors
+        return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=most)
+
+    def _runs(self, direction: Direction, copies: Copies) -> Pitched | None:
+        """The copies in pitched form. None: they are to be made one by one, since rows are large or the driver does
+        not take runs.
+        """
+        most = self._config.pitched_row_bytes
+        if not most or not self._streams[direction].pitched or copies.total_bytes > most * len(copies):
+            return None
+        host, device = self._pinning.ends, self._mapped_ends
+        src_ends, dst_ends = (device, host) if direction is Direction.STORE else (host, device)
+        return pitch(copies, src_ends, dst_ends, pitch_max_bytes=PITCH_MAX_BYTES)
 
     def _move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> None:
         if self._pinning.failure and (host_side(direction, src, dst) + size).max() > self._pinning.pinned_to:
             raise DeviceError(self._pinning.failure)
-        self._streams[direction].move(src, dst, size)
+        runs = self._runs(direction, Copies(src, dst, size, len(size)))
+        self._streams[direction].move(src, dst, size, runs)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float]:
-        """As the host device's, and `pinned_bytes`, `batch_failures`."""
+        """As the host device's, and `pinned_bytes`, `batch_failures`, `pitched_copies`."""
         gauges: dict[str, int | float] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
             "pinned_bytes": self._pinning.pinned_bytes,
             "batch_failures": sum(stream.batch_failures for stream in self._streams.values()),
+            "pitched_copies": sum(stream.pitched_copies for stream in self._streams.values()),
         }
         return gauges | lane_gauges(self._lanes)
 
