@@ -1,5 +1,6 @@
 /* Copies as they are asked for: what may not be copied is refused here, before anything is queued. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -205,6 +206,28 @@ static CUresult overlap_check(Op *op)
     return CUDA_SUCCESS;
 }
 
+/* Sources whose order is ANY may be read at any time before the stream comes to them: as early as can be, if asked. */
+static void read_early(Op *op, const Batch *batch)
+{
+    size_t bytes = 0, attribute = 0;
+    if (!settings()->read_early)
+        return;
+    for (size_t i = 0; i < op->count; i++)
+        bytes += op->copies[i].size;
+    unsigned char *to = op->early = malloc(bytes);
+    if (!to)
+        abort();
+    for (size_t i = 0; i < op->count; i++) {
+        while (attribute + 1 < batch->attribute_count && batch->first[attribute + 1] <= i)
+            attribute++;
+        if (batch->attributes[attribute].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+            continue;
+        memcpy(to, (const void *)(uintptr_t)op->copies[i].from, op->copies[i].size);
+        op->copies[i].from = (uintptr_t)to;
+        to += op->copies[i].size;
+    }
+}
+
 static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, size_t *failed)
 {
     for (size_t i = 0; i < batch->count; i++) {
@@ -216,6 +239,7 @@ static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, s
             return code;
         }
     }
+    read_early(op, batch);
     return overlap_check(op);
 }
 

@@ -46,7 +46,7 @@ typedef struct {
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
-    uint64_t pitched_error;
+    uint64_t pitched_error, read_early;
     uint64_t packed;
 } Settings;
 
@@ -150,6 +150,7 @@ typedef struct Op {
     uint64_t value;
     size_t size;
     Event *event;
+    unsigned char *early; /* sources that were read when they were submitted */
     size_t count;
     Copy copies[];
 } Op;

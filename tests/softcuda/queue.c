@@ -67,6 +67,7 @@ void op_delete(Op *op)
     if (op->event)
         event_unuse(op->event);
     free(op->ranges);
+    free(op->early);
     free(op);
 }
 

@@ -105,7 +105,13 @@ class CudaDevice:
         self._memory = SharedMemory(driver, self._ordinal)
         self._streams = {
             direction: CopyStream(
-                driver, self._context, priority, batch=self._config.batch, on_broken=self._report_broken
+                driver,
+                self._context,
+                priority,
+                batch=self._config.batch,
+                on_broken=self._report_broken,
+                # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
+                sources_final=direction is Direction.LOAD,
             )
             for direction, priority in _PRIORITIES.items()
         }

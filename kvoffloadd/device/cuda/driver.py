@@ -18,7 +18,7 @@ PITCH_MAX_BYTES = 0x7FFFFFFF
 _BATCH_VERSION = 12080
 """The first cuMemcpyBatchAsync, with `failIdx`; newer drivers still serve it, so one form does for all."""
 
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in the stream's order, never before
+_STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder: the source is read in the stream's order, or before
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address tells which memory it is
 
 
@@ -59,7 +59,7 @@ class Driver(CudaDriver):
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = self.entry("cuMemcpyBatchAsync", _BATCH_VERSION, *batch)
         self._pitched = self.entry("cuMemcpy2DAsync", 3020, pointer, pointer)
-        self._attributes = _Attributes(order=_STREAM_ORDER)
+        self._attributes = {final: _Attributes(order=_ANY_ORDER if final else _STREAM_ORDER) for final in (True, False)}
         self._attribute_starts = ctypes.c_size_t(0)
 
     @property
@@ -67,16 +67,19 @@ class Driver(CudaDriver):
         """Whether the driver has batched copies."""
         return self._batch is not None
 
-    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+    def copy_batch(
+        self, src: U64Array, dst: U64Array, size: U64Array, stream: int, *, sources_final: bool = False
+    ) -> int:
         """Submits copies in one call: contiguous u64 arrays of one length. Returns the CUresult. They are unordered
-        among each other, and read their sources in the stream's order.
+        among each other, and read their sources in the stream's order. `sources_final`: the sources hold their last
+        bytes already, so that the driver may read them before.
         """
         if self._batch is None:
             raise DeviceError("this driver has no cuMemcpyBatchAsync")
-        failed_at = ctypes.c_size_t()
+        failed_at, attributes = ctypes.c_size_t(), self._attributes[sources_final]
         status: int = self._batch(
             dst.ctypes.data, src.ctypes.data, size.ctypes.data, len(size),
-            ctypes.byref(self._attributes), ctypes.byref(self._attribute_starts), 1, ctypes.byref(failed_at), stream,
+            ctypes.byref(attributes), ctypes.byref(self._attribute_starts), 1, ctypes.byref(failed_at), stream,
         )  # fmt: skip
         return status
 

@@ -66,9 +66,19 @@ class CopyStream:
     """
 
     def __init__(
-        self, driver: Driver, context: int, priority: int, *, batch: bool, on_broken: Callable[[str], None]
+        self,
+        driver: Driver,
+        context: int,
+        priority: int,
+        *,
+        batch: bool,
+        on_broken: Callable[[str], None],
+        sources_final: bool = False,
     ) -> None:
-        """Blocks for a moment; the context must be current."""
+        """Blocks for a moment; the context must be current. `sources_final`: nothing writes a source any more when its
+        copy is asked for.
+        """
+        self._sources_final = sources_final
         self.batch = batch and driver.batches
         self.pitched = driver.pitches
         self.pitched_copies = 0
@@ -127,7 +137,10 @@ class CopyStream:
         if not len(size):
             return SUCCESS
         if self.batch:
-            status = driver.copy_batch(src, dst, size, self._stream)
+            status = driver.copy_batch(src, dst, size, self._stream, sources_final=self._sources_final)
+            if status != SUCCESS and self._sources_final:
+                self._sources_final = False
+                status = driver.copy_batch(src, dst, size, self._stream)
             if status == SUCCESS:
                 return status
             self.batch_failures += 1
