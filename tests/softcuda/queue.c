@@ -113,6 +113,9 @@ static void op_run(Stream *stream, Op *op)
     case SPIN:
         spin(op);
         break;
+    case KERNEL:
+        kernel_run(op);
+        break;
     case RECORD: /* op_end */
         break;
     }

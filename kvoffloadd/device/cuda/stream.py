@@ -101,14 +101,23 @@ class CopyStream:
             CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
                 `on_broken` has been called.
         """
-        driver = self._driver
         src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
+        self.run(int(size.sum()), lambda stream: self._submit(src, dst, size, runs, stream))
+
+    def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
+        """Has `submit` submit work that moves so many bytes to the stream that it is given, and waits for the end of
+        what it has submitted, however long that takes. It returns a CUresult. Blocks, without the GIL.
+
+        Raises:
+            CudaError: as `move`.
+        """
+        driver = self._driver
         try:
             driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-            event, total_bytes = self._idle_events.pop() if self._idle_events else self._new_event(), int(size.sum())
+            event = self._idle_events.pop() if self._idle_events else self._new_event()
             with self._lock:
                 began_s = time.monotonic()
-                status = self._submit(src, dst, size, runs)
+                status = submit(self._stream)
                 driver.check("cuEventRecord", driver.record(event, self._stream))
                 self._in_flight_bytes += total_bytes
                 due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
@@ -121,13 +130,13 @@ class CopyStream:
                 self._on_broken(str(error))
             raise
 
-    def _submit(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None) -> int:
+    def _submit(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None, stream: int) -> int:
         """The CUresult of the last way that was tried. What the driver refuses in one way is submitted in the next:
         copying twice does no harm.
         """
         driver = self._driver
         if runs is not None and self.pitched:
-            status = driver.copy_pitched(runs, self._stream)
+            status = driver.copy_pitched(runs, stream)
             if status == SUCCESS:
                 self.pitched_copies += len(runs)
                 src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
@@ -137,16 +146,16 @@ class CopyStream:
         if not len(size):
             return SUCCESS
         if self.batch:
-            status = driver.copy_batch(src, dst, size, self._stream, sources_final=self._sources_final)
+            status = driver.copy_batch(src, dst, size, stream, sources_final=self._sources_final)
             if status != SUCCESS and self._sources_final:
                 self._sources_final = False
-                status = driver.copy_batch(src, dst, size, self._stream)
+                status = driver.copy_batch(src, dst, size, stream)
             if status == SUCCESS:
                 return status
             self.batch_failures += 1
             if self.batch_failures == 1:
                 log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
-        return driver.copy_each(src, dst, size, self._stream)
+        return driver.copy_each(src, dst, size, stream)
 
     def _await(self, event: int, began_s: float, due_s: float) -> None:
         while (status := self._driver.query(event)) == NOT_READY:
