@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What the daemon and its clients need, and nothing else: neither torch nor the tools of tests and linters.
 DEMO_VENV := build/demo-venv
 DEMO_READY := $(DEMO_VENV)/.ready
+KERNELS_VENV := build/kernels-venv
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
 # bench_vllm.py wants vLLM's venv: see docs/benchmarks/vllm.md.
@@ -36,7 +37,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEXT := build/vllm-0.33
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test test-vllm test-service soak mutants lint shape bench gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo test test-vllm test-service soak mutants lint shape bench kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -103,6 +104,11 @@ soak: $(READY) ## the tests that take minutes, and a stress run with kills of wo
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
+
+kernels: ## compile the CUDA kernel for each architecture, after a change of its source; needs no GPU
+	@$(PYTHON) -m venv --clear $(KERNELS_VENV)
+	@$(KERNELS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement requirements-kernels.lock
+	@PYTHONPATH=$(CURDIR) $(KERNELS_VENV)/bin/python scripts/kernels.py
 
 mutants: $(READY) ## break the core on purpose, place by place, and see that tests notice (half an hour)
 	@$(BIN)/python scripts/mutants.py

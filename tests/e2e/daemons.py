@@ -55,7 +55,7 @@ def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
     if driver is None and gpu_rank.device() == "host":
         return {}
     asked = dict(driver or {})
-    planted = [asked.pop("faults")] if asked.get("faults") else []
+    planted = [one for one in [asked.pop("faults", "")] if one]
     planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
     if planted or asked:
         gpu_rank.needs_soft("what is planted")

@@ -14,7 +14,7 @@ from tests.e2e.rank import Rank, new_keys
 
 KEYS = 16
 LATE_S = 0.25
-JITTER = {"faults": "jitter_ns=300000"}
+JITTER = {"faults": "jitter_ns=300000,read_early"}
 
 
 class Late:

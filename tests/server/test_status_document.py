@@ -21,7 +21,7 @@ BY_NAME = {"transfers", "lanes", "devices"}
 REASONS = {"missed", "not_demoted", "late_beats", "demoted", "promoted"}
 """Maps that are explained where they are named."""
 
-ONLY_SOMETIMES = {"pinned_bytes", "batch_failures"}
+ONLY_SOMETIMES = {"pinned_bytes", "batch_failures", "pitched_copies", "kernel_chunks"}
 
 
 def keys_of(status: dict[str, Any]) -> Iterator[str]:

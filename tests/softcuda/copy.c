@@ -1,7 +1,10 @@
 /* Copies as they are asked for: what may not be copied is refused here, before anything is queued. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
+
+#define PITCHED "cuMemcpy2DAsync"
 
 static CUresult may_use(const Range *range, const Context *context, const char *call)
 {
@@ -203,6 +206,28 @@ static CUresult overlap_check(Op *op)
     return CUDA_SUCCESS;
 }
 
+/* Sources whose order is ANY may be read at any time before the stream comes to them: as early as can be, if asked. */
+static void read_early(Op *op, const Batch *batch)
+{
+    size_t bytes = 0, attribute = 0;
+    if (!settings()->read_early)
+        return;
+    for (size_t i = 0; i < op->count; i++)
+        bytes += op->copies[i].size;
+    unsigned char *to = op->early = malloc(bytes);
+    if (!to)
+        abort();
+    for (size_t i = 0; i < op->count; i++) {
+        while (attribute + 1 < batch->attribute_count && batch->first[attribute + 1] <= i)
+            attribute++;
+        if (batch->attributes[attribute].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+            continue;
+        memcpy(to, (const void *)(uintptr_t)op->copies[i].from, op->copies[i].size);
+        op->copies[i].from = (uintptr_t)to;
+        to += op->copies[i].size;
+    }
+}
+
 static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, size_t *failed)
 {
     for (size_t i = 0; i < batch->count; i++) {
@@ -214,6 +239,7 @@ static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, s
             return code;
         }
     }
+    read_early(op, batch);
     return overlap_check(op);
 }
 
@@ -260,6 +286,81 @@ API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *s
 {
     return cuMemcpyBatchAsync(to, from, sizes, count, attributes, first, attribute_count, NULL, stream);
 }
+
+/* One side of a pitched copy: where its first row begins, and how far apart its rows are. */
+typedef struct {
+    CUdeviceptr start;
+    size_t pitch;
+} Side;
+
+/* Where a side's first row begins. The fields are the public API's: the address stands in the field of its kind, and
+ * is moved by whole rows and by bytes. */
+static CUresult side_of(Side *side, int type, const void *host, CUdeviceptr device, size_t pitch, size_t x, size_t y,
+                        const CUDA_MEMCPY2D *asked)
+{
+    if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_DEVICE && type != CU_MEMORYTYPE_UNIFIED)
+        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: memory of kind %d is not modelled", type);
+    if (pitch > PITCH_MAX || (pitch && pitch < x + asked->WidthInBytes) || (!pitch && asked->Height > 1))
+        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: rows of %zu bytes, %zu apart", asked->WidthInBytes,
+                      pitch);
+    *side = (Side){(type == CU_MEMORYTYPE_HOST ? (uintptr_t)host : device) + y * pitch + x, pitch};
+    return CUDA_SUCCESS;
+}
+
+static CUresult pitched_queue(Context *context, const CUDA_MEMCPY2D *asked, CUstream handle)
+{
+    Stream *stream;
+    Side to, from;
+    CUresult code = stream_find(context, handle, &stream);
+    if (!code)
+        code = side_of(&to, asked->dstMemoryType, asked->dstHost, asked->dstDevice, asked->dstPitch, asked->dstXInBytes,
+                       asked->dstY, asked);
+    if (!code)
+        code = side_of(&from, asked->srcMemoryType, asked->srcHost, asked->srcDevice, asked->srcPitch,
+                       asked->srcXInBytes, asked->srcY, asked);
+    if (code || !asked->WidthInBytes || !asked->Height)
+        return code;
+    if (submit_fails())
+        return CUDA_ERROR_INVALID_VALUE;
+    Op *op = op_new(COPIES, asked->Height);
+    /* All that lies between the first row and the last is one range to the driver, so each side is one memory. */
+    size_t to_span = (asked->Height - 1) * to.pitch + asked->WidthInBytes;
+    size_t from_span = (asked->Height - 1) * from.pitch + asked->WidthInBytes;
+    bool to_device = range_at(&driver.device, to.start), from_device = range_at(&driver.device, from.start);
+    if (!to_device && !from_device)
+        code = misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: neither 0x%llx nor 0x%llx is live device memory",
+                      to.start, from.start);
+    Direction direction = !to_device ? TO_HOST : from_device ? WITHIN_DEVICE : TO_DEVICE;
+    if (!code)
+        code = to_device ? device_touch(op, context, to.start, to_span, PITCHED)
+                         : host_touch(op, to.start, to_span, false, PITCHED);
+    if (!code)
+        code = from_device ? device_touch(op, context, from.start, from_span, PITCHED)
+                           : host_touch(op, from.start, from_span, false, PITCHED);
+    if (code) {
+        op_delete(op);
+        return code;
+    }
+    for (size_t i = 0; i < asked->Height; i++)
+        op->copies[i] = (Copy){to.start + i * to.pitch, from.start + i * from.pitch, asked->WidthInBytes,
+                               direction};
+    op_queue(stream, op);
+    driver.counters.pitched++;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *asked, CUstream stream)
+{
+    Context *context;
+    sleep_ns(settings()->submit_ns);
+    CUresult code = enter(&context);
+    if (code)
+        return code;
+    return leave(settings()->pitched_error ? (CUresult)settings()->pitched_error
+                                           : pitched_queue(context, asked, stream));
+}
+
+API CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *asked, CUstream stream) __attribute__((alias("cuMemcpy2DAsync_v2")));
 
 static CUresult fill_queue(Context *context, CUdeviceptr start, unsigned char value, size_t size, CUstream handle,
                            Stream **stream)

@@ -10,6 +10,7 @@ static const struct {
 } ATTRIBUTES[] = {
     {1, 1024},      /* MAX_THREADS_PER_BLOCK */
     {10, 32},       /* WARP_SIZE */
+    {11, PITCH_MAX}, /* MAX_PITCH */
     {13, 1980000},  /* CLOCK_RATE */
     {16, 132},      /* MULTIPROCESSOR_COUNT */
     {19, 1},        /* CAN_MAP_HOST_MEMORY */

@@ -12,6 +12,8 @@ import numpy as np
 from cuda.bindings import driver
 
 from tests.softcuda.gpu import (
+    ANY_ORDER,
+    STREAM_ORDER,
     U8Array,
     address,
     allocate,
@@ -185,6 +187,20 @@ def context_code() -> int:
     """context_error=N"""
     assert nothing() == 0
     return code(driver.cuDevicePrimaryCtxRetain(0))
+
+
+def early_reads() -> str:
+    """read_early: which of two batches behind a slow copy has the bytes that its source had when it was submitted."""
+    device, host, stream = _buffers()
+    seen = []
+    for order in (ANY_ORDER, STREAM_ORDER):
+        host[:] = 1
+        extras().delay(stream, 0.05)
+        ok(batch([device], [address(host)], [SIZE], stream, order))
+        host[:] = 2
+        ok(driver.cuStreamSynchronize(stream))
+        seen.append(ctypes.string_at(device, 1)[0])
+    return "".join(map(str, seen))
 
 
 def slow_submits() -> None:

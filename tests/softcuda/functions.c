@@ -58,6 +58,7 @@
     X(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2)                                                 \
     X(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2)                                                 \
     X(cuMemcpyAsync, 4000, cuMemcpyAsync)                                                            \
+    X(cuMemcpy2DAsync, 3020, cuMemcpy2DAsync_v2)                                                     \
     X(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync)                                                 \
     X(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v2)                                              \
     X(cuMemsetD8, 3020, cuMemsetD8_v2)                                                               \

@@ -184,6 +184,17 @@ def map_chunks(count: int) -> tuple[int, list[int]]:
     return base, handles
 
 
+def pitched(to: tuple[int, int], from_: tuple[int, int], width: int, height: int, stream: int) -> tuple[Any, ...]:
+    """One pitched copy. `to`, `from_`: an address, and the distance of rows."""
+    asked = driver.CUDA_MEMCPY2D()
+    asked.srcMemoryType = asked.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    asked.dstDevice, asked.dstPitch = to
+    asked.srcDevice, asked.srcPitch = from_
+    asked.WidthInBytes, asked.Height = width, height
+    result: tuple[Any, ...] = driver.cuMemcpy2DAsync(asked, stream)
+    return result
+
+
 def batch(
     destinations: list[int], sources: list[int], sizes: list[int], stream: int, order: Any = ANY_ORDER
 ) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@
 
 #define DEVICES_MAX 16
 #define GRANULE ((size_t)2 << 20)
+#define PITCH_MAX 0x7fffffff
 
 static inline size_t rounded(size_t size)
 {
@@ -45,6 +46,7 @@ typedef struct {
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
+    uint64_t pitched_error, read_early, launch_error;
     uint64_t packed;
 } Settings;
 
@@ -138,7 +140,7 @@ typedef struct Event {
     bool destroyed;
 } Event;
 
-typedef enum { COPIES, FILL, WRITE, RECORD, DELAY, SPIN } OpKind;
+typedef enum { COPIES, FILL, WRITE, RECORD, DELAY, SPIN, KERNEL } OpKind;
 typedef struct Op {
     struct Op *next;
     OpKind kind;
@@ -148,6 +150,7 @@ typedef struct Op {
     uint64_t value;
     size_t size;
     Event *event;
+    unsigned char *early; /* sources that were read when they were submitted */
     size_t count;
     Copy copies[];
 } Op;
@@ -181,6 +184,9 @@ void sleep_ns(uint64_t ns);
 /* copy.c */
 CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t size, const char *call);
 void copies_run(Stream *stream, Op *op);
+
+/* kernel.c */
+void kernel_run(const Op *op);
 
 /* functions.c: a name may stand there twice, its oldest form first. */
 typedef struct {

@@ -26,6 +26,7 @@ from tests.softcuda.gpu import (
     ok,
     open_raw,
     peer,
+    pitched,
     property_of,
     raw_handle,
     registered,
@@ -142,6 +143,30 @@ def copy_of_another_device() -> int:
     device, host = allocate(SIZE), registered(SIZE)
     start(0)
     return to_device(device, address(host))
+
+
+def pitched_beyond_allocation() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    return code(pitched((device + 4096, 4096), (address(host), 4096), 4096, 16, new_stream()))
+
+
+def pitched_beyond_registration() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    return code(pitched((device, 2048), (address(host), 8192), 1024, 9, new_stream()))
+
+
+def pitched_rows_that_overlap() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    return code(pitched((device, 1000), (address(host), 1024), 1024, 16, new_stream()))
+
+
+def pitched_too_far_apart() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    return code(pitched((device, 1 << 31), (address(host), 1024), 1024, 2, new_stream()))
 
 
 def batch_across_allocations() -> int:

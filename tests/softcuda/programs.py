@@ -26,6 +26,7 @@ from tests.softcuda.gpu import (
     new_stream,
     noise,
     ok,
+    pitched,
     property_of,
     registered,
     start,
@@ -241,6 +242,23 @@ def batches() -> None:
     ok(driver.cuStreamSynchronize(stream))
     for wrong in ([1, 50], [0, 0], [0, 100]):
         assert code(driver.cuMemcpyBatchAsync(to, sources_, sizes, 100, attributes, wrong, 2, stream)) == 1
+
+
+def pitched_copies() -> None:
+    """100 rows to every third row of the device's memory and back."""
+    start()
+    host, back, stream = registered(100 * 1000), registered(100 * 1000), new_stream()
+    host[:] = noise(100 * 1000)
+    device = allocate(300 * 1000)
+    ok(pitched((device, 3000), (address(host), 1000), 1000, 100, stream))
+    ok(pitched((address(back), 1000), (device, 3000), 999, 100, stream))
+    ok(driver.cuStreamSynchronize(stream))
+    counters = extras().counters()
+    assert (counters.pitched, counters.copies, counters.bytes_to_host) == (2, 200, 99_900)
+    rows, returned = host.reshape(100, 1000), back.reshape(100, 1000)
+    assert np.array_equal(bytes_at(device, 300 * 1000)[: 297 * 1000].reshape(99, 3000)[:, :1000], rows[:99])
+    assert np.array_equal(returned[:, :999], rows[:, :999])
+    assert not returned[:, 999].any(), "bytes between the rows"
 
 
 class Attributes(ctypes.Structure):

@@ -67,6 +67,7 @@ void op_delete(Op *op)
     if (op->event)
         event_unuse(op->event);
     free(op->ranges);
+    free(op->early);
     free(op);
 }
 
@@ -111,6 +112,9 @@ static void op_run(Stream *stream, Op *op)
         break;
     case SPIN:
         spin(op);
+        break;
+    case KERNEL:
+        kernel_run(op);
         break;
     case RECORD: /* op_end */
         break;

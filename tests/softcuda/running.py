@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tests import softcuda
 
@@ -21,7 +22,7 @@ _PROGRAM = "import importlib, sys; print(getattr(importlib.import_module(sys.arg
 def run(
     program: Callable[[], object],
     faults: str = "",
-    settings: Mapping[str, int | str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the function; its process prints what it returns. `settings` are softcuda's, `variables` any others."""
@@ -39,7 +40,7 @@ def run(
 def result(
     program: Callable[[], object],
     faults: str = "",
-    settings: Mapping[str, int | str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> str:
     """What the function returns, as text; it must not fail."""

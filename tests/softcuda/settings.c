@@ -56,6 +56,9 @@ static const Name FAULTS[] = {
     {"register_holds_lock", &read_settings.register_holds_lock, true},
     {"packed", &read_settings.packed, true},
     {"no_batch", &read_settings.no_batch, true},
+    {"pitched_error", &read_settings.pitched_error, false},
+    {"launch_error", &read_settings.launch_error, false},
+    {"read_early", &read_settings.read_early, true},
     {"dead_exporter", &read_settings.dead_exporter, true},
     {NULL, NULL, false},
 };

@@ -52,7 +52,7 @@ typedef struct {
 } CUipcMemHandle;
 
 enum { CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1 };
-enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
+enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2, CU_MEMORYTYPE_ARRAY = 3, CU_MEMORYTYPE_UNIFIED = 4 };
 enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum { CU_MEM_HANDLE_TYPE_NONE = 0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1, CU_MEM_HANDLE_TYPE_FABRIC = 8 };
@@ -110,13 +110,30 @@ typedef struct {
     unsigned int flags;
 } CUmemcpyAttributes;
 
+typedef struct {
+    size_t srcXInBytes, srcY;
+    int srcMemoryType;
+    const void *srcHost;
+    CUdeviceptr srcDevice;
+    void *srcArray;
+    size_t srcPitch;
+    size_t dstXInBytes, dstY;
+    int dstMemoryType;
+    void *dstHost;
+    CUdeviceptr dstDevice;
+    void *dstArray;
+    size_t dstPitch;
+    size_t WidthInBytes, Height;
+} CUDA_MEMCPY2D;
+
+_Static_assert(sizeof(CUDA_MEMCPY2D) == 128, "as in cuda.h");
 _Static_assert(sizeof(CUmemAllocationProp) == 32, "as in cuda.h");
 _Static_assert(sizeof(CUmemAccessDesc) == 12, "as in cuda.h");
 _Static_assert(sizeof(CUmemcpyAttributes) == 24, "as in cuda.h");
 
 /* What the process has done so far, and what it holds now. tests/softcuda/__init__.py has the same list. */
 struct softcuda_counters {
-    uint64_t copies, batches, bytes_to_device, bytes_to_host, bytes_within_device;
+    uint64_t copies, batches, pitched, kernels, bytes_to_device, bytes_to_host, bytes_within_device;
     uint64_t handles_opened, handles_closed;
     uint64_t live_allocations, live_opened, live_mappings, live_reservations, live_registrations;
     uint64_t live_streams, live_events, misuses;
@@ -126,6 +143,8 @@ struct softcuda_counters {
 API CUresult softcuda_delay(CUstream stream, uint64_t ns);
 /* The stream waits until the word is at least `value`. */
 API CUresult softcuda_spin_until(CUstream stream, const uint64_t *word, uint64_t value);
+/* Queues the daemon's kernel. `rows`: in device memory, `count` times (from, to, bytes). */
+API CUresult softcuda_move_rows(CUstream stream, CUdeviceptr rows, uint64_t count, uint32_t pieces);
 API void softcuda_counters(struct softcuda_counters *counters);
 
 #endif

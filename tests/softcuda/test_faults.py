@@ -31,6 +31,8 @@ from tests.softcuda.running import result, run
         (faulty.open_code, "dead_exporter", "205"),
         (faulty.slow_close, "close_delay_ns=100000000", "None"),
         (faulty.batch_is_missing, "no_batch", "500"),
+        (faulty.early_reads, "read_early", "12"),
+        (faulty.early_reads, "jitter_ns=1", "22"),
         (faulty.open_code, "", "0"),
         (faulty.corruption, "", "0000"),
         (faulty.failed_submits, "jitter_ns=1,fail_submit_every=3", "001001"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,11 +19,14 @@ import numpy as np
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
-from kvoffloadd.device.cuda.driver import Driver, device_side, host_side
+from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, ChunkedCopy, Chunks, Turn, lane_gauges
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver, device_side, host_side
+from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
+from kvoffloadd.device.cuda.staging import ROWS_MAX, SLACK_BYTES, Stage, Stages
 from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
@@ -64,6 +68,9 @@ class CudaDevice:
         self._memory: SharedMemory
         self._pinning: Pinning
         self._streams: dict[Direction, CopyStream] = {}
+        self._stages = {direction: Stages(partial(self._make_stage, direction)) for direction in Direction}
+        self._kernel: RowKernel | None = None
+        self._kernel_lock = threading.Lock()
         self._memory_lane = Lane("gpu-memory", 1, loop)
         self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
@@ -102,12 +109,26 @@ class CudaDevice:
         self._context = int(driver.call("cuDevicePrimaryCtxRetain", device))
         driver.check("cuCtxSetCurrent", driver.set_current(self._context))
         self._memory = SharedMemory(driver, self._ordinal)
-        self._streams = {
-            direction: CopyStream(
-                driver, self._context, priority, batch=self._config.batch, on_broken=self._report_broken
-            )
-            for direction, priority in _PRIORITIES.items()
-        }
+        self._streams = {direction: self._make_stream(direction) for direction in Direction}
+
+    def _make_stream(self, direction: Direction) -> CopyStream:
+        return CopyStream(
+            self._driver,
+            self._context,
+            _PRIORITIES[direction],
+            batch=self._config.batch,
+            on_broken=self._report_broken,
+            # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
+            sources_final=direction is Direction.LOAD,
+        )
+
+    def _make_stage(self, direction: Direction) -> Stage:
+        """In a lane's thread, when the first small rows come."""
+        driver, config = self._driver, self._config
+        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+        with self._kernel_lock:
+            self._kernel = self._kernel or RowKernel(driver, self._ordinal)
+        return Stage(driver, partial(self._make_stream, direction), self._kernel, config.staging_bytes, config.batch)
 
     # --- memory ---
 
@@ -182,24 +203,55 @@ class CudaDevice:
         """
         copies = cut(copies, direction, self._pinning.ends)
         copies = cut_at(copies, device_side(direction, copies.src, copies.dst), self._mapped_ends)
-        return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=self._config.batch_descriptors)
+        config, chunk_bytes = self._config, self._chunk_bytes
+        if self._takes_kernel(direction, copies):
+            chunk_bytes = min(chunk_bytes, config.staging_bytes)
+            return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=ROWS_MAX)
+        runs = self._runs(direction, copies)
+        pitched = runs is not None and len(runs.rest) <= len(copies) // 2
+        most = PIECE_DESCRIPTORS if pitched else config.batch_descriptors
+        return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=most)
+
+    def _takes_kernel(self, direction: Direction, copies: Copies) -> bool:
+        """Whether the kernel is to move these rows: they are small, and together worth a kernel."""
+        most, total_bytes = self._config.kernel_row_bytes, copies.total_bytes
+        small = total_bytes <= most * len(copies) and total_bytes >= self._config.kernel_chunk_bytes
+        return most > 0 and small and self._stages[direction].works
+
+    def _runs(self, direction: Direction, copies: Copies) -> Pitched | None:
+        """The copies in pitched form. None: they are to be made one by one, since rows are large or the driver does
+        not take runs.
+        """
+        most = self._config.pitched_row_bytes
+        if not most or not self._streams[direction].pitched or copies.total_bytes > most * len(copies):
+            return None
+        host, device = self._pinning.ends, self._mapped_ends
+        src_ends, dst_ends = (device, host) if direction is Direction.STORE else (host, device)
+        return pitch(copies, src_ends, dst_ends, pitch_max_bytes=PITCH_MAX_BYTES)
 
     def _move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> None:
         if self._pinning.failure and (host_side(direction, src, dst) + size).max() > self._pinning.pinned_to:
             raise DeviceError(self._pinning.failure)
-        self._streams[direction].move(src, dst, size)
+        copies = Copies(src, dst, size, len(size))
+        fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
+        if fits and self._takes_kernel(direction, copies) and self._stages[direction].move(direction, src, dst, size):
+            return
+        runs = self._runs(direction, copies)
+        self._streams[direction].move(src, dst, size, runs)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float]:
-        """As the host device's, and `pinned_bytes`, `batch_failures`."""
+        """As the host device's, and `pinned_bytes`, `batch_failures`, `pitched_copies`, `kernel_chunks`."""
         gauges: dict[str, int | float] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
             "pinned_bytes": self._pinning.pinned_bytes,
             "batch_failures": sum(stream.batch_failures for stream in self._streams.values()),
+            "pitched_copies": sum(stream.pitched_copies for stream in self._streams.values()),
+            "kernel_chunks": sum(stages.chunks for stages in self._stages.values()),
         }
         return gauges | lane_gauges(self._lanes)
 
@@ -241,6 +293,8 @@ class CudaDevice:
         return await self._memory_lane.close(deadline_s)
 
     def _destroy(self) -> None:
+        for stages in self._stages.values():
+            stages.destroy()
         for stream in self._streams.values():
             stream.destroy()
         self._memory.close()

@@ -5,14 +5,21 @@ from __future__ import annotations
 import ctypes
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kvoffloadd.cudadriver import SUCCESS, CudaDriver
+from kvoffloadd.device.pitched import Pitched
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U64Array
+
+PITCH_MAX_BYTES = 0x7FFFFFFF
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far."""
 
 _BATCH_VERSION = 12080
 """The first cuMemcpyBatchAsync, with `failIdx`; newer drivers still serve it, so one form does for all."""
 
-_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in the stream's order, never before
+_STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder: the source is read in the stream's order, or before
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address tells which memory it is
 
 
 class _Attributes(ctypes.Structure):
@@ -23,6 +30,20 @@ class _Attributes(ctypes.Structure):
         ("hints", ctypes.c_int * 4),
         ("flags", ctypes.c_uint),
     ]
+
+
+_MEMCPY_2D = np.dtype(
+    [
+        (f"{side}_{name}", kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            ("x", "<u8"), ("y", "<u8"), ("type", "<u8"), ("host", "<u8"), ("device", "<u8"), ("array", "<u8"),
+            ("pitch", "<u8"),
+        )
+    ]
+    + [("width", "<u8"), ("height", "<u8")]
+)  # fmt: skip
+"""CUDA_MEMCPY2D: `type` has 4 bytes and 4 of padding; `x` and `y` stay 0."""
 
 
 class Driver(CudaDriver):
@@ -37,7 +58,8 @@ class Driver(CudaDriver):
         self._copy = self._needed("cuMemcpyAsync", 4000, word, word, size, pointer)
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = self.entry("cuMemcpyBatchAsync", _BATCH_VERSION, *batch)
-        self._attributes = _Attributes(order=_STREAM_ORDER)
+        self._pitched = self.entry("cuMemcpy2DAsync", 3020, pointer, pointer)
+        self._attributes = {final: _Attributes(order=_ANY_ORDER if final else _STREAM_ORDER) for final in (True, False)}
         self._attribute_starts = ctypes.c_size_t(0)
 
     @property
@@ -45,23 +67,52 @@ class Driver(CudaDriver):
         """Whether the driver has batched copies."""
         return self._batch is not None
 
-    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+    def copy_batch(
+        self, src: U64Array, dst: U64Array, size: U64Array, stream: int, *, sources_final: bool = False
+    ) -> int:
         """Submits copies in one call: contiguous u64 arrays of one length. Returns the CUresult. They are unordered
-        among each other, and read their sources in the stream's order.
+        among each other, and read their sources in the stream's order. `sources_final`: the sources hold their last
+        bytes already, so that the driver may read them before.
         """
         if self._batch is None:
             raise DeviceError("this driver has no cuMemcpyBatchAsync")
-        failed_at = ctypes.c_size_t()
+        failed_at, attributes = ctypes.c_size_t(), self._attributes[sources_final]
         status: int = self._batch(
             dst.ctypes.data, src.ctypes.data, size.ctypes.data, len(size),
-            ctypes.byref(self._attributes), ctypes.byref(self._attribute_starts), 1, ctypes.byref(failed_at), stream,
+            ctypes.byref(attributes), ctypes.byref(self._attribute_starts), 1, ctypes.byref(failed_at), stream,
         )  # fmt: skip
+        return status
+
+    def copy(self, src: int, dst: int, size_bytes: int, stream: int) -> int:
+        """Submits one copy. Returns the CUresult."""
+        status: int = self._copy(dst, src, size_bytes, stream)
         return status
 
     def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
         """Submits copies in one call each, until one is refused. Returns the last CUresult."""
         for one_src, one_dst, one_size in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
             status: int = self._copy(one_dst, one_src, one_size, stream)
+            if status != SUCCESS:
+                return status
+        return SUCCESS
+
+    @property
+    def pitches(self) -> bool:
+        """Whether the driver has pitched copies."""
+        return self._pitched is not None
+
+    def copy_pitched(self, runs: Pitched, stream: int) -> int:
+        """Submits the runs, without the rest, in one call each, until one is refused. Returns the last CUresult."""
+        if self._pitched is None:
+            raise DeviceError("this driver has no cuMemcpy2DAsync")
+        asked = np.zeros(len(runs), _MEMCPY_2D)
+        asked["src_type"] = asked["dst_type"] = _UNIFIED
+        asked["src_device"], asked["dst_device"] = runs.src, runs.dst
+        asked["src_pitch"], asked["dst_pitch"] = runs.src_pitch, runs.dst_pitch
+        asked["width"], asked["height"] = runs.width, runs.height
+        first = asked.ctypes.data
+        for address in range(first, first + asked.nbytes, asked.itemsize):
+            status: int = self._pitched(address, stream)
             if status != SUCCESS:
                 return status
         return SUCCESS

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.pitched import Pitched
 from kvoffloadd.model import U64Array
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,22 @@ class CopyStream:
     """
 
     def __init__(
-        self, driver: Driver, context: int, priority: int, *, batch: bool, on_broken: Callable[[str], None]
+        self,
+        driver: Driver,
+        context: int,
+        priority: int,
+        *,
+        batch: bool,
+        on_broken: Callable[[str], None],
+        sources_final: bool = False,
     ) -> None:
-        """Blocks for a moment; the context must be current."""
+        """Blocks for a moment; the context must be current. `sources_final`: nothing writes a source any more when its
+        copy is asked for.
+        """
+        self._sources_final = sources_final
         self.batch = batch and driver.batches
+        self.pitched = driver.pitches
+        self.pitched_copies = 0
         self.batch_failures = 0
         self._driver = driver
         self._context = context
@@ -80,45 +93,69 @@ class CopyStream:
         self._in_flight_bytes = 0
         self._last_end_s = 0.0
 
-    def move(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+    def move(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None = None) -> None:
         """Copies one chunk, see `copy_runs`: returns when it has ended, however long that takes. Blocks, without the
-        GIL.
+        GIL. `runs`: the same bytes, which are moved so as long as the driver takes that.
 
         Raises:
             CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
                 `on_broken` has been called.
         """
-        driver = self._driver
         src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
+        self.run(int(size.sum()), lambda stream: self._submit(src, dst, size, runs, stream))
+
+    def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
+        """Has `submit` submit work that moves so many bytes to the stream that it is given, and waits for the end of
+        what it has submitted, however long that takes. It returns a CUresult. Blocks, without the GIL.
+
+        Raises:
+            CudaError: as `move`.
+        """
+        driver = self._driver
         try:
             driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-            status = self._run(src, dst, size, self.batch)
-            if status != SUCCESS and self.batch:
-                # Copying twice does no harm, and a driver that can't batch these may do without.
-                self.batch_failures += 1
-                if self.batch_failures == 1:
-                    log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
-                status = self._run(src, dst, size, False)
+            event = self._idle_events.pop() if self._idle_events else self._new_event()
+            with self._lock:
+                began_s = time.monotonic()
+                status = submit(self._stream)
+                driver.check("cuEventRecord", driver.record(event, self._stream))
+                self._in_flight_bytes += total_bytes
+                due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
+            self._await(event, began_s, due_s)
+            self._measure(total_bytes, began_s)
+            self._idle_events.append(event)
             driver.check("cuMemcpyAsync", status)
         except CudaError as error:
             if error.sticky:
                 self._on_broken(str(error))
             raise
 
-    def _run(self, src: U64Array, dst: U64Array, size: U64Array, batch: bool) -> int:
-        """Submits, and waits until what was submitted has ended. The status of the submission."""
-        driver, total_bytes = self._driver, int(size.sum())
-        event = self._idle_events.pop() if self._idle_events else self._new_event()
-        with self._lock:
-            began_s = time.monotonic()
-            status = (driver.copy_batch if batch else driver.copy_each)(src, dst, size, self._stream)
-            driver.check("cuEventRecord", driver.record(event, self._stream))
-            self._in_flight_bytes += total_bytes
-            due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
-        self._await(event, began_s, due_s)
-        self._measure(total_bytes, began_s)
-        self._idle_events.append(event)
-        return status
+    def _submit(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None, stream: int) -> int:
+        """The CUresult of the last way that was tried. What the driver refuses in one way is submitted in the next:
+        copying twice does no harm.
+        """
+        driver = self._driver
+        if runs is not None and self.pitched:
+            status = driver.copy_pitched(runs, stream)
+            if status == SUCCESS:
+                self.pitched_copies += len(runs)
+                src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
+            else:
+                self.pitched = False
+                log.warning("cuMemcpy2DAsync failed with %d: copying row by row from now on", status)
+        if not len(size):
+            return SUCCESS
+        if self.batch:
+            status = driver.copy_batch(src, dst, size, stream, sources_final=self._sources_final)
+            if status != SUCCESS and self._sources_final:
+                self._sources_final = False
+                status = driver.copy_batch(src, dst, size, stream)
+            if status == SUCCESS:
+                return status
+            self.batch_failures += 1
+            if self.batch_failures == 1:
+                log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
+        return driver.copy_each(src, dst, size, stream)
 
     def _await(self, event: int, began_s: float, due_s: float) -> None:
         while (status := self._driver.query(event)) == NOT_READY:

@@ -135,9 +135,9 @@ def test_move_returns_when_the_bytes_are_there(
 class Refusing(Driver):
     """Refuses batches, as some drivers do some of them."""
 
-    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, **order: bool) -> int:
         half = len(size) // 2
-        super().copy_batch(src[:half], dst[:half], size[:half], stream)  # some may have been begun
+        super().copy_batch(src[:half], dst[:half], size[:half], stream, **order)  # some may have been begun
         return 1
 
 
@@ -150,6 +150,27 @@ def test_a_refused_batch_is_copied_one_by_one(
     made.move(*runs(memory.copies(rng, 100, to_gpu=True)))
     assert int((memory.buffer.download(0, SIZE) == 5).sum()) == 100 * ROW
     assert made.batch_failures == 1
+    made.destroy()
+
+
+class Ordering(Driver):
+    """Takes batches in the stream's order alone."""
+
+    def copy_batch(
+        self, src: U64Array, dst: U64Array, size: U64Array, stream: int, *, sources_final: bool = False
+    ) -> int:
+        return 1 if sources_final else super().copy_batch(src, dst, size, stream)
+
+
+def test_a_refused_order_leaves_batches(gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator) -> None:
+    memory.host[:] = 5
+    memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
+    context = int(driver.call("cuCtxGetCurrent"))
+    made = CopyStream(Ordering(), context, 0, batch=True, on_broken=lambda _: None, sources_final=True)
+    for _ in range(3):
+        made.move(*runs(memory.copies(rng, 100, to_gpu=True)))
+    assert int((memory.buffer.download(0, SIZE) == 5).sum()) >= 100 * ROW
+    assert made.batch_failures == 0
     made.destroy()
 
 

@@ -23,6 +23,7 @@ class Link:
     """A driver with one stream, its clock, and what was asked of them."""
 
     batches = True
+    pitches = False
 
     def __init__(self, bytes_per_s: float = LINK_BYTES_PER_S) -> None:
         self.now_s = 1000.0
@@ -55,7 +56,7 @@ class Link:
         """The link's own time for these copies."""
         return max(int(size.sum()) / self._bytes_per_s, len(size) * COPY_S)
 
-    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, _stream: int) -> int:
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, _stream: int, **_: bool) -> int:
         self._free_s = max(self._free_s, self.now_s) + self.took_s(size)
         return SUCCESS
 

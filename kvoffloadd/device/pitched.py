@@ -1,0 +1,91 @@
+"""Copies whose rows lie evenly apart on both sides, each run of them as one pitched copy. Pure, as `plan`.
+
+A payload has a block's layers side by side, and an engine's layers of one allocation are evenly apart: a block of 64
+layers is one pitched copy of 64 rows, where it would be 64 copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.model import BoolArray, I64Array, U64Array
+
+ROWS_MIN = 8
+"""A pitched copy is a call of its own, which costs as much as some descriptors of a batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pitched:
+    """Runs of rows, each one pitched copy: u64 arrays `(runs,)`. Row i of a run lies at `src + i * src_pitch`, goes to
+    `dst + i * dst_pitch`, and has `width` bytes. `rest`: what is in no run.
+    """
+
+    src: U64Array
+    dst: U64Array
+    width: U64Array
+    height: U64Array
+    src_pitch: U64Array
+    dst_pitch: U64Array
+    rest: Copies
+
+    def __len__(self) -> int:
+        return len(self.width)
+
+
+def pitch(
+    copies: Copies,
+    src_ends: U64Array,
+    dst_ends: U64Array,
+    *,
+    rows_min: int = ROWS_MIN,
+    pitch_max_bytes: int,
+) -> Pitched:
+    """The same bytes, neighbours in the arrays that lie evenly apart taken together.
+
+    `src_ends`, `dst_ends`: u64, ascending, where memories end that a pitched copy may not reach beyond. `rows_min`: at
+    least 2; shorter runs stay single copies. `pitch_max_bytes`: the largest distance that the driver takes.
+    """
+    src, dst, size = copies.src, copies.dst, copies.size
+    src_step, dst_step = src[1:] - src[:-1], dst[1:] - dst[:-1]  # modulo 2^64: steps back are larger than any pitch
+    most = np.uint64(pitch_max_bytes)
+    even = (size[1:] == size[:-1]) & (src_step >= size[1:]) & (dst_step >= size[1:])
+    even &= (src_step <= most) & (dst_step <= most) & _within(src, src_ends) & _within(dst, dst_ends)
+    begins = np.ones(len(even), bool)
+    begins[1:] = ~(even[1:] & even[:-1] & (src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1]))
+    first, rows = _runs(np.flatnonzero(begins), even, rows_min)
+    single = np.ones(len(size), bool)
+    single[_each(first, rows)] = False
+    descriptors = copies.descriptors * int(np.count_nonzero(single)) // max(len(size), 1)
+    rest = Copies(src[single], dst[single], size[single], descriptors)
+    height = rows.astype(np.uint64)
+    return Pitched(src[first], dst[first], size[first], height, src_step[first], dst_step[first], rest)
+
+
+def _within(addresses: U64Array, ends: U64Array) -> BoolArray:
+    """bool (addresses - 1,): whether each address and the next lie in the same memory."""
+    memory = np.searchsorted(ends, addresses, side="right")
+    same: BoolArray = memory[1:] == memory[:-1]
+    return same
+
+
+def _runs(begins: I64Array, even: BoolArray, rows_min: int) -> tuple[I64Array, I64Array]:
+    """Where runs begin, and their rows. `begins`: where steps begin that are alike, the steps that are no part of a
+    run among them. No row is in two runs: where one ends with the row that the next begins with, the first has it.
+    """
+    steps = np.diff(begins, append=len(even))
+    long = even[begins] & (steps + 1 >= rows_min)
+    first, rows = begins[long], steps[long] + 1
+    shared = np.zeros(len(first), bool)
+    shared[1:] = first[1:] == first[:-1] + rows[:-1] - 1
+    first, rows = first + shared, rows - shared
+    enough = rows >= rows_min
+    return first[enough], rows[enough]
+
+
+def _each(first: I64Array, rows: I64Array) -> I64Array:
+    """The indices of all rows of all runs."""
+    ends = np.cumsum(rows)
+    return np.repeat(first - (ends - rows), rows) + np.arange(int(rows.sum()))

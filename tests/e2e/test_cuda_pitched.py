@@ -1,0 +1,100 @@
+"""Small rows copied in runs, one pitched copy each: bytes are right, and what the driver refuses goes row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Group, GroupKind, Outcome, Ref
+from scripts.harness.daemon import Daemon
+from tests.e2e.gpu_rank import Where
+from tests.e2e.rank import HYBRID, Rank, new_keys
+
+Start = Callable[..., Daemon]
+
+PITCHED = "cuda.pitched_row_bytes=1GiB"
+KEYS = 8
+ROWS = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 8, 256, 16, 300),)),)
+"""A block is 16 rows in one allocation, which lie evenly apart."""
+MIXED = (
+    Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 256, 16, 300), Ref(1, 0, 4000)), blocks_per_key=2),
+    Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4001, 13, 9, 14), Ref(0, 4900, 40)), window_keys=2),
+)
+"""Two runs of rows of unequal length, and rows that belong to none."""
+
+
+def roundtrip(daemon: Daemon, groups: tuple[Group, ...], seed: int, kind: str = "one") -> Rank:
+    rng = np.random.default_rng(seed)
+    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=Where("cuda", kind=kind)))
+    wanted = {one.group: (new_keys(rng, KEYS), rank.blocks_of(one.group, 20 * one.group, KEYS)) for one in groups}
+    assert rank.store(wanted).outcome is Outcome.DONE
+    rank.wipe()
+    assert rank.load(wanted).outcome is Outcome.DONE
+    assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0] * len(groups)
+    for group, (_, blocks) in wanted.items():
+        rank.wipe_loaded(group, blocks)
+    assert rank.clean()
+    return rank
+
+
+def pitched_copies(daemon: Daemon) -> int:
+    return int(daemon.gpus()[0]["pitched_copies"])
+
+
+@pytest.mark.parametrize("kind", ["one", "chunks"])
+def test_a_block_takes_one_copy(start_daemon: Start, seed: int, kind: str) -> None:
+    daemon = start_daemon(PITCHED)
+    roundtrip(daemon, ROWS, seed, kind)
+    assert pitched_copies(daemon) == 2 * KEYS
+
+
+@pytest.mark.parametrize("driver", [{}, {"faults": "packed"}], ids=["apart", "packed"])
+@pytest.mark.parametrize("groups", [MIXED, HYBRID], ids=["mixed", "hybrid"])
+@pytest.mark.parametrize("kind", ["one", "each", "chunks"])
+def test_every_layout(
+    start_daemon: Start, seed: int, groups: tuple[Group, ...], kind: str, driver: dict[str, str]
+) -> None:
+    """The driver ends the process of who copies beyond the end of an allocation."""
+    daemon = start_daemon(PITCHED, "copy.chunk_bytes=64KiB", driver=driver)
+    roundtrip(daemon, groups, seed, kind)
+    assert pitched_copies(daemon) > 0
+
+
+def test_off_unless_told(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon()
+    roundtrip(daemon, ROWS, seed)
+    assert pitched_copies(daemon) == 0
+
+
+def test_large_rows_go_one_by_one(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon("cuda.pitched_row_bytes=255")
+    roundtrip(daemon, ROWS, seed)
+    assert pitched_copies(daemon) == 0
+
+
+@pytest.mark.parametrize("driver", [{"faults": "pitched_error=1"}, {"faults": "pitched_error=801"}])
+def test_a_driver_that_refuses_is_asked_once(start_daemon: Start, seed: int, driver: dict[str, str]) -> None:
+    daemon = start_daemon(PITCHED, driver=driver)
+    for round_ in range(3):
+        roundtrip(daemon, ROWS, seed + round_)
+    assert pitched_copies(daemon) == 0
+    assert daemon.log().count("cuMemcpy2DAsync failed") == 2  # one stream each way
+
+
+@pytest.mark.parametrize("every", [3, 8])
+def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> None:
+    """What fails now and then is done in another way, or fails with a reason; no byte is wrong."""
+    daemon = start_daemon(PITCHED, driver={"faults": f"fail_submit_every={every}"})
+    rng = np.random.default_rng(seed)
+    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=MIXED, where=Where("cuda")))
+    done = 0
+    for _ in range(12):
+        wanted = {one.group: (new_keys(rng, 3), rank.blocks_of(one.group, 20 * one.group, 3)) for one in MIXED}
+        rank.store(wanted)
+        rank.wipe()
+        if rank.load(wanted).outcome is Outcome.DONE:
+            done += 1
+            assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0, 0]
+    assert done > 0

@@ -1,0 +1,66 @@
+/* The daemon's kernel, from its own source: made by the stream's thread, which has all the warps. */
+#include "internal.h"
+
+#include "../../kvoffloadd/device/cuda/kernels/move_rows.cu"
+
+/* Nothing tells of a kernel's pointers before it runs. Then each must be within live memory. */
+static bool may_run(const Op *op)
+{
+    const Row *rows = (const Row *)(uintptr_t)op->address;
+    for (uint64_t i = 0; i < op->size; i++) {
+        const u64 sides[] = {rows[i].from, rows[i].to};
+        for (int side = 0; side < 2; side++) {
+            u64 at = sides[side], end = at + rows[i].size;
+            while (at < end) {
+                const Range *range = range_at(&driver.device, at);
+                if (!range) {
+                    misuse(CUDA_ERROR_ILLEGAL_ADDRESS, "move_rows: no device memory at 0x%llx (row %llu)", at,
+                           (u64)i);
+                    return false;
+                }
+                at = range_end(range);
+            }
+        }
+    }
+    return true;
+}
+
+void kernel_run(const Op *op)
+{
+    pthread_mutex_lock(&driver.lock);
+    bool may = may_run(op);
+    if (!may)
+        break_context(CUDA_ERROR_ILLEGAL_ADDRESS);
+    pthread_mutex_unlock(&driver.lock);
+    if (may)
+        move_rows((const Row *)(uintptr_t)op->address, op->size, (u32)op->value);
+}
+
+static CUresult launch(Context *context, CUstream handle, CUdeviceptr rows, uint64_t count, uint32_t pieces)
+{
+    Stream *stream;
+    CUresult code = stream_find(context, handle, &stream);
+    if (code)
+        return code;
+    Op *op = op_new(KERNEL, 0);
+    op->address = rows;
+    op->size = count;
+    op->value = pieces;
+    if ((code = device_touch(op, context, rows, count * sizeof(Row), "move_rows"))) {
+        op_delete(op);
+        return code;
+    }
+    op_queue(stream, op);
+    driver.counters.kernels++;
+    return CUDA_SUCCESS;
+}
+
+API CUresult softcuda_move_rows(CUstream stream, CUdeviceptr rows, uint64_t count, uint32_t pieces)
+{
+    Context *context;
+    CUresult code = enter(&context);
+    if (code)
+        return code;
+    return leave(settings()->launch_error ? (CUresult)settings()->launch_error
+                                          : launch(context, stream, rows, count, pieces));
+}
