@@ -19,7 +19,7 @@ from kvoffloadd.layout import (
     Plan,
     cross_layers,
     packed_rows,
-    packs_rows,
+    uniform_type,
 )
 from kvoffloadd.planner import Rank, form_groups, read_model
 from kvoffloadd.planner.compressed import SPARSE
@@ -137,7 +137,7 @@ def test_compressed_tokens(daemon: Daemon, tmp_path: Path, seed: int) -> None:
         specs |= compressed(ratio, f"layers.{at}")
     groups = form_groups(specs)
     assert groups == form_groups(published.specs(LATENT))
-    assert packs_rows(specs, groups)
+    assert uniform_type(specs, groups)
     plans = {
         "by-layer": per_layer(specs, groups, NUM_BLOCKS),
         "cross-layer": cross_layers(specs, groups, NUM_BLOCKS),
