@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvoffloadd.errors import UsageError
 from scripts.harness.disk import disk_folder
 from scripts.harness.program import carry_out, command_line
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 def run(given: argparse.Namespace, folder: Path) -> Report:
     """Everything. Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
+    if find_spec("torch") is None:
+        raise UsageError("torch is not installed: the model needs it")
     from scripts.accuracy.run import Run  # loads torch, which takes seconds
 
     with disk_folder(None) as disk:
