@@ -42,9 +42,12 @@ def test_a_damaged_key_costs_what_is_behind_it(
     engine = start_engine(
         kind, connector=by_chunks(daemon.socket, 1), num_gpu_blocks_override=BLOCKS, **OPTIONS.get(kind, {})
     )
+    engine.await_connection()
     engine.generate([prompt[: HALF + 4] for prompt in asked])
     settle(daemon, engine)
-    expected = tokens(engine.generate_anew(asked))  # from half way on, as after the failure
+    answer = engine.generate_anew(asked)
+    assert cached(answer) == [HALF] * COUNT, "as after the failure"
+    expected = tokens(answer)
     if kind not in OPTIONS:
         assert expected == reference(kind, asked)
     settle(daemon, engine)
