@@ -69,6 +69,20 @@ def test_more_than_a_buffer_holds(start_daemon: Start, seed: int) -> None:
     assert kernel_chunks(daemon) > 20
 
 
+def test_payloads_that_lie_over_the_end_of_a_pinned_piece(start_daemon: Start, seed: int) -> None:
+    """What crosses the link in one copy lies within one piece, though rows that lie side by side become one copy."""
+    daemon = start_daemon(*KERNEL, "cuda.pin_bytes=84KiB", memory="4MiB", driver=driver())
+    roundtrip(daemon, ODD, seed, keys=16)
+    assert kernel_chunks(daemon) == 2
+
+
+def test_one_row_a_key(start_daemon: Start, seed: int) -> None:
+    """The sizes of all rows are one number, repeated without memory of its own; payloads are no neighbours."""
+    daemon = start_daemon(*KERNEL, driver=driver())
+    roundtrip(daemon, (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 8, 3000),)),), seed)
+    assert kernel_chunks(daemon) == 2
+
+
 def test_a_buffer_of_the_least_size(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon(*KERNEL, driver=driver())
     for round_ in range(3):

@@ -118,6 +118,7 @@ class CudaDevice:
             _PRIORITIES[direction],
             batch=self._config.batch,
             on_broken=self._report_broken,
+            batch_descriptors=self._config.batch_descriptors,
             # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
             sources_final=direction is Direction.LOAD,
         )
@@ -128,7 +129,8 @@ class CudaDevice:
         driver.check("cuCtxSetCurrent", driver.set_current(self._context))
         with self._kernel_lock:
             self._kernel = self._kernel or RowKernel(driver, self._ordinal)
-        return Stage(driver, partial(self._make_stream, direction), self._kernel, config.staging_bytes, config.batch)
+        make_stream, ends = partial(self._make_stream, direction), self._pinning.ends
+        return Stage(driver, make_stream, self._kernel, config.staging_bytes, ends)
 
     # --- memory ---
 
@@ -207,16 +209,17 @@ class CudaDevice:
         if self._takes_kernel(direction, copies):
             chunk_bytes = min(chunk_bytes, config.staging_bytes)
             return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=ROWS_MAX)
-        runs = self._runs(direction, copies)
-        pitched = runs is not None and len(runs.rest) <= len(copies) // 2
-        most = PIECE_DESCRIPTORS if pitched else config.batch_descriptors
+        runs, most = self._runs(direction, copies), config.batch_descriptors
+        if runs is not None:  # a run takes the driver about as long as a single copy
+            most = min(most * len(copies) // max(len(runs) + len(runs.rest), 1), PIECE_DESCRIPTORS)
         return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=most)
 
     def _takes_kernel(self, direction: Direction, copies: Copies) -> bool:
         """Whether the kernel is to move these rows: they are small, and together worth a kernel."""
-        most, total_bytes = self._config.kernel_row_bytes, copies.total_bytes
-        small = total_bytes <= most * len(copies) and total_bytes >= self._config.kernel_chunk_bytes
-        return most > 0 and small and self._stages[direction].works
+        most = self._config.kernel_row_bytes
+        if not most or not self._stages[direction].works:
+            return False
+        return self._config.kernel_chunk_bytes <= copies.total_bytes <= most * len(copies)
 
     def _runs(self, direction: Direction, copies: Copies) -> Pitched | None:
         """The copies in pitched form. None: they are to be made one by one, since rows are large or the driver does
@@ -233,9 +236,10 @@ class CudaDevice:
         if self._pinning.failure and (host_side(direction, src, dst) + size).max() > self._pinning.pinned_to:
             raise DeviceError(self._pinning.failure)
         copies = Copies(src, dst, size, len(size))
-        fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
-        if fits and self._takes_kernel(direction, copies) and self._stages[direction].move(direction, src, dst, size):
-            return
+        if self._takes_kernel(direction, copies):
+            fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
+            if fits and self._stages[direction].move(direction, src, dst, size):
+                return
         runs = self._runs(direction, copies)
         self._streams[direction].move(src, dst, size, runs)
 

@@ -20,11 +20,12 @@ from typing import Protocol
 
 import numpy as np
 
-from kvoffloadd.cudadriver import SUCCESS, CudaError
+from kvoffloadd.cudadriver import SUCCESS
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.pinning import cut
 from kvoffloadd.device.cuda.stream import CopyStream
-from kvoffloadd.device.plan import coalesce
-from kvoffloadd.errors import DeviceError
+from kvoffloadd.device.plan import Copies, coalesce
+from kvoffloadd.errors import DeviceError, ResourceError
 from kvoffloadd.model import Direction, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 
@@ -34,6 +35,8 @@ ROWS_MAX = 32_768
 """Of a chunk. A row takes 24 bytes of the GPU's memory and of pinned memory."""
 SLACK_BYTES = 64 << 10
 """Chunks may be larger than asked for by less than this, see `plan.split`."""
+LONGEST_BYTES = 64 << 10
+"""Of a row for the kernel, which has as many warps for each row as the longest needs; longer ones become several."""
 _ROW_WORDS = 3
 _ROW_BYTES = 8 * _ROW_WORDS
 
@@ -49,31 +52,34 @@ class Stage:
     """A staging buffer, rows for the kernel, and a stream. The context must be current."""
 
     def __init__(
-        self, driver: Driver, make_stream: Callable[[], CopyStream], kernel: Kernel, buffer_bytes: int, batch: bool
+        self, driver: Driver, make_stream: Callable[[], CopyStream], kernel: Kernel, buffer_bytes: int, ends: U64Array
     ) -> None:
-        """Takes `buffer_bytes` and less than 1 MiB of the GPU's memory.
+        """Takes `buffer_bytes` and less than 2 MiB of the GPU's memory. `ends`: of the pieces of pinned memory.
 
         Raises:
-            CudaError: there is not so much.
+            DeviceError: there is not so much.
+            ResourceError: this process can't have memory for the rows.
         """
         self._driver = driver
         self._kernel = kernel
-        self._batch = batch and driver.batches
-        fd = create_memfd("kvoffloadd-rows", ROWS_MAX * _ROW_BYTES)
+        self._ends = ends
+        rows_max = ROWS_MAX + (buffer_bytes + SLACK_BYTES) // LONGEST_BYTES
+        rows_bytes = rows_max * _ROW_BYTES
+        fd = create_memfd("kvoffloadd-rows", rows_bytes)
         try:
-            self._mapping = Mapping.map_fd(fd, ROWS_MAX * _ROW_BYTES)
+            self._mapping = Mapping.map_fd(fd, rows_bytes)
         finally:
             os.close(fd)
-        self._rows = self._mapping.array().view(np.uint64).reshape(ROWS_MAX, _ROW_WORDS)
+        self._rows = self._mapping.array().view(np.uint64).reshape(rows_max, _ROW_WORDS)
         self._device_rows = self._buffer = 0
         self._pinned = False
         try:
-            driver.call("cuMemHostRegister", self._mapping.address, ROWS_MAX * _ROW_BYTES, 0)
+            driver.call("cuMemHostRegister", self._mapping.address, rows_bytes, 0)
             self._pinned = True
-            self._device_rows = int(driver.call("cuMemAlloc", ROWS_MAX * _ROW_BYTES))
+            self._device_rows = int(driver.call("cuMemAlloc", rows_bytes))
             self._buffer = int(driver.call("cuMemAlloc", buffer_bytes + SLACK_BYTES))
             self._stream = make_stream()
-        except CudaError:
+        except DeviceError:
             self._free()
             raise
 
@@ -84,14 +90,14 @@ class Stage:
             CudaError: see `CopyStream.move`.
             DeviceError: the kernel was refused; what was submitted has ended.
         """
-        count = len(size)
         staged = np.cumsum(size, dtype=np.uint64) - size + np.uint64(self._buffer)
-        rows = self._rows[:count]
-        rows[:, 2] = size
         load = direction is Direction.LOAD
-        rows[:, 0], rows[:, 1] = (staged, dst) if load else (src, staged)
-        dma = coalesce(src, staged, size) if load else coalesce(staged, dst, size)
-        longest_bytes = int(size.max())
+        dma = Copies(*(coalesce(src, staged, size) if load else coalesce(staged, dst, size)), len(size))
+        dma = cut(dma, direction, self._ends)  # again: rows that end and begin there have become one copy
+        begins, ends, lengths = shorten(staged, dst, size) if load else shorten(src, staged, size)
+        count, longest_bytes = len(lengths), int(lengths.max())
+        rows = self._rows[:count]
+        rows[:, 0], rows[:, 1], rows[:, 2] = begins, ends, lengths
         refused: list[DeviceError] = []
 
         def run_kernel(stream: int) -> int:
@@ -101,8 +107,7 @@ class Stage:
             return status
 
         def run_dma(stream: int) -> int:
-            copy = self._driver.copy_batch if self._batch else self._driver.copy_each
-            return copy(*dma, stream)
+            return self._stream.submit(dma.src, dma.dst, dma.size, stream)
 
         def submit(stream: int) -> int:
             status = SUCCESS
@@ -131,6 +136,18 @@ class Stage:
         self._mapping.close()
 
 
+def shorten(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+    """The same bytes in rows of at most `LONGEST_BYTES`: source, destination and size of each, u64."""
+    if int(size.max()) <= LONGEST_BYTES:
+        return src, dst, size
+    longest = np.uint64(LONGEST_BYTES)
+    parts = ((size + longest - np.uint64(1)) // longest).astype(np.int64)
+    row = np.repeat(np.arange(len(size)), parts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin = nth.astype(np.uint64) * longest
+    return src[row] + begin, dst[row] + begin, np.minimum(size[row] - begin, longest)
+
+
 class Stages:
     """The stages of one GPU and direction, made as threads first need them. `move` may be called by any lane thread."""
 
@@ -143,19 +160,15 @@ class Stages:
         self._idle: list[Stage] = []
 
     def move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> bool:
-        """As `Stage.move`. False: it did not work, and is not tried again; what it has copied may be copied anew.
-
-        Raises:
-            CudaError: one that is sticky, which ends the process.
+        """As `Stage.move`, without errors. False: it did not work, and is not tried again; what it has copied may be
+        copied anew. After an error that lasts that fails as well, and ends the process.
         """
         with self._lock:
             stage = self._idle.pop() if self._idle else None
         try:
             stage = stage or self._make()
             stage.move(direction, src, dst, size)
-        except DeviceError as error:
-            if isinstance(error, CudaError) and error.sticky:
-                raise
+        except (DeviceError, ResourceError) as error:
             if self.works:
                 log.warning("the kernel for small rows does not work: copying without it from now on: %s", error)
             self.works = False
@@ -164,7 +177,8 @@ class Stages:
             if stage is not None:
                 with self._lock:
                     self._idle.append(stage)
-        self.chunks += 1
+        with self._lock:
+            self.chunks += 1
         return True
 
     def destroy(self) -> None:

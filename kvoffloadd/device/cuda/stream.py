@@ -21,6 +21,7 @@ import numpy as np
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.pitched import Pitched
+from kvoffloadd.device.plan import CHUNK_DESCRIPTORS
 from kvoffloadd.model import U64Array
 
 log = logging.getLogger(__name__)
@@ -73,13 +74,15 @@ class CopyStream:
         *,
         batch: bool,
         on_broken: Callable[[str], None],
+        batch_descriptors: int = CHUNK_DESCRIPTORS,
         sources_final: bool = False,
     ) -> None:
-        """Blocks for a moment; the context must be current. `sources_final`: nothing writes a source any more when its
-        copy is asked for.
+        """Blocks for a moment; the context must be current. `batch_descriptors`: how many copies a batch has at most.
+        `sources_final`: nothing writes a source any more when its copy is asked for.
         """
         self._sources_final = sources_final
         self.batch = batch and driver.batches
+        self._batch_descriptors = batch_descriptors
         self.pitched = driver.pitches
         self.pitched_copies = 0
         self.batch_failures = 0
@@ -101,8 +104,7 @@ class CopyStream:
             CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
                 `on_broken` has been called.
         """
-        src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
-        self.run(int(size.sum()), lambda stream: self._submit(src, dst, size, runs, stream))
+        self.run(int(size.sum()), lambda stream: self.submit(src, dst, size, stream, runs))
 
     def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
         """Has `submit` submit work that moves so many bytes to the stream that it is given, and waits for the end of
@@ -130,9 +132,9 @@ class CopyStream:
                 self._on_broken(str(error))
             raise
 
-    def _submit(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None, stream: int) -> int:
-        """The CUresult of the last way that was tried. What the driver refuses in one way is submitted in the next:
-        copying twice does no harm.
+    def submit(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, runs: Pitched | None = None) -> int:
+        """Submits copies, as `move`, to the stream that `run` gives. Returns the CUresult of the last way tried: what
+        the driver refuses in one way is submitted in the next, since copying twice does no harm.
         """
         driver = self._driver
         if runs is not None and self.pitched:
@@ -145,17 +147,29 @@ class CopyStream:
                 log.warning("cuMemcpy2DAsync failed with %d: copying row by row from now on", status)
         if not len(size):
             return SUCCESS
+        src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
         if self.batch:
-            status = driver.copy_batch(src, dst, size, stream, sources_final=self._sources_final)
+            status = self._submit_batches(src, dst, size, stream)
             if status != SUCCESS and self._sources_final:
                 self._sources_final = False
-                status = driver.copy_batch(src, dst, size, stream)
+                status = self._submit_batches(src, dst, size, stream)
             if status == SUCCESS:
                 return status
             self.batch_failures += 1
             if self.batch_failures == 1:
                 log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
         return driver.copy_each(src, dst, size, stream)
+
+    def _submit_batches(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        """Until one is refused. The last CUresult."""
+        for begin in range(0, len(size), self._batch_descriptors):
+            some = slice(begin, begin + self._batch_descriptors)
+            status = self._driver.copy_batch(
+                src[some], dst[some], size[some], stream, sources_final=self._sources_final
+            )
+            if status != SUCCESS:
+                return status
+        return SUCCESS
 
     def _await(self, event: int, began_s: float, due_s: float) -> None:
         while (status := self._driver.query(event)) == NOT_READY:

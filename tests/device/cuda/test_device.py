@@ -6,12 +6,15 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.model import Direction
 from scripts.harness.gpu import Gpu
 
 STUCK_S, CONTEXT_S = 0.1, 0.4
@@ -31,6 +34,7 @@ class Pinned:
 
     def __init__(self, mapping_s: float) -> None:
         self.mapping_s = mapping_s
+        self.ends = np.array([1 << 62], np.uint64)
         self.started = False
 
     def start(self, context: int) -> None:
@@ -75,4 +79,18 @@ async def test_a_copy_that_was_begun_long_ago_is_looked_at_more_than_once(gpu: G
     assert not ended.done()
     async with asyncio.timeout(20):
         assert "a copy has not ended" in await ended
+    await device.close(10.0)
+
+
+@pytest.mark.parametrize(("rows", "chunk_rows"), [(8, 8 * 16), (64, 64 * 16), (7, 16)])
+async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: int, chunk_rows: int) -> None:
+    """Each is a call of its own, and what is urgent waits for the chunks before it. Shorter runs are no runs."""
+    loop, config = asyncio.get_running_loop(), CudaConfig(batch_descriptors=16, pitched_row_bytes=1024)
+    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 30, config, print)
+    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
+    number = np.arange(100 * rows, dtype=np.uint64)
+    address = number * np.uint64(4096) + number // np.uint64(rows) * np.uint64(1 << 30)
+    copies = Copies(address, address + np.uint64(1 << 50), np.full(len(number), 512, np.uint64), len(number))
+    chunks = device._cut(Direction.LOAD, copies)
+    assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
     await device.close(10.0)

@@ -153,6 +153,30 @@ def test_a_refused_batch_is_copied_one_by_one(
     made.destroy()
 
 
+class Counting(Driver):
+    """Knows how many copies the largest batch has had."""
+
+    largest = 0
+
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, **order: bool) -> int:
+        self.largest = max(self.largest, len(size))
+        return super().copy_batch(src, dst, size, stream, **order)
+
+
+def test_a_batch_has_no_more_copies_than_it_may(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator
+) -> None:
+    """However many the chunk has: chunks of small rows have more."""
+    memory.host[:] = 5
+    memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
+    context, counting = int(driver.call("cuCtxGetCurrent")), Counting()
+    made = CopyStream(counting, context, 0, batch=True, on_broken=lambda _: None, batch_descriptors=64)
+    made.move(*runs(memory.copies(rng, 1000, to_gpu=True)))
+    assert int((memory.buffer.download(0, SIZE) == 5).sum()) == 1000 * ROW
+    assert counting.largest == 64
+    made.destroy()
+
+
 class Ordering(Driver):
     """Takes batches in the stream's order alone."""
 

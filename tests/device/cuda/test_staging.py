@@ -1,0 +1,58 @@
+"""Rows for the kernel, and stages that do not work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.cuda.staging import LONGEST_BYTES, Stage, Stages, shorten
+from kvoffloadd.errors import DeviceError, ResourceError
+from kvoffloadd.model import Direction
+
+SIZES = [1, 13, LONGEST_BYTES - 1, LONGEST_BYTES, LONGEST_BYTES + 1, 7, 3 * LONGEST_BYTES, 1000, 20 * LONGEST_BYTES + 5]
+
+
+def test_long_rows_become_several(seed: int) -> None:
+    """Else one row of many MiB would have the kernel look thousands of times at each of the others."""
+    size = np.random.default_rng(seed).permutation(np.array(SIZES, np.uint64))
+    src = np.cumsum(size) * np.uint64(2)
+    dst = np.uint64(1 << 47) - src
+    found = shorten(src, dst, size)
+    assert int(found[2].max()) == LONGEST_BYTES
+    assert int(found[2].min()) > 0
+    assert len(found[2]) <= len(size) + int(size.sum()) // LONGEST_BYTES
+    expected = [
+        (int(begin) + at, int(end) + at, min(int(count) - at, LONGEST_BYTES))
+        for begin, end, count in zip(src, dst, size, strict=True)
+        for at in range(0, int(count), LONGEST_BYTES)
+    ]
+    assert list(zip(*(column.tolist() for column in found), strict=True)) == expected
+
+
+def test_short_rows_stay_as_they_are() -> None:
+    rows = np.arange(1, 10, dtype=np.uint64).reshape(3, 3)
+    assert np.array_equal(np.array(shorten(*rows)), rows)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceError("CuPy is not installed"),
+        CudaError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY"),
+        CudaError("cuMemHostRegister", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ResourceError("no descriptors"),
+    ],
+    ids=str,
+)
+def test_a_stage_that_can_not_be_made_is_tried_once(error: Exception) -> None:
+    """Whatever the reason: the rows are copied without it, and where the GPU is broken that shows there."""
+    tried = []
+
+    def make() -> Stage:
+        tried.append(1)
+        raise error
+
+    stages, row = Stages(make), np.ones(1, np.uint64)
+    assert not stages.move(Direction.LOAD, row, row, row)
+    assert (stages.works, stages.chunks, len(tried)) == (False, 0, 1)
