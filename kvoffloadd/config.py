@@ -325,6 +325,12 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
             "which holds for all sessions of a uid together"
         )
+    cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
+    if cuda.kernel_row_bytes and cuda.kernel_chunk_bytes > chunk_bytes:
+        yield (
+            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: no chunk has so many bytes, since "
+            f"cuda.staging_bytes and copy.chunk_bytes allow {chunk_bytes}, so the kernel would never run"
+        )
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]
     for one, other in itertools.combinations(roots, 2):

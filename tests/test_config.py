@@ -317,6 +317,14 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
+def test_a_kernel_that_would_never_run_is_refused(tmp_path: Path, limit: str) -> None:
+    path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")
+    assert "cuda.kernel_chunk_bytes = 8388608: no chunk has so many bytes" in problems(path)[1]
+    config.load(write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\nkernel_chunk_bytes = 65536\n"))
+    config.load(write(tmp_path, f"{limit}\n"))
+
+
 def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
     assert len(problems(write(tmp_path, f'[log]\nlevel = "{"x" * 500}"\n'))[1]) < 200
 

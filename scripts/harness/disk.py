@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES_MIN = 4 << 20
 SHARE_OF_ROOT = 32
+STUCK_S = 120.0
+"""Longer than a run waits for any progress: a disk that hangs ends the run, one that is slow does nothing."""
 _REAL = Path("/var/tmp")
 _BIT = 0x40
 
@@ -39,11 +41,14 @@ def file_system(path: Path) -> str:
 
 
 def disk_settings(root: Path, capacity_bytes: int) -> dict[str, str]:
-    """Config values for one root. Many segments, so that they fill, are sealed and come again all the time."""
+    """Config values for one root. Many segments, so that they fill, are sealed and come again all the time. A disk that
+    a loaded machine keeps waiting is no fault of the daemon's, which would take it off and find it unreadable.
+    """
     return {
         "disk.roots": f'[{{ path = "{root}", capacity = {capacity_bytes} }}]',
         "disk.segment_bytes": str(max(capacity_bytes // SHARE_OF_ROOT // PAGE_BYTES * PAGE_BYTES, SEGMENT_BYTES_MIN)),
         "disk.min_free_bytes": "0",
+        "disk.stuck_s": str(STUCK_S),
     }
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from scripts.harness.disk import disk_settings
 from scripts.harness.planned import LAYOUTS
+from scripts.stress.run import STILL_S
 from tests.e2e import gpu_rank
 from tests.scripts.running import run_script
 
@@ -172,3 +176,10 @@ def test_a_missing_daemon_is_told() -> None:
     done = run_script("stress.py", "--seconds", "1", "--socket", "/nowhere/kvo.sock")
     assert done.status == 1
     assert "/nowhere/kvo.sock" in done.said
+
+
+def test_a_slow_disk_is_no_finding(tmp_path: Path) -> None:
+    """On a loaded machine I/O may take longer than a daemon waits by default. A root that it takes off for that is one
+    that an audit can't read; one that hangs for good ends the run for want of progress.
+    """
+    assert float(disk_settings(tmp_path, 1 << 30)["disk.stuck_s"]) > STILL_S
