@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
@@ -20,6 +21,9 @@ from tests.e2e.rank import Rank
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
 os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
+settings.load_profile("any machine")
 
 Audit = Callable[[], list[str]]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.device.cuda.kernel import FOLDER, NAME, PIECE_BYTES, binary_of
-from scripts import kernels
+from scripts.kernels import __main__ as kernels
 
 SIZES = (1, 2, 3, 4, 7, 15, 16, 17, 31, 64, 100, 255, 1024, 4095, 4096, 4097, 6000, 8192, 20_000)
 
