@@ -6,12 +6,11 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
@@ -22,8 +21,11 @@ SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
 os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
 
-settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
-settings.load_profile("any machine")
+with suppress(ImportError):  # vLLM's venv, and a GPU machine's, have none
+    from hypothesis import settings
+
+    settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
+    settings.load_profile("any machine")
 
 Audit = Callable[[], list[str]]
 
