@@ -60,6 +60,12 @@ def test_a_binary_for_each_architecture() -> None:
     assert f".visible .entry {NAME}(" in text
 
 
+@pytest.mark.parametrize("architecture", [name for name in kernels.ARCHITECTURES if len(name) == len("sm_90")])
+def test_drivers_of_cuda_12_load_the_binaries(architecture: str) -> None:
+    """By the kind and version of ABI in the file's head; CUDA 13 writes others. Later GPUs have newer drivers."""
+    assert (FOLDER / f"{NAME}.{architecture}.cubin").read_bytes()[7:9] == b"\x33\x07"
+
+
 @pytest.mark.parametrize(
     ("capability", "name"),
     [((9, 0), "sm_90.cubin"), ((8, 7), "sm_86.cubin"), ((12, 1), "sm_120.cubin"), ((7, 5), "ptx"), ((13, 0), "ptx")],
