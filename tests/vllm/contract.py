@@ -80,7 +80,7 @@ FIELDS = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": (
         "req req_context load_key_ranges group_states max_load_tokens max_offload_tokens num_locally_computed_tokens "
-        "transfer_jobs"
+        "transfer_jobs partial_tail_boundary"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState": (
         "next_stored_chunk_idx offload_keys"

@@ -115,6 +115,38 @@ def test_a_chunk_that_began_as_a_tail_is_stored_when_it_is_full(pair: StartPair,
     assert prefill.generate([prompt]) == [128]
 
 
+def test_a_tail_of_vllms_own_that_ends_before(pair: StartPair, asked: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models with states vLLM finds one by itself, with `--prefix-match-unit`, where it asks a second time."""
+    prefill, decode = pair()
+    prefill.generate(asked, params=PREFILL)
+    scheduler = decode.scheduler.connector.scheduler
+    look_up = scheduler._lookup
+    found = []
+
+    def with_tail(status: Any, most_tokens: int | None = None) -> int | None:
+        hit: int | None = look_up(status, most_tokens)
+        if hit and hit + 2 < status.req.num_tokens:
+            found.append(status.req.request_id)
+            hit += 1
+            status.partial_tail_boundary = status.num_locally_computed_tokens + hit
+        return hit
+
+    monkeypatch.setattr(scheduler, "_lookup", with_tail)
+    assert decode.generate(asked, params=DECODE) == ALL
+    assert found
+
+
+def test_the_prompt_of_who_asked_stays_whole(pair: StartPair, asked: Prompts) -> None:
+    """Where states are kept, the engine computes all but its last token."""
+    prefill, _ = pair()
+    (name,) = prefill.add(asked[2:3], params=PREFILL)
+    request, handoff = prefill.scheduler.requests[name], prefill.scheduler.connector._handoff
+    given = request.prompt_token_ids = [*asked[2]]
+    handoff._keeps_states = True
+    handoff.begin(request)
+    assert (given, request.prompt_token_ids, request.num_tokens) == (asked[2], asked[2][:-1], 109)
+
+
 def test_no_other_prompt_finds_a_tail(pair: StartPair, asked: Prompts) -> None:
     """One that goes on, one that ends before, one that ends otherwise, and the same one with another salt."""
     prefill, decode = pair()

@@ -72,7 +72,8 @@ class HandOff:
             if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
                 return
             self._prompt_of(request)  # the name is that of the whole prompt
-            del request.prompt_token_ids[-1:]
+            # A list of its own: in one process with its front end, an engine has the very one that it was asked with.
+            request.prompt_token_ids = request.prompt_token_ids[:-1]
             del request._all_token_ids[-1:]
             request.num_prompt_tokens -= 1
             request.max_tokens = 1
@@ -168,6 +169,7 @@ class HandOff:
             return found_tokens
         if found_tokens is None or answers - {LookupResult.HIT}:
             return None
+        status.partial_tail_boundary = None  # vLLM's own tail, that of a state, ends before this one
         self._loading.add(name)
         return wanted
 

@@ -85,7 +85,8 @@ def share(config: Any) -> Share:
         except UsageError as error:
             raise UsageError(f"kv_connector_extra_config: {CANONICAL_PARTS}: {error}") from None
     if config.replicated_layout:
-        return Share(1, 0, 1, writes=True)  # vLLM has rank 0 alone store
+        # Without canonical_layout vLLM has rank 0 alone store, and asks no other one.
+        return Share(1, 0, 1, writes=not config.canonical_layout or parallel.rank == 0)
     return Share(parallel.world_size, parallel.rank, 1, writes=True)
 
 

@@ -147,7 +147,11 @@ def test_parts_are_heads_unless_it_is_said() -> None:
 def test_one_of_the_replicas_stores() -> None:
     """2 heads on 4 ranks; one latent on 2."""
     assert [share(of_size(4, 2, rank=rank)).writes for rank in range(4)] == [True, False, True, False]
-    assert [share(of_size(2, 1, rank=rank)) for rank in (0, 1)] == [Share(1, 0, 1, writes=rank == 0) for rank in (0, 1)]
+    latent = [Share(1, 0, 1, writes=rank == 0) for rank in (0, 1)]
+    assert [share(of_size(2, 1, rank=rank)) for rank in (0, 1)] == latent
+    # Sizes do not share rows of all layers, and vLLM asks all ranks to store.
+    rows = [share(of_size(2, 1, rank=rank, kv_cache_layout="BLHNC", replicated_layout=True)) for rank in (0, 1)]
+    assert rows == latent
 
 
 def test_a_page_is_a_part_where_parts_are_no_heads() -> None:
