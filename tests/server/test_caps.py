@@ -240,11 +240,17 @@ def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
 
 def test_what_jobs_hold(start_daemon: Start) -> None:
     """Block ids and slots of jobs under way are the daemon's own memory, and counted until each job has ended."""
-    daemon = start_daemon("limits.job_bytes=1MiB", faults="delay_s=0.1")
+    daemon = start_daemon("limits.job_bytes=1MiB")
     scene = Scene(daemon, "held")
     scene.settle()
+    signal = os.memfd_create("held_signal")
+    os.ftruncate(signal, 4096)
+    (flags,) = scene.peer.attach([signal])
+    made = scene.peer.ok("register", tensors=[scene.tensor], groups=[FULL], signals=[flags])["registration"]
     wanted = {"group": 0, "keys": keys(1, *range(2000, 9000)), "blocks": ids(15, *[0xFFFFFFFF] * 7000)}
-    first, second = scene.job(groups=[wanted]), scene.job(groups=[wanted])
+    ready = {"signal": 0, "offset": 0, "value": 1}
+    first = scene.job(groups=[wanted], registration=made, ready=ready, deadline_s=60.0)
+    second = scene.job(groups=[wanted])
     stored = {"group": 0, "keys": keys(*range(2000, 9000)), "blocks": ids(*[0] * 7000)}
     scene.peer.ok("load", **first)
     held = used(daemon)["job_bytes"]
@@ -253,6 +259,8 @@ def test_what_jobs_hold(start_daemon: Start) -> None:
     for tag, groups in (("load", [wanted]), ("store", [stored])):
         assert f"uses {held} of 1048576 job_bytes" in scene.peer.refused("limit", tag, **{**second, "groups": groups})
     assert daemon.state() == before
+    os.pwrite(signal, b"\1", 0)
+    os.close(signal)
     assert scene.peer.completed(first["job"])["outcome"] == "partial"
     assert "job_bytes" not in used(daemon)
     scene.peer.ok("load", **second)
