@@ -70,7 +70,7 @@ def test_a_daemon_restarted_in_between(
     disk. A disk that fails under it costs the request nothing but the computation.
     """
     switch = disk.Switch(tmp_path)
-    settings = (f"memory.pool_file={tmp_path / 'pool'}",)
+    settings: tuple[str, ...] = (f"memory.pool_file={tmp_path / 'pool'}",)
     if kept == "on disk":
         settings = disk.disk_settings((tmp_path / "disk", 512 * disk.MIB))
     daemon = start_daemon(*settings, memory="256MiB", faults=f"disk={switch.path}")
