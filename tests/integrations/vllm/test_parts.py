@@ -181,3 +181,5 @@ def test_a_rank_and_its_scheduler_agree() -> None:
         check_scheduler(one, one)
         with pytest.raises(UsageError, match="are unlike"):
             check_scheduler(one, other)
+        plain = [replace(config, canonical_layout=False) for config in (one, other)]
+        check_scheduler(*plain)  # without the option nobody is kept from starting
