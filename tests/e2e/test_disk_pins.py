@@ -173,7 +173,9 @@ def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: 
     assert (push["type"], push["outcome"]) == ("completed", "done")
     assert before < len(others) - 2, "in their order it would come after the reads of all others"
     switch.set()
-    assert os.pread(memory, 30 * PAGE, 0) == b"".join(content(key.tobytes(), 0, 0, 0, 0, PAGE) for key in mine)
+    assert os.pread(memory, 30 * PAGE, 0) == b"".join(
+        content(key.tobytes(), 0, 0, 0, 0, PAGE).tobytes() for key in mine
+    )
     os.close(memory)
     assert disk(daemon)["promoted"]["keys"] >= 30
 
