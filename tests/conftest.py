@@ -14,7 +14,7 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
-from tests.e2e.daemons import make_daemon
+from tests.e2e.daemons import Hold, make_daemon
 from tests.e2e.rank import Rank
 from tests.e2e.small_rows import roundtrip
 
@@ -123,6 +123,13 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
             return daemon
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def hold() -> Iterator[Hold]:
+    """Holds copies of daemons with `faults=hold.fault`. One for all tests, so that they can share such a daemon."""
+    with tempfile.TemporaryDirectory(prefix="kvo-hold-", dir="/tmp") as folder:
+        yield Hold(Path(folder) / "hold")
 
 
 @pytest.fixture(scope="session")

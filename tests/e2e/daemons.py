@@ -5,11 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from scripts.harness.daemon import Daemon
 from tests import softcuda
 from tests.e2e import gpu_rank
+
+PATIENT = {"copy.worker_drain_s": "600", "cuda.stuck_s": "600"}
+"""However long a test holds copies, the daemon takes none of them for one that never ends."""
+
+
+class Hold:
+    """Copies of daemons that were started with `fault` stay under way, without a byte moved, within `with hold:`."""
+
+    def __init__(self, path: Path) -> None:
+        self.fault = f"hold={path}"
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._path.touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let them go on before the end."""
+        self._path.unlink(missing_ok=True)
 
 
 def make_daemon(
@@ -22,12 +44,13 @@ def make_daemon(
 ) -> Daemon:
     """A daemon that is started, with small slabs. `settings`: "section.key=value"; `options`: see `Daemon`.
 
-    `driver`: of its GPUs, arguments of `softcuda.environment`. Where ranks are on GPUs, planted delays are theirs, too.
+    `driver`: of its GPUs, arguments of `softcuda.environment`. Where ranks are on GPUs, planted delays and
+    `hold` are theirs, too.
     """
     daemon = Daemon(
         folder,
         memory,
-        {"memory.slab_bytes": "1MiB", **chosen(*settings)},
+        {"memory.slab_bytes": "1MiB", **(PATIENT if "hold=" in faults else {}), **chosen(*settings)},
         faults,
         environment=_driver(faults, driver),
         **options,
@@ -57,6 +80,8 @@ def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
     asked = dict(driver or {})
     planted = [one for one in [asked.pop("faults", "")] if one]
     planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
+    if held := re.search(r"hold=([^,]+)", faults):
+        asked["hold"] = held[1]
     if planted or asked:
         gpu_rank.needs_soft("what is planted")
     return softcuda.environment(",".join(planted), **asked) if gpu_rank.is_soft() else {}

@@ -16,6 +16,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import UID
 from scripts.harness.peer import Fields, RawPeer
 from scripts.harness.wait import until
+from tests.e2e.daemons import Hold
 from tests.server.scene import FULL, Scene, ids, keys
 
 Start = Callable[..., Daemon]
@@ -24,12 +25,12 @@ LEASES = 2 * LEASE_KEYS + 8
 
 
 @pytest.fixture
-def capped(standing: Start) -> Daemon:
-    """Small caps, and jobs that take a while."""
+def capped(standing: Start, hold: Hold) -> Daemon:
+    """Small caps, and copies that can be held."""
     return standing(
         "limits.sessions=4", "limits.jobs=3", "limits.jobs_per_session=2", "limits.mapped_bytes=1MiB", "limits.fds=4",
         f"limits.leases={LEASES}", "limits.keys_per_request=16", "limits.tensors_per_registration=2",
-        faults="delay_s=0.15",
+        faults=hold.fault,
     )  # fmt: skip
 
 
@@ -96,17 +97,18 @@ def second_rank(scene: Scene) -> tuple[RawPeer, int]:
     return other, int(other.ok("register", tensors=tensors, groups=[FULL])["registration"])
 
 
-def test_jobs_of_a_session_and_of_a_user(scene: Scene) -> None:
+def test_jobs_of_a_session_and_of_a_user(scene: Scene, hold: Hold) -> None:
     other, registration = second_rank(scene)
     loads = [scene.job(groups=[{"group": 0, "keys": keys(n), "blocks": ids(n)}]) for n in (1, 2, 3)]
-    for load in loads[:2]:
-        scene.peer.ok("load", **load)
-    assert "2 jobs are under way in this session" in scene.peer.refused("limit", "load", **loads[2])
-    other.ok("load", **{**loads[2], "registration": registration})
-    fourth = {**loads[2], "registration": registration, "job": 77}
-    assert "3 of 3 jobs" in other.refused("limit", "load", **fourth)
-    other.refused("limit", "store", **{**fourth, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(0)}]})
-    assert used(scene.daemon)["jobs"] == 3
+    with hold:
+        for load in loads[:2]:
+            scene.peer.ok("load", **load)
+        assert "2 jobs are under way in this session" in scene.peer.refused("limit", "load", **loads[2])
+        other.ok("load", **{**loads[2], "registration": registration})
+        fourth = {**loads[2], "registration": registration, "job": 77}
+        assert "3 of 3 jobs" in other.refused("limit", "load", **fourth)
+        other.refused("limit", "store", **{**fourth, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(0)}]})
+        assert used(scene.daemon)["jobs"] == 3
     for load in loads[:2]:
         assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert other.completed(loads[2]["job"])["outcome"] == "done"
@@ -115,14 +117,15 @@ def test_jobs_of_a_session_and_of_a_user(scene: Scene) -> None:
     assert other.completed(77)["outcome"] == "done"
 
 
-def test_a_job_id_in_use(scene: Scene) -> None:
+def test_a_job_id_in_use(scene: Scene, hold: Hold) -> None:
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    before = scene.daemon.state()
-    assert "is in use" in scene.peer.refused("duplicate", "load", **load)
-    store = {**load, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(6)}]}
-    scene.peer.refused("duplicate", "store", **store)
-    assert {**scene.daemon.state(), "devices": 0} == {**before, "devices": 0}
+    with hold:
+        scene.peer.ok("load", **load)
+        before = scene.daemon.state()
+        assert "is in use" in scene.peer.refused("duplicate", "load", **load)
+        store = {**load, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(6)}]}
+        scene.peer.refused("duplicate", "store", **store)
+        assert {**scene.daemon.state(), "devices": 0} == {**before, "devices": 0}
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     scene.peer.ok("load", **load)  # free again
     assert scene.peer.completed(load["job"])["outcome"] == "done"
@@ -374,14 +377,15 @@ def test_a_clear_that_is_over_the_cap_changes_nothing(start_daemon: Start) -> No
     assert peer.ok("lookup", groups=wanted)["states"] == [b"\0", b"\0"]
 
 
-def test_requests_that_wait(scene: Scene) -> None:
+def test_requests_that_wait(scene: Scene, hold: Hold) -> None:
     """64 may be under way; the next is `busy` and has changed nothing: an unregister leaves its registration."""
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    waiting = [scene.peer.begin("drain", deadline_s=10.0) for _ in range(64)]
-    said = scene.peer.ask("unregister", registration=scene.registration)
-    assert (said["code"], said["retryable"]) == ("busy", True)
-    scene.peer.ok("ping")
+    with hold:
+        scene.peer.ok("load", **load)
+        waiting = [scene.peer.begin("drain", deadline_s=60.0) for _ in range(64)]
+        said = scene.peer.ask("unregister", registration=scene.registration)
+        assert (said["code"], said["retryable"]) == ("busy", True)
+        scene.peer.ok("ping")
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert {scene.peer.answer(seq)["type"] for seq in waiting} == {"drained"}
     scene.peer.ok("load", **load)
@@ -390,17 +394,18 @@ def test_requests_that_wait(scene: Scene) -> None:
     assert scene.daemon.mapped("bad_input") == 0
 
 
-def test_completions_that_nobody_reads(start_daemon: Start) -> None:
+def test_completions_that_nobody_reads(start_daemon: Start, hold: Hold) -> None:
     """What a completion may need is set aside at admission: above the outbox's size a job is `busy`, not lost."""
-    daemon = start_daemon("limits.outbox_bytes=64KiB", faults="delay_s=0.5")
+    daemon = start_daemon("limits.outbox_bytes=64KiB", faults=hold.fault)
     scene = Scene(daemon, "caps")
-    # One hit, which takes its time, and many misses, whose names need room in the completion.
+    # One hit, whose copy is held, and many misses, whose names need room in the completion.
     wanted = {"group": 0, "keys": keys(1, *range(2000, 3999)), "blocks": ids(15, *[0xFFFFFFFF] * 1999)}
     jobs: list[int] = []
-    while (reply := scene.peer.ask("load", **(job := scene.job(groups=[wanted]))))["type"] == "accepted":
-        jobs.append(job["job"])
-    assert len(jobs) == (64 << 10) // (512 + 8 + 8000)
-    assert (reply["code"], reply["retryable"]) == ("busy", True)
+    with hold:
+        while (reply := scene.peer.ask("load", **(job := scene.job(groups=[wanted]))))["type"] == "accepted":
+            jobs.append(job["job"])
+        assert len(jobs) == (64 << 10) // (512 + 8 + 8000)
+        assert (reply["code"], reply["retryable"]) == ("busy", True)
     for number in jobs:
         assert scene.peer.completed(number)["outcome"] == "partial"
     scene.peer.ok("load", **job)

@@ -126,6 +126,18 @@ def delay() -> None:
     assert seconds_of(copy) >= 0.5
 
 
+def held() -> None:
+    """hold=PATH, where there is a file: a copy waits, and goes on when the file is gone."""
+    device, host, stream = _buffers()
+    assert _to_device(device, host, stream) == 0
+    time.sleep(0.1)
+    assert code(driver.cuStreamQuery(stream)) == NOT_READY
+    assert extras().counters().copies == 0
+    os.unlink(os.environ["SOFTCUDA_HOLD"])
+    ok(driver.cuStreamSynchronize(stream))
+    assert extras().counters().copies == 1
+
+
 def jitter() -> float:
     """jitter_ns=20 ms: 20 operations take 200 ms or so; as long as before with the same seed."""
     start()

@@ -42,6 +42,7 @@ typedef struct {
     uint64_t devices, memory_bytes, driver_version, seed, register_max_bytes, register_ns_per_gib;
     uint64_t context_bytes, context_ns;
     bool misuse_is_error;
+    const char *hold; /* a path; NULL: copies are not held */
     int visible_count, visible[DEVICES_MAX];
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;

@@ -122,6 +122,10 @@ static void read_variable(const char *name, const char *value)
         if (strcmp(value, "abort") && strcmp(value, "error"))
             refuse("SOFTCUDA_MISUSE is abort or error, not", value);
         read_settings.misuse_is_error = !strcmp(value, "error");
+    } else if (!strcmp(name, "HOLD")) {
+        if (!*value)
+            refuse("not a path", value);
+        read_settings.hold = strdup(value);
     } else
         refuse("unknown variable", name);
 }

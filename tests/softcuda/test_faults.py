@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,11 @@ def test_jitter() -> None:
     assert float(result(faulty.jitter)) < min(seconds)
 
 
+def test_copies_are_held_for_as_long_as_the_file_exists(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    result(faulty.held, "", {"hold": str(tmp_path / "hold")})
+
+
 def test_a_registration_may_hold_the_lock() -> None:
     pace = {"register_ns_per_gib": 1024 * 200_000_000}
     assert float(result(faulty.register_seconds, "register_holds_lock", pace)) >= 0.1
@@ -70,6 +76,7 @@ def test_contexts_take_time_and_memory() -> None:
         ("", {"devices": "two"}, "not a number: two"),
         ("", {"devices": 17}, "too many devices: 17"),
         ("", {"misuse": "ignore"}, "is abort or error, not: ignore"),
+        ("", {"hold": ""}, "not a path"),
         ("", {"device": 2}, "unknown variable: "),
     ],
 )

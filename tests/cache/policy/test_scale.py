@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,42 +11,11 @@ from kvoffloadd.cache.policy import POLICIES, create_policy
 from kvoffloadd.cache.policy.s3fifo import CHANCES_MIN
 from kvoffloadd.cache.policy.selection import BLOCK_MAX, IN_USE_MAX
 from kvoffloadd.model import BoolArray, U32Array
+from tests.calls import Calls, assert_short
 
 ROWS, PROMPT = 1_000_000, 500
 CALL_S_MAX = 0.1
 """CPU time of this thread; calls take tens of microseconds, anything that walks all rows takes longer than this."""
-
-TRIES = 5
-"""A call that walks all rows does so each time; one that the machine has kept waiting was kept once."""
-
-
-class Calls:
-    """CPU seconds of each call, in their order."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.names: list[str] = []
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        before = time.thread_time()
-        yield
-        self.seconds.append(time.thread_time() - before)
-        self.names.append(name)
-
-
-def assert_short(trial: Callable[[], Calls]) -> None:
-    """No call of it is long each time. A trial makes the same calls whenever it is run."""
-    calls = trial()
-    least = np.array(calls.seconds)
-    for _ in range(TRIES - 1):
-        if least.max() < CALL_S_MAX:
-            return
-        again = trial()
-        assert again.names == calls.names
-        least = np.minimum(least, again.seconds)
-    longest = int(least.argmax())
-    assert least[longest] < CALL_S_MAX, f"call {longest}, {calls.names[longest]}, took {least[longest]:.3f} s each time"
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -95,7 +61,7 @@ def test_calls_stay_short_with_a_million_rows(name: str) -> None:
         assert asked <= 4 * evicted + 300 * 2 * 64
         return calls
 
-    assert_short(trial)
+    assert_short(trial, CALL_S_MAX)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -138,7 +104,7 @@ def test_calls_stay_short_while_nearly_all_of_a_million_rows_are_in_use(name: st
         assert sum(asked) <= 1000
         return calls
 
-    assert_short(trial)
+    assert_short(trial, CALL_S_MAX)
 
 
 @pytest.mark.parametrize("name", POLICIES)
