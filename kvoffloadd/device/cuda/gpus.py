@@ -28,7 +28,9 @@ _HINTS = {
 
 
 class CudaGpus:
-    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. Event loop only."""
+    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. `near`: the CPUs on the NUMA
+    node of a GPU, by its PCI address; none: any. Event loop only.
+    """
 
     def __init__(
         self,
@@ -37,12 +39,14 @@ class CudaGpus:
         chunk_bytes: int,
         config: CudaConfig,
         fatal: Callable[[str], None],
+        near: Callable[[str], frozenset[int]] = lambda _: frozenset(),
     ) -> None:
         self._loop = loop
         self._arena = arena
         self._chunk_bytes = chunk_bytes
         self._config = config
         self._fatal = fatal
+        self._near = near
         self._lock = asyncio.Lock()
         self._driver: Driver | None = None
         self._ordinals: dict[bytes, int] = {}
@@ -70,7 +74,8 @@ class CudaGpus:
                     f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._ordinals)} others: start it with "
                     "all GPUs visible; parts of a GPU (MIG) can't be shared between processes"
                 )
-            device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal)
+            cpus = await self._loop.run_in_executor(None, self._find_cpus, driver, ordinal)
+            device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal, cpus)
             try:
                 await device.open(self._pin(driver))
             except BaseException:
@@ -83,6 +88,16 @@ class CudaGpus:
         self._devices[uuid] = device
         log.info("using GPU %d, %s", ordinal, uuid.hex())
         return device
+
+    def _find_cpus(self, driver: Driver, ordinal: int) -> frozenset[int]:
+        try:
+            address = driver.pci_address(ordinal)
+        except CudaError:
+            return frozenset()
+        cpus = self._near(address)
+        if cpus:
+            log.info("GPU %d, at %s: copied by threads on the %d CPUs of its NUMA node", ordinal, address, len(cpus))
+        return cpus
 
     async def _load(self) -> Driver:
         try:
