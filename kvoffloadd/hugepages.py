@@ -15,7 +15,7 @@ _FOLDER = Path("sys/kernel/mm/transparent_hugepage")
 _SIZE = f"hugepages-{HUGE_PAGE_BYTES >> 10}kB"
 _PAGEMAP_SCAN = 0xC0606610  # ioctl of proc_pid_pagemap(5), Linux 6.7
 _SCAN = struct.Struct("<12Q")  # pm_scan_arg
-_IS_HUGE = 1 << 6  # PAGE_IS_HUGE: mapped as one
+_MAPPED_HUGE = 1 << 6 | 1 << 3  # PAGE_IS_HUGE, which a hole in reserved pages is, too, and PAGE_IS_PRESENT
 _SCAN_BYTES = 256 << 20  # a call holds the lock of the address space, as in `sharedmem.populate`
 _REGIONS = 256
 
@@ -57,7 +57,7 @@ def huge_bytes(address: int, size_bytes: int) -> int | None:
                 regions[:] = 0
                 upto = min(at + _SCAN_BYTES, end)
                 asked = bytearray(
-                    _SCAN.pack(_SCAN.size, 0, at, upto, 0, regions.ctypes.data, _REGIONS, 0, 0, _IS_HUGE, 0, _IS_HUGE)
+                    _SCAN.pack(_SCAN.size, 0, at, upto, 0, regions.ctypes.data, _REGIONS, 0, 0, _MAPPED_HUGE, 0, 0)
                 )
                 fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
                 found += int((regions[:, 1] - regions[:, 0]).sum())
