@@ -16,7 +16,7 @@ _SIZE = f"hugepages-{HUGE_PAGE_BYTES >> 10}kB"
 _PAGEMAP_SCAN = 0xC0606610  # ioctl of proc_pid_pagemap(5), Linux 6.7
 _SCAN = struct.Struct("<12Q")  # pm_scan_arg
 _MAPPED_HUGE = 1 << 6 | 1 << 3  # PAGE_IS_HUGE, which a hole in reserved pages is, too, and PAGE_IS_PRESENT
-_SCAN_BYTES = 256 << 20  # a call holds the lock of the address space, as in `sharedmem.populate`
+_SCAN_BYTES = 64 << 20  # a call holds the lock of the address space, as in `sharedmem.populate`
 _REGIONS = 256
 
 
@@ -47,7 +47,7 @@ def _chosen(path: Path) -> str:
 
 def huge_bytes(address: int, size_bytes: int) -> int | None:
     """How many bytes of this process's memory are mapped by huge pages. None: this kernel does not tell. Blocks, for
-    a second at most for each TiB.
+    some 10 ms for each GiB of small pages.
     """
     regions = np.zeros((_REGIONS, 3), np.uint64)  # page_region: start, end, categories
     at, end, found = address, address + size_bytes, 0
