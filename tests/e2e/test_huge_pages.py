@@ -130,6 +130,16 @@ def test_kept_memory_is_used_as_it_is(start: Start, manager: Manager, seed: int,
     assert served(rank, keys).all()
 
 
+def test_a_cold_start_frees_the_pages_that_it_needs(start: Start, manager: Manager) -> None:
+    """The manager still has the old memory, and no page is left beside it."""
+    daemon = start("reserved")
+    lies_in(daemon, "reserved")
+    daemon.memory = CAPACITY - 4 * MIB
+    kill_and_keep(daemon, manager, "reserved")
+    assert "a cold start, the old pool can't be used" in daemon.log()
+    until(lambda: huge_bytes(daemon) == CAPACITY - 4 * MIB, "all is in huge pages again")
+
+
 def test_too_few_reserved_pages_are_told_with_the_remedy(machine: ExitStack, start_daemon: Start) -> None:
     machine.enter_context(reserved_pages(3))
     with pytest.raises(DaemonError, match=rf"{PAGES} huge pages of 2 MiB, and 3 of 3 are free: .*hugepages={PAGES}\n"):
