@@ -114,7 +114,7 @@ class ArenaFile:
                 raise
             raise ConfigError(
                 f'memory.huge_pages = "reserved": {size_bytes // HUGE_PAGE_BYTES} huge pages can\'t be had ({error}): '
-                "those that are free are promised to others, or of NUMA nodes that a cpuset keeps from this process"
+                "others were promised those that are free, or a cpuset or a cgroup keeps them from this process"
             ) from None
 
     def ask_for_huge_pages(self) -> None:
