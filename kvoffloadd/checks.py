@@ -108,6 +108,16 @@ def absolute_path(value: object) -> Path:
     return path
 
 
+def numa_nodes(value: object) -> str | tuple[int, ...]:
+    """Numbers of NUMA nodes, "auto" or "off"."""
+    if value in ("auto", "off"):
+        return str(value)
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError('must be "auto", "off", or a list of NUMA nodes, like [0, 1]')
+    return tuple(sorted(set(numbers)))
+
+
 def path_or_empty(value: object) -> str:
     """An absolute path as text, or an empty one."""
     return "" if value == "" else str(absolute_path(value))

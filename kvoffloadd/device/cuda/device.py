@@ -45,7 +45,9 @@ _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 
 
 class CudaDevice:
-    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more."""
+    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more.
+    `cpus`: those that the copy lanes run on; none: any.
+    """
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class CudaDevice:
         chunk_bytes: int,
         config: CudaConfig,
         fatal: Callable[[str], None],
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         self.kind = f"cuda:{uuid.hex()}"
         self._loop = loop
@@ -72,7 +75,7 @@ class CudaDevice:
         self._kernel: RowKernel | None = None
         self._kernel_lock = threading.Lock()
         self._memory_lane = Lane("gpu-memory", 1, loop)
-        self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop) for direction in Direction}
+        self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop, cpus) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[Allocation] = set()
         self._mapped_ends = np.zeros(0, np.uint64)  # replaced, never changed: the copy lanes read it
