@@ -89,7 +89,8 @@ async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: in
     device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 30, config, print)
     await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
     number = np.arange(100 * rows, dtype=np.uint64)
-    address = number * np.uint64(4096) + number // np.uint64(rows) * np.uint64(1 << 30)
+    block = np.random.default_rng(1).permutation(100).astype(np.uint64)[number // np.uint64(rows)]
+    address = number * np.uint64(4096) + block * np.uint64(1 << 30)
     copies = Copies(address, address + np.uint64(1 << 50), np.full(len(number), 512, np.uint64), len(number))
     chunks = device._cut(Direction.LOAD, copies)
     assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
