@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError, holds_gil
 from kvoffloadd.device.base import Device
+from kvoffloadd.device.cuda.calibration import Calibrations
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
@@ -47,6 +48,7 @@ class CudaGpus:
         self._driver: Driver | None = None
         self._ordinals: dict[bytes, int] = {}
         self._pinning: Pinning | None = None
+        self._calibrations: Calibrations = {}
         self._devices: dict[bytes, CudaDevice] = {}
 
     async def device(self, uuid: bytes) -> CudaDevice:
@@ -72,7 +74,7 @@ class CudaGpus:
                 )
             device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal)
             try:
-                await device.open(self._pin(driver))
+                await device.open(self._pin(driver), self._calibrations)
             except BaseException:
                 await device.close(self._config.stuck_s)
                 raise

@@ -92,6 +92,6 @@ async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: in
     block = np.random.default_rng(1).permutation(100).astype(np.uint64)[number // np.uint64(rows)]
     address = number * np.uint64(4096) + block * np.uint64(1 << 30)
     copies = Copies(address, address + np.uint64(1 << 50), np.full(len(number), 512, np.uint64), len(number))
-    chunks = device._cut(Direction.LOAD, copies)
+    chunks = device._copiers[Direction.LOAD].cut(copies)
     assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
     await device.close(10.0)
