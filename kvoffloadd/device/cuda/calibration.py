@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvoffloadd.config import AUTO, CudaConfig
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
-from kvoffloadd.device.cuda.rows import Limits
+from kvoffloadd.device.cuda.rows import RowLimits
 from kvoffloadd.device.cuda.sample import SAMPLE_BYTES, Sample
 from kvoffloadd.device.cuda.staging import Kernel, Stage
 from kvoffloadd.device.cuda.stream import CopyStream
@@ -31,7 +31,7 @@ from kvoffloadd.units import format_bytes
 log = logging.getLogger(__name__)
 
 WAYS = ("pitched", "kernel")
-"""Besides single copies: as runs, by the kernel. As the fields of `Limits`."""
+"""Besides single copies: as runs, by the kernel. As the fields of `RowLimits`."""
 ROW_SIZES = tuple(1 << power for power in range(11, 17))
 """2 KiB, where all cost is in the rows, to 64 KiB, where little is."""
 BUDGET_S = 0.1
@@ -51,12 +51,12 @@ class Timing(NamedTuple):
     kernel_s: float = math.inf
 
 
-def choose(timings: Sequence[Timing]) -> Limits:
+def choose(timings: Sequence[Timing]) -> RowLimits:
     """The largest rows up to which each way was clearly the fastest. `timings`: by size, ascending.
 
     A copier takes the kernel where it may, so the kernel has to be faster than runs as well.
     """
-    return Limits(
+    return RowLimits(
         _largest(timings, lambda one: one.pitched_s <= _CLEARLY * one.single_s),
         _largest(timings, lambda one: one.kernel_s <= _CLEARLY * min(one.single_s, one.pitched_s)),
     )
@@ -69,7 +69,7 @@ def _largest(timings: Iterable[Timing], wins: Callable[[Timing], bool]) -> int:
 class Calibration(NamedTuple):
     """What was found out. `broken`: those of `WAYS` that don't work."""
 
-    limits: dict[Direction, Limits]
+    limits: dict[Direction, RowLimits]
     broken: frozenset[str]
 
 
@@ -84,7 +84,7 @@ def find_limits(
     kernel: Kernel | None,
     config: CudaConfig,
     known: Calibrations,
-) -> dict[Direction, Limits]:
+) -> dict[Direction, RowLimits]:
     """The limits that the config names, and where it leaves them to the GPU ("auto"), what that has shown, or another
     one like it. 0 for what does not work. `kernel`: None if there is none.
 
@@ -92,7 +92,7 @@ def find_limits(
         DeviceError: the driver does not know the GPU.
     """
     asked = config.pitched_row_bytes, config.kernel_row_bytes if kernel is not None else 0
-    named = Limits(*(0 if limit == AUTO else int(limit) for limit in asked))
+    named = RowLimits(*(0 if limit == AUTO else int(limit) for limit in asked))
     if AUTO not in asked:
         return dict.fromkeys(Direction, named)
     name = driver.call("cuDeviceGetName", 256, driver.call("cuDeviceGet", ordinal))
@@ -105,7 +105,7 @@ def find_limits(
     shown, found = known[name], {}
     for direction, best in shown.limits.items():
         limits = (at if limit == AUTO else int(limit) for limit, at in zip(asked, best, strict=True))
-        found[direction] = Limits(*(0 if way in shown.broken else at for way, at in zip(WAYS, limits, strict=True)))
+        found[direction] = RowLimits(*(0 if way in shown.broken else at for way, at in zip(WAYS, limits, strict=True)))
         pitched, by_kernel = map(format_bytes, found[direction])
         log.info(
             "%ss of GPU %d: rows of up to %s in runs, %s by the kernel", direction.value, ordinal, pitched, by_kernel

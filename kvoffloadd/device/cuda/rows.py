@@ -22,7 +22,7 @@ from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U64Array
 
 
-class Limits(NamedTuple):
+class RowLimits(NamedTuple):
     """Up to how many bytes, on average over a chunk, rows are copied in each of these ways. 0: never."""
 
     pitched_row_bytes: int = 0
@@ -44,7 +44,7 @@ class RowCopier:
         config: CudaConfig,
         chunk_bytes: int,
     ) -> None:
-        self.limits = Limits()
+        self.limits = RowLimits()
         self.stream = stream
         self.stages = stages
         self._direction = direction
