@@ -141,9 +141,7 @@ class CudaDevice:
         return Stage(driver, make_stream, self._kernel, config.staging_bytes, ends)
 
     async def _prepare(self, calibrations: Calibrations) -> None:
-        """In a thread of its own, so that nothing else waits for it, and whatever fails fails no registration. Its
-        result is used once it is there.
-        """
+        """In a thread of its own, so that nothing else waits for it. What it finds is used once it is there."""
         if not (self._config.pitched_row_bytes or self._config.kernel_row_bytes):
             return
         self._prepare_lane = Lane("gpu-prepare", 1, self._loop)
@@ -152,20 +150,28 @@ class CudaDevice:
                 await self._prepare_lane.perform(partial(self._find_limits, calibrations))
         except TimeoutError:
             log.warning("small rows are copied one by one for now: CuPy or the GPU takes more than %g s", PREPARE_S)
-        except Exception:
-            log.exception("small rows are copied one by one: no other way could be prepared")
+        finally:
+            await self._prepare_lane.close(0.0)  # its thread ends with its work
 
     def _find_limits(self, calibrations: Calibrations) -> None:
+        """Whatever fails here fails no registration: then small rows are copied one by one."""
         driver, config = self._driver, self._config
-        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-        if config.kernel_row_bytes:
-            try:
-                self._kernel = RowKernel(driver, self._ordinal)
-            except DeviceError as error:
-                log.warning("the kernel for small rows does not work: copying without it: %s", error)
-        found = find_limits(driver, self._ordinal, self._make_stream, self._kernel, config, calibrations)
+        try:
+            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+            if config.kernel_row_bytes:
+                self._load_kernel()
+            found = find_limits(driver, self._ordinal, self._make_stream, self._kernel, config, calibrations)
+        except Exception:
+            log.exception("small rows are copied one by one: no other way could be prepared")
+            return
         for direction, copier in self._copiers.items():
             copier.limits = found[direction]
+
+    def _load_kernel(self) -> None:
+        try:
+            self._kernel = RowKernel(self._driver, self._ordinal)
+        except DeviceError as error:
+            log.warning("the kernel for small rows does not work: copying without it: %s", error)
 
     # --- memory ---
 

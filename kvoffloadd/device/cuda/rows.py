@@ -55,7 +55,8 @@ class RowCopier:
 
     def cuts_quickly(self, work: Work) -> bool:
         """Whether `cut` takes so little time for this work that the event loop may call it."""
-        return work.total_bytes > self.limits.pitched_row_bytes * work.descriptors
+        looks_for_runs = self.stream.pitched and work.total_bytes <= self.limits.pitched_row_bytes * work.descriptors
+        return not looks_for_runs
 
     def cut(self, copies: Copies) -> list[Copies]:
         """Chunks of copies that the driver takes: none reaches from one piece of the arena, or from one mapping, into
