@@ -107,6 +107,8 @@ async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: in
     copies = Copies(address, address + np.uint64(1 << 50), np.full(len(number), 512, np.uint64), len(number))
     chunks = device._copiers[Direction.LOAD].cut(copies)
     assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
+    nothing = np.zeros(0, np.uint64)
+    assert device._copiers[Direction.LOAD].cut(Copies(nothing, nothing, nothing, 0)) == []
     await device.close(10.0)
 
 
