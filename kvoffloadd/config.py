@@ -38,6 +38,9 @@ _HUGE_PAGE_FILES = (
 )
 _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
 
+AUTO = "auto"
+"""Of a size: the daemon finds it out."""
+
 ROOT_BYTES_MIN = 4 * MIB
 """Least capacity of a disk root."""
 
@@ -135,8 +138,8 @@ class CudaConfig:
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
     batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
-    pitched_row_bytes: int = _key(0, checks.size(0, GIB))
-    kernel_row_bytes: int = _key(0, checks.size(0, GIB))
+    pitched_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
+    kernel_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
     kernel_chunk_bytes: int = _key(8 * MIB, checks.size(1, GIB))
     staging_bytes: int = _key(32 * MIB, checks.size(64 * KIB, GIB))
     pin_bytes: int = _key(GIB, checks.size(PAGE_BYTES, 2 * GIB))

@@ -317,6 +317,13 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["pitched_row_bytes", "kernel_row_bytes"])
+def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) -> None:
+    for text, expected in (('"auto"', "auto"), ('"28KiB"', 28 << 10), ("0", 0)):
+        assert getattr(config.load(write(tmp_path, f"[cuda]\n{key} = {text}\n")).cuda, key) == expected
+    assert "must be a number of bytes" in problems(write(tmp_path, f"[cuda]\n{key} = true\n"))[1]
+
+
 @pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
 def test_a_kernel_that_would_never_run_is_refused(tmp_path: Path, limit: str) -> None:
     path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")

@@ -58,6 +58,18 @@ def test_large_rows_go_one_by_one(start_daemon: Start, seed: int) -> None:
     assert pitched_copies(daemon) == 0
 
 
+@pytest.mark.parametrize(("faults", "told"), [("no_pitched_batch", 0), ("pitched_batch_error=801", 2)])
+def test_runs_go_one_by_one_where_the_driver_takes_no_batch_of_them(
+    start_daemon: Start, seed: int, faults: str, told: int
+) -> None:
+    daemon = start_daemon(PITCHED, driver={"faults": faults})
+    for round_ in range(3):
+        roundtrip(daemon, ROWS, seed + round_)
+    assert pitched_copies(daemon) == 3 * 2 * KEYS
+    assert daemon.log().count("cuMemcpy3DBatchAsync failed") == told  # one stream each way
+    assert "cuMemcpy2DAsync failed" not in daemon.log()
+
+
 @pytest.mark.parametrize("driver", [{"faults": "pitched_error=1"}, {"faults": "pitched_error=801"}])
 def test_a_driver_that_refuses_is_asked_once(start_daemon: Start, seed: int, driver: dict[str, str]) -> None:
     daemon = start_daemon(PITCHED, driver=driver)

@@ -22,7 +22,9 @@ BY_NAME = {"transfers", "lanes", "devices"}
 REASONS = {"missed", "not_demoted", "late_beats", "demoted", "promoted"}
 """Maps that are explained where they are named."""
 
-ONLY_SOMETIMES = {"pinned_bytes", "batch_failures", "pitched_copies", "kernel_chunks"}
+ONLY_SOMETIMES = {"pinned_bytes", "batch_failures", "pitched_copies", "kernel_chunks"} | {
+    f"{direction}_{way}_row_bytes" for direction in ("load", "store") for way in ("pitched", "kernel")
+}
 
 
 def keys_of(status: dict[str, Any]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from tests.softcuda.gpu import (
     ok,
     open_raw,
     peer,
+    pitched_batch,
     registered,
     start,
 )
@@ -201,14 +202,28 @@ def context_code() -> int:
     return code(driver.cuDevicePrimaryCtxRetain(0))
 
 
+def pitched_batch_code() -> int:
+    """no_pitched_batch, pitched_batch_error=N"""
+    device, host, stream = _buffers()
+    found = driver.cuGetProcAddress(b"cuMemcpy3DBatchAsync", 12080, 0)
+    if code(found):
+        return code(found)
+    return code(pitched_batch([((device, 1024), (address(host), 1024), 1024, SIZE // 1024)], stream))
+
+
 def early_reads() -> str:
-    """read_early: which of two batches behind a slow copy has the bytes that its source had when it was submitted."""
+    """read_early: which of two batches, and of two of pitched copies, behind a slow copy has the bytes that its source
+    had when it was submitted.
+    """
     device, host, stream = _buffers()
     seen = []
-    for order in (ANY_ORDER, STREAM_ORDER):
+    for number, order in enumerate([ANY_ORDER, STREAM_ORDER] * 2):
         host[:] = 1
         extras().delay(stream, 0.05)
-        ok(batch([device], [address(host)], [SIZE], stream, order))
+        if number < 2:
+            ok(batch([device], [address(host)], [SIZE], stream, order))
+        else:
+            ok(pitched_batch([((device, 1024), (address(host), 1024), 1024, SIZE // 1024)], stream, order))
         host[:] = 2
         ok(driver.cuStreamSynchronize(stream))
         seen.append(ctypes.string_at(device, 1)[0])

@@ -47,7 +47,7 @@ typedef struct {
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
-    uint64_t pitched_error, read_early, launch_error;
+    uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early, launch_error;
     uint64_t packed;
 } Settings;
 
@@ -131,6 +131,7 @@ typedef struct {
     CUdeviceptr to, from;
     size_t size;
     Direction direction;
+    bool any_order; /* its source may be read before the stream comes to it */
 } Copy;
 
 typedef struct Event {
@@ -184,6 +185,11 @@ void sleep_ns(uint64_t ns);
 
 /* copy.c */
 CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t size, const char *call);
+CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call);
+CUresult order_check(int order, const char *call);
+CUresult overlap_check(Op *op, const char *call);
+bool submit_fails(void);
+void read_early(Op *op);
 void copies_run(Stream *stream, Op *op);
 
 /* kernel.c */

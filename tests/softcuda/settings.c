@@ -57,6 +57,8 @@ static const Name FAULTS[] = {
     {"packed", &read_settings.packed, true},
     {"no_batch", &read_settings.no_batch, true},
     {"pitched_error", &read_settings.pitched_error, false},
+    {"pitched_batch_error", &read_settings.pitched_batch_error, false},
+    {"no_pitched_batch", &read_settings.no_pitched_batch, true},
     {"launch_error", &read_settings.launch_error, false},
     {"read_early", &read_settings.read_early, true},
     {"dead_exporter", &read_settings.dead_exporter, true},

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError, holds_gil
 from kvoffloadd.device.base import Device
+from kvoffloadd.device.cuda.calibration import Calibrations
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
@@ -59,6 +60,7 @@ class CudaGpus:
         self._driver: Driver | None = None
         self._gpus: dict[bytes, _Gpu] = {}
         self._pinning: Pinning | None = None
+        self._calibrations: Calibrations = {}
         self._devices: dict[bytes, CudaDevice] = {}
 
     async def device(self, uuid: bytes) -> CudaDevice:
@@ -86,7 +88,7 @@ class CudaGpus:
                 self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
             )
             try:
-                await device.open(self._pin(driver))
+                await device.open(self._pin(driver), self._calibrations)
             except BaseException:
                 await device.close(self._config.stuck_s)
                 raise
