@@ -29,7 +29,7 @@ from kvoffloadd.cache.memory.index import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config, check_memory_fits, has_memory_limit
+from kvoffloadd.config import Config
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -41,6 +41,7 @@ from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
+from kvoffloadd.memorylimits import check_memory_fits, has_memory_limit
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.numa import cpus_near, has_policy, interleave, memory_nodes

@@ -1,4 +1,4 @@
-"""Units, the config file, overrides, and whether memory fits."""
+"""Units, the config file and overrides."""
 
 from __future__ import annotations
 
@@ -379,120 +379,7 @@ def test_no_input_escapes_config_error(tables: dict[str, dict[str, Any]]) -> Non
         assert str(error)
 
 
-# --- does it fit? -------------------------------------------------------------------------------------
-
-
-def machine(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii")
-    return root
-
-
-MEMINFO = {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:       8192 kB\n"}
-
-
-def test_memory_fits_mem_available(tmp_path: Path) -> None:
-    root = machine(tmp_path, MEMINFO)
-    config.check_memory_fits(8 * MIB, root)
-    with pytest.raises(ConfigError, match=r"8388609 \(8.00 MiB\): only 8 MiB are available \(MemAvailable\)"):
-        config.check_memory_fits(8 * MIB + 1, root)
-
-
-def test_memory_fits_what_may_be_committed(tmp_path: Path) -> None:
-    meminfo = {"proc/meminfo": MEMINFO["proc/meminfo"] + "CommitLimit:      6144 kB\nCommitted_AS:     2048 kB\n"}
-    config.check_memory_fits(8 * MIB, machine(tmp_path, {**meminfo, "proc/sys/vm/overcommit_memory": "1\n"}))
-    root = machine(tmp_path, {**meminfo, "proc/sys/vm/overcommit_memory": "2\n"})
-    config.check_memory_fits(4 * MIB, root)
-    with pytest.raises(ConfigError, match=r"only 4 MiB are available \(CommitLimit, .*overcommit_memory = 2"):
-        config.check_memory_fits(4 * MIB + 1, root)
-
-
-@pytest.mark.parametrize(("limit", "limited"), [(f"{2 * MIB}", True), (f"{(1 << 63) - 4096}", False), ("max", False)])
-def test_whether_a_cgroup_limits_memory(tmp_path: Path, limit: str, limited: bool) -> None:
-    mount = "sys/fs/cgroup/memory"
-    files = {f"{mount}/memory.limit_in_bytes": limit, f"{mount}/memory.usage_in_bytes": "0"}
-    root = machine(tmp_path, {**MEMINFO, "proc/self/cgroup": "4:memory:/box\n", **files})
-    assert config.has_memory_limit(root) is limited
-
-
-def test_memory_fits_any_ancestors_cgroup_limit(tmp_path: Path) -> None:
-    group = "sys/fs/cgroup/system.slice"
-    root = machine(
-        tmp_path,
-        MEMINFO
-        | {
-            "proc/self/cgroup": "0::/system.slice/kvoffloadd.service\n",
-            f"{group}/memory.max": f"{4 * MIB}\n",
-            f"{group}/memory.current": f"{3 * MIB}\n",
-            f"{group}/memory.stat": f"anon 7\ninactive_file {MIB}\n",
-            f"{group}/kvoffloadd.service/memory.max": "max\n",
-            f"{group}/kvoffloadd.service/memory.current": "4096\n",
-        },
-    )
-    config.check_memory_fits(2 * MIB, root)
-    with pytest.raises(ConfigError, match=r"only 2 MiB are available .*cgroup .*/system.slice"):
-        config.check_memory_fits(2 * MIB + 4096, root)
-
-
-def test_memory_fits_cgroup_v1_in_a_container(tmp_path: Path) -> None:
-    mount = "sys/fs/cgroup/memory"
-    root = machine(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:cpu,cpuacct:/box\n4:memory:/not/mounted/here\n",
-            f"{mount}/memory.limit_in_bytes": f"{2 * MIB}\n",
-            f"{mount}/memory.usage_in_bytes": f"{MIB}\n",
-        },
-    )
-    with pytest.raises(ConfigError, match="only 1 MiB are available"):
-        config.check_memory_fits(2 * MIB, root)
-
-
-def huge(total: int, free: int, **others: int) -> dict[str, str]:
-    """The system's pool of huge pages."""
-    counts = {"nr_hugepages": total, "free_hugepages": free, **others}
-    return {f"sys/kernel/mm/hugepages/hugepages-2048kB/{name}": f"{count}\n" for name, count in counts.items()}
-
-
-def test_huge_pages_that_are_free_and_promised_to_nobody_fit(tmp_path: Path) -> None:
-    root = machine(tmp_path, huge(16, 12, resv_hugepages=2))
-    config.check_huge_pages_fit(20 * MIB, root)
-    with pytest.raises(ConfigError, match=r"takes 11 huge pages of 2 MiB, and 10 of 16 .*sysctl vm\.nr_hugepages=17"):
-        config.check_huge_pages_fit(20 * MIB + 1, root)
-
-
-def test_huge_pages_that_the_kernel_makes_on_demand_fit(tmp_path: Path) -> None:
-    root = machine(tmp_path, huge(0, 0, nr_overcommit_hugepages=8, surplus_hugepages=3))
-    config.check_huge_pages_fit(10 * MIB, root)
-    with pytest.raises(ConfigError, match="and 5 of 0 are free"):
-        config.check_huge_pages_fit(12 * MIB, root)
-
-
-@pytest.mark.parametrize(
-    ("line", "limit", "usage"),
-    [
-        ("0::/pod/box", "sys/fs/cgroup/pod/hugetlb.2MB.max", "sys/fs/cgroup/pod/hugetlb.2MB.current"),
-        (
-            "7:hugetlb:/box",
-            "sys/fs/cgroup/hugetlb/hugetlb.2MB.limit_in_bytes",
-            "sys/fs/cgroup/hugetlb/hugetlb.2MB.usage_in_bytes",
-        ),
-    ],
-)
-def test_huge_pages_that_a_cgroup_forbids(tmp_path: Path, line: str, limit: str, usage: str) -> None:
-    """Nothing is wrong when they are mapped: whoever touched one would be killed."""
-    files = {"proc/self/cgroup": f"{line}\n", limit: f"{8 * MIB}\n", usage: f"{2 * MIB}\n"}
-    root = machine(tmp_path, {**huge(16, 16), **files})
-    config.check_huge_pages_fit(6 * MIB, root)
-    with pytest.raises(ConfigError, match=r"takes 4 huge pages of 2 MiB, and cgroup .* allows 3 more"):
-        config.check_huge_pages_fit(8 * MIB, root)
-
-
-def test_huge_pages_of_a_kernel_that_has_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='huge_pages = "reserved": this kernel has no huge pages of 2 MiB'):
-        config.check_huge_pages_fit(1, tmp_path)
+# --- pages and nodes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["transparent", "reserved"])
@@ -512,16 +399,6 @@ def test_numa_nodes(text: str, value: object) -> None:
 def test_what_are_no_numa_nodes(text: str) -> None:
     with pytest.raises(ConfigError, match=r"memory\.numa = .*: must be \"auto\", \"off\", or a list of NUMA nodes"):
         config.load(None, {"memory.numa": text})
-
-
-def test_memory_of_a_machine_that_tells_nothing_is_not_guessed(tmp_path: Path) -> None:
-    config.check_memory_fits(1 << 50, tmp_path)
-
-
-def test_memory_of_this_machine() -> None:
-    config.check_memory_fits(4096)
-    with pytest.raises(ConfigError):
-        config.check_memory_fits(1 << 60)
 
 
 # --- where metrics are scraped --------------------------------------------------------------------------

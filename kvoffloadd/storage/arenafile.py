@@ -28,9 +28,10 @@ from typing import Final, Self
 import numpy as np
 import xxhash
 
-from kvoffloadd.config import MemoryConfig, check_huge_pages_fit, check_memory_fits
+from kvoffloadd.config import MemoryConfig
 from kvoffloadd.errors import ConfigError, LimitError
 from kvoffloadd.hugepages import huge_bytes
+from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
 from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, this_process

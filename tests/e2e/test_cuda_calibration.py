@@ -8,7 +8,8 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
-from tests.e2e.test_cuda_pitched import MIXED, roundtrip
+from tests.e2e.small_rows import roundtrip
+from tests.e2e.test_cuda_pitched import MIXED
 
 Start = Callable[..., Daemon]
 
