@@ -16,6 +16,7 @@ from scripts.gpu.bench import (
     MIB,
     Shape,
     against_ceiling,
+    cut_short,
     daemon,
     done,
     in_time,
@@ -61,7 +62,7 @@ def main() -> int:
         rows = rows[::3]
     cases: list[dict[str, Any]] = []
     left_out: list[str] = []
-    with daemon(arguments.bytes) as socket:
+    with cut_short(), daemon(arguments.bytes) as socket:
         # The largest first: they have bounds.
         largest_first = in_time(rows[::-1], arguments.seconds, left_out)
         for row_bytes in largest_first:
