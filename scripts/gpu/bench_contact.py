@@ -24,7 +24,7 @@ from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, done, parse, parser, table, tell
+from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
 from scripts.gpu.machine import available_bytes, meminfo
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
@@ -237,8 +237,9 @@ def main() -> int:
         return 0
     arguments = parse(parser(__doc__ or ""), needs_gpu=False)
     cases: list[dict[str, Any]] = []
-    for name in STEPS:
-        done({"step": name, **run_step(name, arguments.quick)}, cases)
+    with cut_short():
+        for name in STEPS:
+            done({"step": name, **run_step(name, arguments.quick)}, cases)
     tables = [
         table(f"{case['step']}, as uid {os.getuid()}", ("what", ""), [one for one in case.items() if one[0] != "step"])
         for case in cases

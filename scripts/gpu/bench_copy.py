@@ -58,6 +58,7 @@ def main() -> int:
     arguments = parse(made, 32 * MIB)
     gpu = Gpu()
     rows = [size for size in ROW_BYTES if not arguments.rows or size // KIB in arguments.rows]
+    rows = [size for size in rows if 2 * Shape(size).payload_bytes <= arguments.bytes]  # jobs of several keys
     if arguments.quick:
         rows = rows[::3]
     cases: list[dict[str, Any]] = []

@@ -14,10 +14,8 @@ from pathlib import Path
 
 PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "cuda-pathfinder", "numpy", "msgspec", "msgpack",
             "uvloop", "pytest")  # fmt: skip
-_QUERY = (
-    "name,driver_version,compute_mode,mig.mode.current,pcie.link.gen.max,pcie.link.gen.current,pcie.link.width.current,"
-    "memory.total,memory.used"
-)
+_ASKED = ("name", "driver_version", "compute_mode", "mig.mode.current", "pcie.link.gen.max", "pcie.link.gen.current",
+          "pcie.link.width.current", "memory.total", "memory.used")  # fmt: skip
 _COMMAND_S = 20.0
 
 
@@ -31,8 +29,11 @@ def machine() -> list[tuple[str, str]]:
         ("uid", str(os.getuid())),
         *((name, _version(name)) for name in PACKAGES),
     ]
-    asked = output_of("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines()
-    return found + [(f"GPU, {_QUERY.replace(',', ', ')}", line) for line in asked]
+    lines = output_of("nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader").splitlines()
+    for line in lines:
+        values = line.split(", ")
+        found += zip(_ASKED, values, strict=True) if len(values) == len(_ASKED) else [("GPU", line)]
+    return found
 
 
 def said_at_the_end() -> list[tuple[str, list[str]]]:

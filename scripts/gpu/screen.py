@@ -25,6 +25,7 @@ class Screen:
         self._parts = parts
         self._number = 0
         self._passed = 0
+        self._steps_shown = False
         self._counted_at = time.monotonic()
         print(f"{heading}\n\n{grid(('what', ''), facts)}", flush=True)
 
@@ -32,12 +33,16 @@ class Screen:
         """`left_s`: of the budget."""
         self._number += 1
         self._passed = 0
+        self._steps_shown = False
         times = f"at most {max(limit_s, 0):.0f} s, {max(left_s, 0):.0f} s are left"
         print(f"[{self._number}/{self._parts}] {part.name}: {part.title} ({times})", flush=True)
 
     def row(self, row: dict[str, Any]) -> None:
-        """A case, or a test: those that pass are counted."""
-        if "case" in row:
+        """A case, or a test: those that pass are counted. Of a step everything is shown, and not again at its end."""
+        if "step" in row.get("case", ()):
+            self._steps_shown = True
+            self._step(**row["case"])
+        elif "case" in row:
             self._print(_plain(row["case"], ": "))
         elif row["outcome"] != "passed":
             self._print(f"{row['outcome']}: {short(row['test'])}: {remark_of(row)}")
@@ -49,12 +54,18 @@ class Screen:
 
     def end(self, ended: Ended) -> None:
         """How it went, and what it found."""
-        for text in what_it_found(ended):
+        for text in () if self._steps_shown else what_it_found(ended):
             print(text)
         print(f"    {ended.part.name}: {ended.state}, {ended.seconds:.1f} s {ended.remark}\n", flush=True)
 
     def close(self, verdict: str, report: Path) -> None:
         print(f"{verdict}\n\nSee {report}", flush=True)
+
+    def _step(self, step: str, **found: object) -> None:
+        print(f"    {step}")
+        width = max(map(len, found), default=0)
+        for name, value in found.items():
+            print(f"        {name:{width}}  {value}", flush=True)
 
     def _print(self, text: str) -> None:
         print(textwrap.fill(text, COLUMNS, initial_indent="    ", subsequent_indent=" " * 8), flush=True)
