@@ -61,23 +61,20 @@ _NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
     """In the order of what tells most in least time: the later ones may not be reached."""
 
-    def bench(name: str, title: str, limit_s: float, missing: str = "") -> Part:
+    def bench(name: str, title: str, limit_s: float) -> Part:
         options = ["--seconds", f"{CASES_SHARE * limit_s:.0f}", *(SOFT_SIZES if arguments.soft else ())]
         if arguments.quick or (arguments.soft and name == "contact"):
             options = ["--quick"]
         command = (sys.executable, "-m", f"scripts.gpu.bench_{name}", "--json", *options)
-        return Part(name, title, command, limit_s * (QUICK_LIMITS if arguments.quick else 1), missing=missing)
+        return Part(name, title, command, limit_s * (QUICK_LIMITS if arguments.quick else 1))
 
-    no_torch = (
-        "" if importlib.util.find_spec("torch") else "torch is not installed, whose kernels an engine's stand for"
-    )
     yield bench("contact", "What the machine and its driver say", 75)
     yield bench("copy", "Stores and loads by size of rows", 70)
     yield _tests()
     yield bench("pinning", "Pinned memory: what stands still meanwhile, and kinds of it", 45)
     yield bench("raw", "Small rows: the driver alone, beside the daemon", 60)
     yield bench("paths", "The daemon by each of its paths", 70)
-    yield bench("interference", "Kernels beside copies", 60, no_torch)
+    yield bench("interference", "Kernels beside copies", 60)
     yield bench("life", "Deaths, small jobs", 40)
     yield bench("submit", "The processor's cost of a descriptor", 25)
     yield _stress(arguments)

@@ -7,6 +7,7 @@ it gives or refuses memory of other processes. A step that fails is a line with 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -25,7 +26,7 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
-from scripts.gpu.machine import available_bytes, meminfo
+from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import Pinned
@@ -67,7 +68,8 @@ def memory(quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"at first": meminfo()}
     if quick:
         return {**found, "touched": "skipped: sizes are small"}
-    Path("/proc/self/oom_score_adj").write_text("1000")  # of all processes this one, if it is too much
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # of all processes this one, if it is too much
     held: list[Any] = []
     begun = time.perf_counter()
     while len(held) < TOUCH_GIB and available_bytes() > LEFT_BYTES + GIB:
@@ -81,11 +83,10 @@ def memory(quick: bool) -> dict[str, Any]:
 def versions(_quick: bool) -> dict[str, Any]:
     """Of what the rest depends on."""
     bindings = __import__("cuda.bindings", fromlist=["bindings"])
-    systemd = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=False)
     kernel_module = Path("/proc/driver/nvidia/version")
     return {
         "kernel": platform.release(),
-        "systemd": systemd.stdout.partition("\n")[0],
+        "systemd": output_of("systemctl", "--version").partition("\n")[0],
         "python": sys.version.partition(" ")[0],
         "cuda-bindings": f"{bindings.__version__}, {Path(bindings.__path__[0])}",
         "CuPy": _cupy_version(),
@@ -235,10 +236,12 @@ def main() -> int:
     if sys.argv[1:2] == ["step"]:
         print(json.dumps(STEPS[sys.argv[2]](sys.argv[3:] == ["quick"])))
         return 0
-    arguments = parse(parser(__doc__ or ""), needs_gpu=False)
+    made = parser(__doc__ or "")
+    made.add_argument("--steps", nargs="*", choices=STEPS, default=[*STEPS], help="these alone")
+    arguments = parse(made, needs_gpu=False)
     cases: list[dict[str, Any]] = []
     with cut_short():
-        for name in STEPS:
+        for name in arguments.steps:
             done({"step": name, **run_step(name, arguments.quick)}, cases)
     tables = [
         table(f"{case['step']}, as uid {os.getuid()}", ("what", ""), [one for one in case.items() if one[0] != "step"])

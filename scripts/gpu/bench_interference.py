@@ -3,8 +3,7 @@
 
 Kernels run in a process of their own: bfloat16 matrix products of 8,192 (`matmul`), copies within the GPU's memory
 (`memory`). Beside them the daemon stores, loads, or both, job after job, by each path of bench_paths.py. Speeds are
-relative to those alone, by round.
-Needs torch with CUDA.
+relative to those alone, by round. Without torch there is one kind, which fills memory by the driver (`fill`).
 """
 
 from __future__ import annotations
@@ -37,14 +36,13 @@ from scripts.harness.process import private_folder
 from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 START_S, ANSWER_S = 90.0, 30.0
 SLICE_S, QUICK_SLICE_S = 0.25, 0.1
 CASES = (
     (4 * KIB, "batches of 1,024"), (4 * KIB, "pitched"), (4 * KIB, "kernel"), (64 * KIB, "batches of 1,024"),
 )  # fmt: skip
-KINDS = ("matmul", "memory")
 
 
 def alone(work: Callable[[], float], seconds: float) -> float:
@@ -67,11 +65,13 @@ def beside(kernels: WorkerProcess, kind: str, seconds: float, work: Callable[[],
     return float(kernels.answer(ANSWER_S)["per_s"]), rate
 
 
-def measure(kernels: WorkerProcess, worker: GpuWorkload, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def measure(
+    kernels: WorkerProcess, kinds: Sequence[str], worker: GpuWorkload, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Every kind of kernels with every kind of jobs: relative speeds, medians over the rounds."""
     jobs = {"store": worker.store_s, "load": worker.load_s, "both": worker.both_s}
     found = []
-    for kind in KINDS:
+    for kind in kinds:
         free_kernels: list[float] = []
         speeds: dict[str, dict[str, list[float]]] = {name: {"k": [], "j": [], "free": []} for name in jobs}
         for _ in range(rounds):
@@ -103,13 +103,13 @@ def main() -> int:
     with cut_short(), private_folder() as folder:
         options = {"cpu": software_driver() is not None}
         kernels = WorkerProcess("scripts.gpu.kernels", options, Path(folder) / "kernels.log")
-        kernels.answer(START_S)
+        kinds = kernels.answer(START_S)["kinds"]
         for row_bytes, path in in_time(CASES[1:3] if arguments.quick else CASES, arguments.seconds, left_out):
             with daemon(arguments.bytes, PATHS[path]) as socket:
                 worker = GpuWorkload(gpu, socket, Shape(row_bytes), arguments.bytes)
                 await_pinned(socket)
                 worker.store()
-                for one in measure(kernels, worker, arguments.rounds, seconds):
+                for one in measure(kernels, kinds, worker, arguments.rounds, seconds):
                     done({"rows": f"{row_bytes // KIB} KiB", "path": path, **one}, cases)
                 worker.close()
         kernels.end()

@@ -46,6 +46,7 @@ WINDOW_BYTES = 256 * MIB
 SCATTERED_BYTES = 64 * KIB
 PAUSE_S, QUIET_S = 5e-4, 0.5
 _MADV_HUGEPAGE = 14
+ROLLUP = Path("/proc/self/smaps_rollup")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -213,7 +214,7 @@ def pool(gpu: Gpu, name: str, memory: contextlib.AbstractContextManager[int], si
         found: dict[str, Any] = {
             "pool": name,
             "s per GiB": round(seconds / size_bytes * GIB, 3),
-            "huge pages, MiB": _huge_bytes() // MIB,
+            "huge pages, MiB": _huge_mib(),
         }
         window = GpuBuffer(gpu, min(size_bytes, WINDOW_BYTES))
         for way in ("store", "load"):
@@ -246,13 +247,15 @@ def _scattered(gpu: Gpu, way: str, host: int, size_bytes: int, window: GpuBuffer
     return time.perf_counter() - begun
 
 
-def _huge_bytes() -> int:
+def _huge_mib() -> int | str:
     """Of this process's memory that is shared, in huge pages."""
+    if not ROLLUP.exists():
+        return "not known"
     found = re.findall(
         r"^(?:ShmemPmdMapped|FilePmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB$",
-        Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE,
+        ROLLUP.read_text(), re.MULTILINE,
     )  # fmt: skip
-    return sum(map(int, found)) * KIB
+    return sum(map(int, found)) * KIB // MIB
 
 
 def main() -> int:

@@ -19,6 +19,9 @@ from pathlib import Path
 MACHINES_BINDINGS = "machines-bindings"
 """A folder of the venv with the cuda-bindings that this Python has already: the tests of sharing run with them, too."""
 
+_NEEDED = ("cuda", "msgspec", "numpy", "pytest", "pytest_asyncio", "pytest_timeout")
+"""Some of what the bundle brings: a Python that has these needs no bundle."""
+
 _KEPT = ("numpy",)
 """Where this Python has them, the bundle's stay out: what else it has was built for its own."""
 
@@ -26,8 +29,13 @@ _KEPT = ("numpy",)
 def main() -> int:
     folder, bundle = Path(sys.argv[1]), Path(sys.argv[2])
     wheels = sorted(bundle.glob("*.whl"))
-    if not wheels:
-        print(f"gpu-check: no wheels in {bundle}: run `make gpu-bundle` where there is a network", file=sys.stderr)
+    missing = [] if wheels else [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"gpu-check: no wheels in {bundle}, and this Python has no {', '.join(missing)}: run `make gpu-bundle` "
+            "where there is a network",
+            file=sys.stderr,
+        )
         return 1
     venv.create(folder, system_site_packages=True, clear=True, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,14 @@ PARTS = ("pinning", "raw", "paths", "life", "submit", "bindings")
 LIMIT_S = 280.0
 
 
-def check(out: Path, *parts: str) -> str:
+_WITHOUT_TORCH = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
+"""
+
+
+def check(out: Path, *parts: str, variables: dict[str, str] | None = None) -> str:
     """What is on the terminal."""
     pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     try:
@@ -26,7 +35,9 @@ def check(out: Path, *parts: str) -> str:
     except softcuda.SoftCudaError as error:
         pytest.skip(str(error))
     command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--soft", "--quick", "--out", str(out)]
-    done = subprocess.run([*command, "--only", *parts], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    done = subprocess.run(
+        [*command, "--only", *parts], env=variables, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -86,14 +97,16 @@ def test_what_can_not_be_measured_says_why(checked: tuple[Path, str]) -> None:
     assert "Skipped: cuMemHostAlloc: " in screen  # which the software driver has not
 
 
-def test_kernels_run_beside_copies_by_each_path(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    check(tmp_path, "interference")
+@pytest.mark.parametrize("kinds", [("matmul", "memory"), ("fill",)], ids=["with torch", "without torch"])
+def test_kernels_run_beside_copies_by_each_path(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    variables = dict(os.environ)
+    if kinds == ("fill",):
+        (tmp_path / "sitecustomize.py").write_text(_WITHOUT_TORCH)
+        variables["PYTHONPATH"] = str(tmp_path)
+    elif not importlib.util.find_spec("torch"):
+        pytest.skip("needs torch")
+    check(tmp_path, "interference", variables=variables)
     assert states_of(tmp_path) == {"interference": "ran"}
     paths = {(case["path"], case["kernels"], case["jobs"]) for case in cases_of(tmp_path, "interference")}
-    assert paths == {
-        (path, kernels, jobs)
-        for path in ("pitched", "kernel")
-        for kernels in ("matmul", "memory")
-        for jobs in ("store", "load", "both")
-    }
+    jobs = ("store", "load", "both")
+    assert paths == {(path, kind, job) for path in ("pitched", "kernel") for kind in kinds for job in jobs}
