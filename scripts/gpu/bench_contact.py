@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -96,12 +97,13 @@ def versions(_quick: bool) -> dict[str, Any]:
 
 
 def _cupy_version() -> str:
-    for name in ("cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed: the driver alone launches the kernel here"
+    found = importlib.util.find_spec("cupy")
+    if found is None or found.origin is None:
+        return "not installed"
+    if Path(found.origin).parent.name == "withoutcupy":
+        return "in its place the driver alone launches the kernel"
+    names = importlib.metadata.packages_distributions().get("cupy", [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def attributes(_quick: bool) -> dict[str, Any]:

@@ -16,8 +16,6 @@ import numpy as np
 
 from kvoffloadd.cudadriver import CudaDriver
 
-__version__ = "none: the driver alone"
-
 _driver = CudaDriver()
 _sizes = (ctypes.c_uint,) * 7  # of the grid, of a block, of shared memory
 _launch = _driver.entry("cuLaunchKernel", 4000, ctypes.c_void_p, *_sizes, *(ctypes.c_void_p,) * 3)
