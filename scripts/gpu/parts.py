@@ -34,8 +34,8 @@ _LAST_LINES = 40
 @dataclass(frozen=True, slots=True)
 class Part:
     """What is run. `min_s`: with less time left it is not begun. `tests`: it is a run of pytest, else it prints one
-    JSON object. `may_be_cut`: its time limit is no failure, as long as none of its tests has failed. `missing`: why it
-    can't be run here; empty: it can. `variables`: of its environment.
+    JSON object. Its time limit is no failure where it has then printed its cases, or, with `may_be_cut`, as long as
+    none of its tests has failed. `missing`: why it can't be run here; empty: it can. `variables`: of its environment.
     """
 
     name: str
@@ -191,7 +191,7 @@ def _children() -> list[int]:
 
 def _judge(ended: Ended, status: int | None, limit_s: float) -> None:
     if status is None:
-        was_well = bool(ended.figures) or (ended.part.may_be_cut and not ended.count("failed"))
+        was_well = bool(ended.figures and ended.cases) or (ended.part.may_be_cut and not ended.count("failed"))
         ended.state, ended.remark = "cut short" if was_well else "timed out", f"ended after {limit_s:.0f} s"
     elif status < 0:
         ended.state, ended.remark = "crashed", f"by signal {-status}"

@@ -30,7 +30,7 @@ class Screen:
         print(f"{heading}\n\n{grid(('what', ''), facts)}", flush=True)
 
     def begin(self, part: Part, limit_s: float, left_s: float) -> None:
-        """`left_s`: of the budget."""
+        """`left_s`: of the budget, without what later parts need at least."""
         self._number += 1
         self._passed = 0
         self._steps_shown = False
