@@ -49,13 +49,16 @@ def export(uid: int) -> None:
     for buffer, value in zip((*small, chunks), (*SMALL_FILLS, CHUNK_FILL), strict=True):
         driver().call("cuMemsetD8", buffer.address, value, buffer.size_bytes)
     driver().call("cuCtxSynchronize")
-    base, whole_bytes = map(int, driver().call("cuMemGetAddressRange", small[-1].address))
-    handle = driver().call("cuIpcGetMemHandle", base)
-    told = {
-        "handle": ctypes.string_at(int(handle.getPtr()), 64).hex(),
-        "exported": f"{SMALL_BYTES >> 10} KiB of {whole_bytes >> 10} KiB, from {small[-1].address - base} bytes on",
-        "chunks exported": "CUDA_SUCCESS",
-    }
+    told = {"handle": "", "exported": "CUDA_SUCCESS", "chunks exported": "CUDA_SUCCESS"}
+    try:
+        base, whole_bytes = map(int, driver().call("cuMemGetAddressRange", small[-1].address))
+        told["range of the exporter's"] = (
+            f"{whole_bytes >> 10} KiB, exported {small[-1].address - base} bytes behind its begin"
+        )
+        handle = driver().call("cuIpcGetMemHandle", base)
+        told["handle"] = ctypes.string_at(int(handle.getPtr()), 64).hex()
+    except KvOffloadError as error:
+        told["exported"] = _name(error)
     fds: list[int] = []
     try:
         memory = gpu_allocation(chunks.address, chunks.size_bytes)
@@ -99,7 +102,7 @@ class _Importer:
 
     def ask(self, end_exporter: Callable[[], None]) -> dict[str, Any]:
         """Everything."""
-        address = self._try("open", lambda: self._open(self._handle))
+        address = self._try("open", lambda: self._open(self._handle)) if self._handle else None
         if address is not None:
             address = self._ask_of(address)
         memory = SharedMemory(Driver(), self._gpu.ordinal)
@@ -116,7 +119,8 @@ class _Importer:
             self._try("close after its process's death", lambda: driver().call("cuIpcCloseMemHandle", address))
         if chunks is not None:
             self._try("chunks' bytes after its process's death", lambda: _right(chunks, CHUNK_FILL))
-        self._try("open after its process's death", lambda: self._open(self._handle))
+        if self._handle:
+            self._try("open after its process's death", lambda: self._open(self._handle))
         self._found["context works after all"] = driver().context_works()
         return self._found
 
