@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.environment import MACHINES_BINDINGS
 from scripts.gpu.machine import machine, said_at_the_end
-from scripts.gpu.parts import Ended, Part, adopt_orphans, run
+from scripts.gpu.parts import TERM_S, Ended, Part, adopt_orphans, run
 from scripts.gpu.report import write
 from scripts.gpu.screen import Screen
 
@@ -167,7 +167,8 @@ def main() -> int:
     wanted = [part for part in parts_of(arguments) if not arguments.only or part.name in arguments.only]
     screen = Screen(heading, facts, len(wanted))
     for number, part in enumerate(wanted):
-        later_s = sum(later.min_s for later in wanted[number + 1 :] if not later.missing)  # so that each has its turn
+        # Each has its turn, also where this one has to be ended.
+        later_s = sum(later.min_s + TERM_S for later in wanted[number + 1 :] if not later.missing)
         left_s = arguments.budget - (time.monotonic() - began) - later_s
         screen.begin(part, min(part.limit_s, left_s), left_s)
         ended.append(_one(part, left_s, environment, log, screen))

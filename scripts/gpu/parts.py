@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Tell = Callable[[dict[str, Any]], None]
 
 _SET_CHILD_SUBREAPER = 36
-_TERM_S = 6.0
+TERM_S = 6.0
 """A benchmark that is asked to end gives its daemon up in order, and prints what it has."""
 _POLL_S = 0.2
 _LAST_LINES = 40
@@ -161,7 +161,7 @@ def _end_group(leader: int) -> None:
     """The session that it began: politely, then not."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM)
-        until = time.monotonic() + _TERM_S
+        until = time.monotonic() + TERM_S
         while time.monotonic() < until:
             os.killpg(leader, 0)
             with contextlib.suppress(ChildProcessError):
@@ -172,7 +172,7 @@ def _end_group(leader: int) -> None:
 
 def _end_orphans() -> None:
     """What made sessions of its own, such as daemons: they are this process's children now."""
-    until = time.monotonic() + _TERM_S
+    until = time.monotonic() + TERM_S
     with contextlib.suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -180,7 +180,7 @@ def _end_orphans() -> None:
             for pid in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
-            if time.monotonic() > until + _TERM_S:  # a process that the driver does not let go
+            if time.monotonic() > until + TERM_S:  # a process that the driver does not let go
                 return
             time.sleep(0.05)
 
