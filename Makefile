@@ -18,8 +18,10 @@ PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3,
 C_SOURCES := $(wildcard kvoffloadd/device/*.c)
 # bench_vllm.py wants vLLM's venv: see docs/benchmarks/vllm.md.
 BENCHMARKS := $(filter-out scripts/bench_vllm.py,$(wildcard scripts/bench_*.py))
-# The Python of the GPU machine, and what is given to scripts/gpu_check.py: `make gpu-check GPU_CHECK="--soft --quick"`.
+# The Python of the GPU machine, and what is given to the scripts: `make gpu-bundle GPU_BUNDLE=--cupy`,
+# `make gpu-check GPU_CHECK="--soft --quick"`.
 GPU_PYTHON ?= 3.12
+GPU_BUNDLE ?=
 GPU_CHECK ?=
 GPU_VENV := build/gpu-venv
 # Each in a folder of its own, for tests that put one before what the venv has.
@@ -132,7 +134,7 @@ bench: $(READY) ## run scripts/bench_*.py; results go to docs/benchmarks/
 	done
 
 gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
-	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON)
+	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON) $(GPU_BUNDLE)
 
 gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
 	@$(PYTHON) -m scripts.gpu.environment $(GPU_VENV) gpu-bundle

@@ -5,3 +5,6 @@ SOFT_VARIABLE = "KVOFFLOADD_SOFT_GPU"
 
 RESULTS_VARIABLE = "KVOFFLOADD_TEST_RESULTS"
 """Names the file that each result goes to as it comes."""
+
+DAEMON_SAYS = "daemon: "
+"""Lines of a part's log that are its daemons' begin so."""

@@ -7,9 +7,10 @@ not fit into the budget is reported as not run. The output folder (--out, else $
     report.md        tables, rewritten after every part
     results.jsonl    a line for each part, each test and each benchmark; of one that was cut, for each case
     bandwidth.svg    bandwidth by size of rows
-    log.txt          what the parts printed
+    log.txt          what the parts and their daemons printed
 
-Exit status 1 if a part failed, a bound was missed, or too few GPU tests passed. `make gpu-check` makes the environment.
+Exit status 1 if a part failed, bytes were wrong, a bound was missed, or too few GPU tests passed. `make gpu-check`
+makes the environment.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.gpu import SOFT_VARIABLE
-from scripts.gpu.parts import Ended, Part, adopt_orphans, run
-from scripts.gpu.report import machine, write
+from scripts.gpu.environment import MACHINES_BINDINGS
+from scripts.gpu.machine import machine, said_at_the_end
+from scripts.gpu.parts import TERM_S, Ended, Part, adopt_orphans, run
+from scripts.gpu.report import write
+from scripts.gpu.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_CUPY = ROOT / "scripts" / "gpu" / "withoutcupy"
 BUDGET_S = 520.0
 GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
 """Fewer that ran and passed prove nothing. The software driver can't do those of torch."""
@@ -37,28 +42,50 @@ GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
 CASES_SHARE = 0.7
 """Of a benchmark's time: it begins no case later, so that what it has measured comes out."""
 
-STRESS_S, QUICK_STRESS_S = 60, 5
+QUICK_LIMITS = 4
+"""Times as long, for small sizes on machines that are slow: nothing is cut there but what hangs."""
+
+STRESS_S, QUICK_STRESS_S = 30, 5
+SOFT_SIZES = ("--bytes", "16MiB", "--rounds", "1")
+FIRST_TESTS = ("memory", "order", "deaths", "pinning", "users")
+"""Of tests/gpu, before the others."""
+
+_PYTEST = (
+    *(sys.executable, "-m", "pytest", "-v", "--maxfail=6", "-p", "no:cacheprovider", "-p", "scripts.gpu.results"),
+    *("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"),
+)
+_NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Whatever the machine has of them stays out."""
 
 
 def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
     """In the order of what tells most in least time: the later ones may not be reached."""
 
-    def bench(name: str, title: str, limit_s: float, missing: str = "") -> Part:
-        options = ("--quick",) if arguments.quick else ("--seconds", f"{CASES_SHARE * limit_s:.0f}")
+    def bench(name: str, title: str, limit_s: float) -> Part:
+        options = ["--seconds", f"{CASES_SHARE * limit_s:.0f}", *(SOFT_SIZES if arguments.soft else ())]
+        if arguments.quick or (arguments.soft and name == "contact"):
+            options = ["--quick"]
         command = (sys.executable, "-m", f"scripts.gpu.bench_{name}", "--json", *options)
-        return Part(name, title, command, limit_s, missing=missing)
+        return Part(name, title, command, limit_s * (QUICK_LIMITS if arguments.quick else 1))
 
-    pytest = (sys.executable, "-m", "pytest", "-v", "-p", "scripts.gpu.results", "-p", "no:cacheprovider")
-    no_torch = "" if importlib.util.find_spec("torch") else "torch is not installed"
-    yield bench("contact", "What the machine and its driver say", 60)
-    yield bench("copy", "Stores and loads by size of rows", 90)
-    yield Part("tests", "Tests on the GPU", (*pytest, "-m", "gpu", "tests/gpu"), 180, tests=True, may_be_cut=True)
-    yield bench("life", "Pinning, deaths, small jobs", 60)
-    yield bench("interference", "Kernels beside copies", 70, no_torch)
-    yield bench("variants", "Settings of the daemon", 60)
-    yield bench("submit", "The processor's cost of a descriptor", 40)
+    yield bench("contact", "What the machine and its driver say", 75)
+    yield bench("copy", "Stores and loads by size of rows", 70)
+    yield _tests()
+    yield bench("pinning", "Pinned memory: what stands still meanwhile, and kinds of it", 45)
+    yield bench("raw", "Small rows: the driver alone, beside the daemon", 60)
+    yield bench("paths", "The daemon by each of its paths", 70)
+    yield bench("interference", "Kernels beside copies", 60)
+    yield bench("life", "Deaths, small jobs", 40)
+    yield bench("submit", "The processor's cost of a descriptor", 25)
     yield _stress(arguments)
-    yield _e2e(arguments, pytest)
+    yield _bindings()
+    yield _e2e(arguments)
+
+
+def _tests() -> Part:
+    first = [f"tests/gpu/test_{name}.py" for name in FIRST_TESTS]
+    command = (*_PYTEST, "-m", "gpu", *first, "tests/gpu")
+    return Part("tests", "Tests on the GPU", command, 150, tests=True, may_be_cut=True, variables=_NO_PLUGINS)
 
 
 def _stress(arguments: argparse.Namespace) -> Part:
@@ -68,19 +95,33 @@ def _stress(arguments: argparse.Namespace) -> Part:
     return Part("stress", "Stress with killed workers", command, seconds + 40, min_s=seconds + 15)
 
 
-def _e2e(arguments: argparse.Namespace, pytest: tuple[str, ...]) -> Part:
+def _bindings() -> Part:
+    """The tests of sharing once more with the cuda-bindings that an engine on this machine uses."""
+    folder = Path(sys.prefix) / MACHINES_BINDINGS
+    tests = ("tests/gpu/test_memory.py", "-k", "stored_another_loads or not_be_exported")
+    missing = "" if folder.is_dir() else "the machine has no cuda-bindings beside the bundle's version"
+    variables = {**_NO_PLUGINS, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+    title = "Sharing memory, with the machine's own cuda-bindings"
+    return Part("bindings", title, (*_PYTEST, *tests), 40, tests=True, missing=missing, variables=variables)
+
+
+def _e2e(arguments: argparse.Namespace) -> Part:
     tests = ROOT / "tests" / "e2e"
-    command = (*pytest, "-k", "cuda", f"{tests}/test_smoke.py" if arguments.quick else str(tests))
+    command = (*_PYTEST, "-k", "cuda", f"{tests}/test_smoke.py" if arguments.quick else str(tests))
     title = "End-to-end tests with GPU memory"
-    return Part("e2e", title, command, 150, min_s=30, tests=True, may_be_cut=True)
+    return Part("e2e", title, command, 150, min_s=30, tests=True, may_be_cut=True, variables=_NO_PLUGINS)
 
 
-def environment_of(soft: bool) -> dict[str, str]:
-    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for."""
+def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for.
+    Where CuPy is missing, or not wanted, the driver alone launches the kernel.
+    """
     found = dict(os.environ)
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])])
-    found[SOFT_VARIABLE] = "1" if soft else "0"
-    if soft:
+    by_driver = arguments.without_cupy or arguments.soft or not importlib.util.find_spec("cupy")
+    search = [str(ROOT), *([str(WITHOUT_CUPY)] if by_driver else []), found.get("PYTHONPATH", "")]
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+    found[SOFT_VARIABLE] = "1" if arguments.soft else "0"
+    if arguments.soft:
         from tests import softcuda
 
         found.update(softcuda.environment())
@@ -94,6 +135,7 @@ def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: b
     least = SOFT_TESTS_MIN if arguments.soft else GPU_TESTS_MIN
     if passed < least and any(one.part.name == "tests" for one in ended):
         problems.append(f"only {passed} GPU tests ran and passed, of at least {least}")
+    problems += [f"{one.part.name}: {one.wrong_bytes()} wrong bytes" for one in ended if one.wrong_bytes()]
     if not (arguments.soft or arguments.quick):  # bounds are for a GPU and for full sizes
         problems += [
             f"{one.part.name}: bound missed: {bound['what']}: {bound['value']}, not {bound['kind']} {bound['bound']}"
@@ -101,7 +143,7 @@ def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: b
             for bound in one.figures.get("bounds", ())
             if not bound["kept"]
         ]
-    skipped = [f"{one.part.name} not run: {one.remark}" for one in ended if one.state == "not run"]
+    skipped = [f"{one.part.name} {one.state}: {one.remark}" for one in ended if one.state in ("not run", "skipped")]
     state = "All is well." if not problems else f"{len(problems)} problems:"
     lines = [state if complete else f"Under way. {state}", *(f"- {line}" for line in (*problems, *skipped))]
     if arguments.soft:
@@ -118,30 +160,34 @@ def main() -> int:
     began = time.monotonic()
     adopt_orphans()
     os.chdir(ROOT)
-    environment = environment_of(arguments.soft)
+    environment = environment_of(arguments)
     heading = "GPU check" + (", software driver" if arguments.soft else "") + (", quick" if arguments.quick else "")
     facts = machine()
     ended: list[Ended] = []
     wanted = [part for part in parts_of(arguments) if not arguments.only or part.name in arguments.only]
-    for part in wanted:
-        left_s = arguments.budget - (time.monotonic() - began)
-        ended.append(_one(part, left_s, environment, log))
-        print(f"gpu-check: {part.name}: {ended[-1].state}, {ended[-1].seconds:.1f} s {ended[-1].remark}", flush=True)
+    screen = Screen(heading, facts, len(wanted))
+    for number, part in enumerate(wanted):
+        # Each has its turn, also where this one has to be ended.
+        later_s = sum(later.min_s + TERM_S for later in wanted[number + 1 :] if not later.missing)
+        left_s = arguments.budget - (time.monotonic() - began) - later_s
+        screen.begin(part, min(part.limit_s, left_s), left_s)
+        ended.append(_one(part, left_s, environment, log, screen))
+        screen.end(ended[-1])
         verdict, _ = verdict_of(ended, arguments, complete=False)
-        write(out, heading, facts, ended, verdict)
+        write(out, heading, facts, ended, verdict, [])
     verdict, good = verdict_of(ended, arguments, complete=True)
     facts.append(("seconds, in all", f"{time.monotonic() - began:.0f}"))
-    write(out, heading, facts, ended, verdict)
-    print(f"gpu-check: {verdict}\ngpu-check: see {out / 'report.md'}")
+    write(out, heading, facts, ended, verdict, said_at_the_end())
+    screen.close(verdict, out / "report.md")
     return 0 if good else 1
 
 
-def _one(part: Part, left_s: float, environment: dict[str, str], log: Path) -> Ended:
+def _one(part: Part, left_s: float, environment: dict[str, str], log: Path, screen: Screen) -> Ended:
     if part.missing:
-        return Ended(part, "not run", remark=part.missing)
+        return Ended(part, "skipped", remark=f"because {part.missing}")
     if left_s < part.min_s:
-        return Ended(part, "not run", remark=f"only {left_s:.0f} s of the budget were left")
-    return run(part, min(part.limit_s, left_s), environment, log)
+        return Ended(part, "not run", remark=f"only {max(left_s, 0):.0f} s of the budget were left")
+    return run(part, min(part.limit_s, left_s), environment, log, screen.row)
 
 
 def _arguments() -> argparse.Namespace:
@@ -152,6 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", metavar="PART", help="these parts alone")
     parser.add_argument("--quick", action="store_true", help="small sizes, which show only that it runs")
     parser.add_argument("--soft", action="store_true", help="on the software driver of tests/softcuda, without a GPU")
+    parser.add_argument("--without-cupy", action="store_true", help="the driver alone launches the kernel")
     return parser.parse_args()
 
 

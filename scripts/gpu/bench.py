@@ -2,7 +2,7 @@
 
 A benchmark's result is one JSON object: `bounds` and `within_budget` as those of the other benchmarks, and `tables`,
 each with a `title`, `columns` and `rows`, for people and for the report of gpu_check.py; `left_out`: cases for which
-there was no time.
+there was no time; `skipped`: what can't be measured here, and why. A case may have `wrong_bytes`, which must be 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +22,15 @@ import numpy as np
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.units import format_bytes, parse_bytes
+from scripts.gpu import DAEMON_SAYS
+from scripts.gpu.report import grid
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import KEY_BYTES, judged, median_ratio, print_bounds, print_grid
+from scripts.harness.figures import KEY_BYTES, judged, median_ratio, print_bounds
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
 from scripts.harness.output import print_json
-from scripts.harness.process import private_folder
+from scripts.harness.process import obey_signals, private_folder
 from scripts.harness.wait import until
 from scripts.harness.workload import WAIT_S, Workload
 
@@ -127,8 +130,8 @@ class GpuWorkload(Workload):
         ]
         self.timeline = Timeline(gpu.stream)
         self._half_bytes = blocks // 2 * shape.row_bytes
-        # Layouts differ from case to case, so each has a namespace of its own.
-        namespace = NamespaceSpec(model=f"gpu {shape}", key_bytes=KEY_BYTES)
+        # Layouts differ from case to case, so each has a namespace of its own; and each size of jobs its own keys.
+        namespace = NamespaceSpec(model=f"gpu {shape} {job_bytes}", key_bytes=KEY_BYTES)
         super().__init__(
             Client(socket, namespace=namespace, deadline_s=WAIT_S),
             [GpuTensor.adopt(row) for row in rows],
@@ -186,8 +189,13 @@ class GpuWorkload(Workload):
 @contextlib.contextmanager
 def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterator[Path]:
     """The socket of a daemon with room for `ARENA_SETS` jobs."""
-    with private_folder() as name, Daemon(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), settings) as child:
-        yield child.socket
+    with private_folder() as name:
+        child = Daemon(Path(name), max(ARENA_SETS * job_bytes, 256 * MIB), settings)
+        try:
+            with child:
+                yield child.socket
+        finally:  # the report shows the last lines of one whose part failed
+            sys.stderr.write("".join(f"{DAEMON_SAYS}{line}\n" for line in child.log().splitlines()))
 
 
 def await_pinned(socket: Path) -> None:
@@ -254,6 +262,14 @@ def against_ceiling(
     }
 
 
+@contextlib.contextmanager
+def cut_short() -> Iterator[None]:
+    """SIGTERM ends what is measured within, in order: the result tells of what there is."""
+    obey_signals()
+    with contextlib.suppress(KeyboardInterrupt):
+        yield
+
+
 def in_time(cases: Sequence[T], limit_s: float, left_out: list[str]) -> Iterator[T]:
     """The cases, as long as there is time; the others go to `left_out`."""
     began = time.monotonic()
@@ -291,14 +307,14 @@ def parser(description: str, job_bytes: str = "1GiB", rounds: int = 7) -> argpar
     return made
 
 
-def parse(made: argparse.ArgumentParser, quick_bytes: int = 4 * MIB) -> argparse.Namespace:
+def parse(made: argparse.ArgumentParser, quick_bytes: int = 4 * MIB, *, needs_gpu: bool = True) -> argparse.Namespace:
     """The command line; `--quick` takes everything down."""
     arguments = made.parse_args()
     if arguments.quick:
         arguments.bytes, arguments.rounds = quick_bytes, 1
     if min(arguments.bytes, arguments.rounds) < 1:
         made.error("--bytes and --rounds are at least 1")
-    if not gpu_is_usable():
+    if needs_gpu and not gpu_is_usable():
         made.error("there is no usable CUDA driver or GPU")
     return arguments
 
@@ -310,8 +326,9 @@ def tell(arguments: argparse.Namespace, result: dict[str, Any], bounds: Sequence
         print_json(result)
         return 0
     for one in result["tables"]:
-        print_grid(one["title"], one["columns"], ([str(cell) for cell in row] for row in one["rows"]))
-        print()
+        print(f"{one['title']}:\n\n{grid(one['columns'], one['rows'])}")
+    for what in result.get("skipped", ()):
+        print(f"skipped: {what}")
     if result.get("left_out"):
         print(f"left out, for time: {', '.join(result['left_out'])}")
     if bounds:

@@ -1,191 +1,255 @@
 #!/usr/bin/env python3
 """What the machine and its driver say, step by step, each in a process of its own: first of all, and never fatal.
 
-Versions, what the driver has, what contexts and pinned memory take of the GPU and of the host, and with which errors it
-refuses memory of other processes. A step that fails is a line with its error.
+Versions, what the driver has, what contexts and pinned memory take of the GPU and of the host, and with which results
+it gives or refuses memory of other processes. A step that fails is a line with its error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
-import re
-import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, driver, gpu_allocation
+import numpy as np
+
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.cuda.driver import Driver
-from kvoffloadd.device.cuda.memory import SharedMemory
-from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, done, parse, parser, table, tell
-from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
+from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
+from scripts.gpu.machine import available_bytes, meminfo, output_of
+from scripts.gpu.sharing import opened
+from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import Pinned
 from scripts.harness.process import module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STEP_S = 15.0
+STEP_S = 30.0
 PIN_BYTES, QUICK_PIN_BYTES = (4 * KIB, GIB, 8 * GIB), (4 * KIB, 8 * MIB)
-ATTRIBUTES = {20: "compute mode", 40: "copy engines", 41: "one address space", 102: "virtual memory management",
-              103: "handles that are descriptors", 122: "64-bit stream memory operations"}  # fmt: skip
-_CHILD = "import sys; from _gpu import Gpu; Gpu(); print('there', flush=True); sys.stdin.read()"
+TOUCH_GIB, LEFT_BYTES = 24, 2 * GIB
+NOBODY, OTHER = 65534, 65533
+ATTRIBUTES = (
+    "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT", "COMPUTE_MODE",
+    "ASYNC_ENGINE_COUNT", "MAX_PITCH", "UNIFIED_ADDRESSING", "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
+    "HOST_REGISTER_SUPPORTED", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+    "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "HANDLE_TYPE_FABRIC_SUPPORTED", "CAN_USE_64_BIT_STREAM_MEM_OPS",
+)  # fmt: skip
+COMPUTE_MODES: dict[int, int | str] = {0: "0, default", 2: "2, prohibited", 3: "3, exclusive process"}
+ENTRIES = (
+    ("cuMemcpyAsync", 4000), ("cuMemcpy2DAsync", 3020), ("cuMemcpyBatchAsync", 12080), ("cuMemcpyBatchAsync", 13000),
+    ("cuMemcpy3DBatchAsync", 12080), ("cuMemcpy3DBatchAsync", 13000), ("cuStreamWriteValue64", 11070),
+    ("cuStreamWaitValue64", 11070), ("cuLaunchKernel", 4000),
+)  # fmt: skip
+
+# Another process, without CUDA: looks at the memory until a 1 is there.
+_READER = """
+import mmap, sys, time
+page = mmap.mmap(int(sys.argv[1]), 4096)
+print("looking", flush=True)
+while page[0] != 1:
+    pass
+print(time.perf_counter())
+"""
+
+
+def memory(quick: bool) -> dict[str, Any]:
+    """Of the host. A virtual machine may begin with little and get more as it is used: so some is used first."""
+    found: dict[str, Any] = {"at first": meminfo()}
+    if quick:
+        return {**found, "touched": "skipped: sizes are small"}
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # of all processes this one, if it is too much
+    held: list[Any] = []
+    begun = time.perf_counter()
+    while len(held) < TOUCH_GIB and available_bytes() > LEFT_BYTES + GIB:
+        held.append(reserve_array((GIB,), np.uint8))
+        populate(held[-1].ctypes.data, GIB, 8, nice=0)
+    found["touched"] = f"{len(held)} GiB in {time.perf_counter() - begun:.1f} s"
+    held.clear()
+    return {**found, "afterwards": meminfo()}
 
 
 def versions(_quick: bool) -> dict[str, Any]:
     """Of what the rest depends on."""
     bindings = __import__("cuda.bindings", fromlist=["bindings"])
-    systemd = subprocess.run(["systemctl", "--version"], capture_output=True, text=True, check=False)
+    kernel_module = Path("/proc/driver/nvidia/version")
     return {
         "kernel": platform.release(),
-        "systemd": systemd.stdout.partition("\n")[0],
-        "cuda-bindings": bindings.__version__,
-        "driver": int(driver().call("cuDriverGetVersion")),
-        "batched copies": Driver().batches,
-        "cuMemcpyBatchAsync of 13.0": driver().entry("cuMemcpyBatchAsync", 13000) is not None,
+        "systemd": output_of("systemctl", "--version").partition("\n")[0],
+        "python": sys.version.partition(" ")[0],
+        "cuda-bindings": f"{bindings.__version__}, {Path(bindings.__path__[0])}",
+        "CuPy": _cupy_version(),
+        "driver of the kernel": kernel_module.read_text().partition("\n")[0] if kernel_module.exists() else "-",
+        "CUDA of the driver": int(driver().call("cuDriverGetVersion")),
     }
+
+
+def _cupy_version() -> str:
+    found = importlib.util.find_spec("cupy")
+    if found is None or found.origin is None:
+        return "not installed"
+    if Path(found.origin).parent.name == "withoutcupy":
+        return "in its place the driver alone launches the kernel"
+    names = importlib.metadata.packages_distributions().get("cupy", [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def attributes(_quick: bool) -> dict[str, Any]:
     """Of the GPU."""
-    found: dict[str, Any] = {}
-    for number, name in ATTRIBUTES.items():
-        try:
-            found[name] = int(driver().call("cuDeviceGetAttribute", driver().api.CUdevice_attribute(number), 0))
-        except (CudaError, ValueError) as error:
-            found[name] = str(error)
-    return found
+    return {name.lower(): _attribute(name) for name in ATTRIBUTES}
+
+
+def _attribute(name: str) -> int | str:
+    which = getattr(driver().api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if which is None:
+        return "not known to these bindings"
+    try:
+        value = int(driver().call("cuDeviceGetAttribute", which, 0))
+    except CudaError as error:
+        return error.name
+    return COMPUTE_MODES.get(value, value) if name == "COMPUTE_MODE" else value
+
+
+def entries(_quick: bool) -> dict[str, Any]:
+    """What the driver offers of what copies could use, by the version of CUDA whose form it is."""
+    return {
+        f"{name}, {version}": "there" if driver().entry(name, version) is not None else "not there"
+        for name, version in ENTRIES
+    }
 
 
 def context(_quick: bool) -> dict[str, Any]:
-    """What another process's context takes."""
+    """What contexts take."""
     begun = time.perf_counter()
     gpu = Gpu()
     found: dict[str, Any] = {"own, s": round(time.perf_counter() - begun, 3)}
-    before = gpu.free_bytes()
-    child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    before, begun = gpu.free_bytes(), time.perf_counter()
+    child = subprocess.Popen(module("scripts.gpu.bench_contact", "hold"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    child.stdout.readline()
-    found["another's, MiB"] = (before - gpu.free_bytes()) // MIB
+    is_there = child.stdout.readline()
+    found["another process's, s with Python's start"] = round(time.perf_counter() - begun, 3)
+    found["another process's, MiB of the GPU"] = (before - gpu.free_bytes()) // MIB if is_there else "it failed"
     child.communicate()
     return found
 
 
-def pinning(quick: bool) -> dict[str, Any]:
-    """What registered memory takes, beside itself: of the GPU for its page tables, of the host for the kernel's."""
-    gpu = Gpu()
-    found: dict[str, Any] = {}
-    for size in QUICK_PIN_BYTES if quick else PIN_BYTES:
-        free, available = gpu.free_bytes(), _available_bytes()
-        if available < 2 * size:
-            break
-        begun = time.perf_counter()
-        memory = Pinned(size)
-        found[format_bytes(size)] = {
-            "s, pages and pinning": round(time.perf_counter() - begun, 3),
-            "GPU, MiB": round((free - gpu.free_bytes()) / MIB, 1),
-            "host, MiB": round((available - _available_bytes() - size) / MIB, 1),
-        }
-        memory.close()
-    return found
-
-
-def _available_bytes() -> int:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * KIB if found else 0
-
-
-def sharing(_quick: bool) -> dict[str, Any]:
-    """Memory of another process: opened, opened again, and with which error it is refused."""
-    gpu = Gpu()
-    memory = SharedMemory(Driver(), gpu.ordinal)
-    command = module("scripts.gpu.bench_contact", "export")
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    told = json.loads(child.stdout.readline())
-    handle = bytes.fromhex(told["handle"])
-    found: dict[str, Any] = {"virtual memory": told["chunks"]}
-
-    def attempt(name: str, work: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
-        try:
-            value = work()
-        except KvOffloadError as error:
-            found[name] = str(error.__cause__ or error)
-            return None
-        found[name] = f"works, {(time.perf_counter() - begun) * 1e3:.1f} ms"
-        return value
-
-    opened = attempt("open", lambda: memory.open_handle(handle))
-    if opened is not None:
-        attempt("close", lambda: memory.unmap(opened))
-    attempt("garbage", lambda: memory.open_handle(bytes(64)))
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    attempt("after its process's death", lambda: memory.open_handle(handle))
-    if software_driver() is None:  # where it is a misuse
-        own = gpu_allocation(GpuBuffer(gpu, MIB).address, MIB)
-        attempt("own process's", lambda: memory.open_handle(own.handle if isinstance(own, IpcMemory) else b""))
-    found["context works after all"] = driver().context_works()
-    return found
-
-
-def export() -> None:
-    """What `sharing` opens; until it is killed."""
-    gpu = Gpu()
-    whole, chunks = GpuBuffer(gpu, 64 * KIB), GpuBuffer(gpu, 4 * CHUNK_BYTES, chunk_bytes=CHUNK_BYTES)
-    found = gpu_allocation(whole.address, 64 * KIB)
-    try:
-        mapped = gpu_allocation(chunks.address, 4 * CHUNK_BYTES)
-        told = f"{len(mapped.chunks)} chunks" if isinstance(mapped, VmmMemory) else "IPC"
-    except KvOffloadError as error:
-        told = str(error)
-    handle = found.handle.hex() if isinstance(found, IpcMemory) else ""
-    print(json.dumps({"handle": handle, "bytes": found.size_bytes, "chunks": told}), flush=True)
+def hold() -> None:
+    """A context, until the input ends."""
+    Gpu()
+    print("there", flush=True)
     sys.stdin.read()
 
 
+def signals(_quick: bool) -> dict[str, Any]:
+    """A value that a stream writes to shared memory, as workers signal: seen by a process without CUDA."""
+    gpu, fd = Gpu(), create_memfd("gpu-check", 4096)
+    page = Pinned(4096, fd)
+    command = [sys.executable, "-c", _READER, str(fd)]
+    with subprocess.Popen(command, pass_fds=[fd], stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        begun = time.perf_counter()
+        driver().call("cuStreamWriteValue64", gpu.stream, page.device_address, 1, 0)
+        written = time.perf_counter()
+        seen = float(reader.stdout.readline())
+    page.close()
+    os.close(fd)
+    return {
+        "cuStreamWriteValue64, us within the first call": round((written - begun) * 1e6),
+        "seen by another process, us after the call began": round((seen - begun) * 1e6),
+    }
+
+
+def pinning(quick: bool) -> dict[str, Any]:
+    """What registered memory takes: of the GPU for its page tables, of the host for the kernel's, beside itself."""
+    gpu = Gpu()
+    found: dict[str, Any] = {}
+    for size in QUICK_PIN_BYTES if quick else PIN_BYTES:
+        if available_bytes() < 2 * size:
+            found[format_bytes(size)] = f"skipped: only {format_bytes(available_bytes())} are available"
+            continue
+        fd = create_memfd("gpu-check", size)
+        mapping = Mapping.map_fd(fd, size)
+        populate(mapping.address, size, 8, nice=0)
+        free, available, begun = gpu.free_bytes(), available_bytes(), time.perf_counter()
+        driver().call("cuMemHostRegister", mapping.address, size, 3)
+        found[format_bytes(size)] = (
+            f"{time.perf_counter() - begun:.4f} s, {(free - gpu.free_bytes()) / MIB:.1f} MiB of the GPU, "
+            f"{(available - available_bytes()) / MIB:.1f} MiB of the host beside the memory itself"
+        )
+        driver().call("cuMemHostUnregister", mapping.address)
+        mapping.close()
+        os.close(fd)
+    return found
+
+
+def sharing(exporter_uid: int, importer_uid: int, _quick: bool) -> dict[str, Any]:
+    """Memory of another process."""
+    return opened(exporter_uid, importer_uid)
+
+
 STEPS: dict[str, Callable[[bool], dict[str, Any]]] = {
-    "versions": versions, "attributes": attributes, "context": context, "pinning": pinning, "sharing": sharing,
-}  # fmt: skip
+    "memory": memory,
+    "versions": versions,
+    "attributes": attributes,
+    "entries": entries,
+    "context": context,
+    "signals": signals,
+    "sharing": partial(sharing, 0, 0),
+    "sharing, exporter of another user": partial(sharing, NOBODY, 0),
+    "sharing, importer of another user": partial(sharing, 0, NOBODY),
+    "sharing, two other users": partial(sharing, NOBODY, OTHER),
+    "pinning": pinning,
+}
 
 
 def run_step(name: str, quick: bool) -> dict[str, Any]:
     """In a process of its own; what it found, or how it failed."""
-    command = module("scripts.gpu.bench_contact", name, *(["quick"] if quick else []))
+    command = module("scripts.gpu.bench_contact", "step", name, *(["quick"] if quick else []))
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)
-        found: dict[str, Any] = json.loads(ended.stdout)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {STEP_S:.0f} s"}
+    sys.stderr.write(ended.stderr)
+    try:
+        found: dict[str, Any] = json.loads(ended.stdout)
     except ValueError:
-        sys.stderr.write(ended.stderr)
         last = ended.stderr.strip().splitlines()[-1:] or [""]
         return {"failed": f"exit status {ended.returncode}: {last[0]}"}
     return found
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["export"]:
-        export()
+    if sys.argv[1:] == ["hold"]:
+        hold()
         return 0
-    if sys.argv[1:] and sys.argv[1] in STEPS:
-        print(json.dumps(STEPS[sys.argv[1]](sys.argv[2:] == ["quick"])))
+    if sys.argv[1:2] == ["step"]:
+        print(json.dumps(STEPS[sys.argv[2]](sys.argv[3:] == ["quick"])))
         return 0
-    arguments = parse(parser(__doc__ or ""))
+    made = parser(__doc__ or "")
+    made.add_argument("--steps", nargs="*", choices=STEPS, default=[*STEPS], help="these alone")
+    arguments = parse(made, needs_gpu=False)
     cases: list[dict[str, Any]] = []
-    for name in STEPS:
-        done({"step": name, **run_step(name, arguments.quick)}, cases)
-    lines = [[case["step"], name, value] for case in cases for name, value in case.items() if name != "step"]
-    facts = table(f"as uid {os.getuid()}", ("step", "what", ""), lines)
-    return tell(arguments, {"cases": cases, "tables": [facts]}, [])
+    with cut_short():
+        for name in arguments.steps:
+            done({"step": name, **run_step(name, arguments.quick)}, cases)
+    tables = [
+        table(f"{case['step']}, as uid {os.getuid()}", ("what", ""), [one for one in case.items() if one[0] != "step"])
+        for case in cases
+    ]
+    return tell(arguments, {"cases": cases, "tables": tables}, [])
 
 
 if __name__ == "__main__":

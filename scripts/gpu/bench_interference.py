@@ -2,8 +2,8 @@
 """What copies take from an engine's kernels, and what kernels take from copies.
 
 Kernels run in a process of their own: bfloat16 matrix products of 8,192 (`matmul`), copies within the GPU's memory
-(`memory`). Beside them the daemon stores, loads, or both, job after job. Speeds are relative to those alone, by round.
-Needs torch with CUDA.
+(`memory`). Beside them the daemon stores, loads, or both, job after job, by each path of bench_paths.py. Speeds are
+relative to those alone, by round. Without torch there is one kind, which fills memory by the driver (`fill`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,35 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.gpu.bench import KIB, GpuWorkload, Shape, await_pinned, daemon, done, in_time, parse, parser, table, tell
+from scripts.gpu.bench import (
+    KIB,
+    GpuWorkload,
+    Shape,
+    await_pinned,
+    cut_short,
+    daemon,
+    done,
+    gb_per_s,
+    in_time,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.gpu.bench_paths import PATHS
 from scripts.harness.figures import median_ratio
 from scripts.harness.gpu import Gpu, software_driver
 from scripts.harness.process import private_folder
 from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 START_S, ANSWER_S = 90.0, 30.0
 SLICE_S, QUICK_SLICE_S = 0.25, 0.1
-ROW_BYTES = (64 * KIB, 4 * KIB)
-KINDS = ("matmul", "memory")
+CASES = (
+    (4 * KIB, "batches of 1,024"), (4 * KIB, "pitched"), (4 * KIB, "kernel"), (64 * KIB, "batches of 1,024"),
+)  # fmt: skip
 
 
 def alone(work: Callable[[], float], seconds: float) -> float:
@@ -49,11 +65,13 @@ def beside(kernels: WorkerProcess, kind: str, seconds: float, work: Callable[[],
     return float(kernels.answer(ANSWER_S)["per_s"]), rate
 
 
-def measure(kernels: WorkerProcess, worker: GpuWorkload, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def measure(
+    kernels: WorkerProcess, kinds: Sequence[str], worker: GpuWorkload, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Every kind of kernels with every kind of jobs: relative speeds, medians over the rounds."""
     jobs = {"store": worker.store_s, "load": worker.load_s, "both": worker.both_s}
     found = []
-    for kind in KINDS:
+    for kind in kinds:
         free_kernels: list[float] = []
         speeds: dict[str, dict[str, list[float]]] = {name: {"k": [], "j": [], "free": []} for name in jobs}
         for _ in range(rounds):
@@ -70,35 +88,34 @@ def measure(kernels: WorkerProcess, worker: GpuWorkload, rounds: int, seconds: f
                     "jobs": name,
                     "kernels_speed": round(median_ratio(taken["k"], free_kernels), 3),
                     "jobs_speed": round(median_ratio(taken["j"], taken["free"]), 3),
+                    "jobs_gb_per_s_alone": gb_per_s(worker.bytes, [1 / per_s for per_s in taken["free"]]),
                 }
             )
     return found
 
 
 def main() -> int:
-    arguments = parse(parser(__doc__ or "", "256MiB", 5))
+    arguments = parse(parser(__doc__ or "", "256MiB", 3))
     seconds = QUICK_SLICE_S if arguments.quick else SLICE_S
     gpu = Gpu()
     cases: list[dict[str, Any]] = []
     left_out: list[str] = []
-    with private_folder() as folder, daemon(arguments.bytes) as socket:
+    with cut_short(), private_folder() as folder:
         options = {"cpu": software_driver() is not None}
         kernels = WorkerProcess("scripts.gpu.kernels", options, Path(folder) / "kernels.log")
-        kernels.answer(START_S)
-        for row_bytes in in_time(ROW_BYTES, arguments.seconds, left_out):
-            worker = GpuWorkload(gpu, socket, Shape(row_bytes), arguments.bytes)
-            await_pinned(socket)
-            worker.store()
-            found = measure(kernels, worker, arguments.rounds, seconds)
-            for one in found:
-                done({"row_bytes": row_bytes, **one}, cases)
-            worker.close()
+        kinds = kernels.answer(START_S)["kinds"]
+        for row_bytes, path in in_time(CASES[1:3] if arguments.quick else CASES, arguments.seconds, left_out):
+            with daemon(arguments.bytes, PATHS[path]) as socket:
+                worker = GpuWorkload(gpu, socket, Shape(row_bytes), arguments.bytes)
+                await_pinned(socket)
+                worker.store()
+                for one in measure(kernels, kinds, worker, arguments.rounds, seconds):
+                    done({"rows": f"{row_bytes // KIB} KiB", "path": path, **one}, cases)
+                worker.close()
         kernels.end()
-    lines = [[f"{one['row_bytes'] // KIB} KiB", *list(one.values())[1:]] for one in cases]
-    columns = ("rows", "kernels", "jobs", "kernels' speed", "jobs' speed")
-    return tell(
-        arguments, {"cases": cases, "left_out": left_out, "tables": [table("relative to alone", columns, lines)]}, []
-    )
+    columns = ("rows", "path", "kernels", "jobs", "kernels' speed", "jobs' speed", "jobs alone, GB/s")
+    tables = [table("relative to alone", columns, [list(one.values()) for one in cases])]
+    return tell(arguments, {"cases": cases, "left_out": left_out, "tables": tables}, [])
 
 
 if __name__ == "__main__":

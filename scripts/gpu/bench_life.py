@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times beside copying: pinning, the end of a killed worker's GPU memory, round trips of the smallest jobs.
+"""Times beside copying: the end of a killed worker's GPU memory, round trips of the smallest jobs.
 
 `unmapped`: from the worker's end until the daemon has closed its mappings, by the daemon's status. `free`: until the
 driver says that the memory is free. The worker is killed while its stores run.
@@ -7,24 +7,20 @@ driver says that the memory is free. The worker is killed while its stores run.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvoffloadd.client import Client
-from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from scripts.gpu.bench import (
-    GIB,
     KIB,
     MIB,
     GpuWorkload,
     Shape,
     await_pinned,
+    cut_short,
     daemon,
-    done,
     parse,
     parser,
     table,
@@ -34,7 +30,7 @@ from scripts.gpu.results import keep
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.figures import at_most, p50, p99
 from scripts.harness.gpu import Gpu, software_driver
-from scripts.harness.gpumemory import Pinned, Rows
+from scripts.harness.gpumemory import Rows
 from scripts.harness.process import private_folder
 from scripts.harness.workload import WAIT_S
 
@@ -43,26 +39,6 @@ if TYPE_CHECKING:
 
 FREED_MAX_S = 1.0
 NEAR_BYTES = 64 * MIB
-PIN_BYTES = (GIB, 4 * GIB, 8 * GIB)
-
-
-def pinning(size_bytes: int) -> dict[str, Any]:
-    """Seconds of cuMemHostRegister: of memory whose pages exist, and of memory whose pages it has to provide."""
-    found: dict[str, Any] = {"bytes": size_bytes}
-    for name, prefault in (("prefaulted", True), ("fresh", False)):
-        fd = create_memfd("gpu-check", size_bytes)
-        mapping = Mapping.map_fd(fd, size_bytes)
-        if prefault:
-            populate(mapping.address, size_bytes, 8)
-        begun = time.perf_counter()
-        driver().call("cuMemHostRegister", mapping.address, size_bytes, 1)
-        middle = time.perf_counter()
-        driver().call("cuMemHostUnregister", mapping.address)
-        found[name] = middle - begun
-        found[f"{name}, undone"] = time.perf_counter() - middle
-        mapping.close()
-        os.close(fd)
-    return found
 
 
 class Deaths:
@@ -139,25 +115,17 @@ def signalled(worker: GpuWorkload) -> float:
 def main() -> int:
     arguments: argparse.Namespace = parse(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
     gpu = Gpu()
-    Pinned(4096).close()  # the driver's first registration takes longer
-    sizes = (8 * MIB,) if arguments.quick else PIN_BYTES
-    pins: list[dict[str, Any]] = []
-    for size in sizes:
-        done(pinning(size), pins)
-    with daemon(arguments.bytes) as socket, private_folder() as folder:
-        trips = round_trips(gpu, socket, 20 if arguments.quick else 500)
+    trips: dict[str, list[float]] = {}
+    ends: dict[str, list[dict[str, float]]] = {"ipc": [], "vmm": []}
+    with cut_short(), daemon(arguments.bytes) as socket, private_folder() as folder:
+        trips |= round_trips(gpu, socket, 20 if arguments.quick else 500)
         keep({"case": {"round trips, p50 in s": {name: p50(all_) for name, all_ in trips.items()}}})
         deaths = Deaths(gpu, socket, Path(folder), arguments.bytes)
-        ends: dict[str, list[dict[str, float]]] = {"ipc": [], "vmm": []}
         for kind, all_ends in ends.items():
             for _ in range(arguments.rounds):
                 all_ends.append(deaths.one(kind))
                 keep({"case": {"killed": kind, **all_ends[-1]}})
-    pin_lines = [
-        [f"{pin['bytes'] / GIB:g} GiB", *(f"{seconds / pin['bytes'] * GIB:.3f}" for name, seconds in pin.items()
-         if name != "bytes")]
-        for pin in pins
-    ]  # fmt: skip
+    ends = {kind: all_ for kind, all_ in ends.items() if all_}
     end_lines = [
         [kind, *(f"{p50([one[what] for one in all_]):.3f} / {max(one[what] for one in all_):.3f}" for what in
          ("unmapped", "free"))]
@@ -165,13 +133,16 @@ def main() -> int:
     ]  # fmt: skip
     trip_lines = [[name, f"{p50(all_) * 1e6:.0f}", f"{p99(all_) * 1e6:.0f}"] for name, all_ in trips.items()]
     tables = [
-        table("cuMemHostRegister, seconds per GiB", ("memory", *list(pins[0])[1:]), pin_lines),
         table("after a worker was killed, seconds: median / longest", ("memory", "unmapped", "free"), end_lines),
         table("round trips of one key of 64 KiB, us", ("job", "p50", "p99"), trip_lines),
     ]
-    longest = max(one["unmapped"] for all_ in ends.values() for one in all_)
-    bounds = [at_most("a killed worker's mappings closed after, s", longest, FREED_MAX_S)]
-    result = {"pinning": pins, "deaths": ends, "round_trips_s": {n: p50(a) for n, a in trips.items()}, "tables": tables}
+    bounds = [
+        at_most(
+            f"{kind}: a killed worker's mappings closed after, s", max(one["unmapped"] for one in all_), FREED_MAX_S
+        )
+        for kind, all_ in ends.items()
+    ]
+    result = {"deaths": ends, "round_trips_s": {n: p50(a) for n, a in trips.items()}, "tables": tables}
     return tell(arguments, result, bounds)
 
 

@@ -17,21 +17,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.gpu import RESULTS_VARIABLE
+from scripts.gpu import DAEMON_SAYS, RESULTS_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    Tell = Callable[[dict[str, Any]], None]
 
 _SET_CHILD_SUBREAPER = 36
-_TERM_S = 3.0
+TERM_S = 6.0
+"""A benchmark that is asked to end gives its daemon up in order, and prints what it has."""
+_POLL_S = 0.2
 _LAST_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What is run. `min_s`: with less time left it is not begun. `tests`: it is a run of pytest, else it prints one
-    JSON object. `may_be_cut`: its time limit is no failure, as long as none of its tests has failed. `missing`: why it
-    can't be run here; empty: it can.
+    JSON object. Its time limit is no failure where it has then printed its cases, or, with `may_be_cut`, as long as
+    none of its tests has failed. `missing`: why it can't be run here; empty: it can. `variables`: of its environment.
     """
 
     name: str
@@ -42,12 +46,15 @@ class Part:
     tests: bool = False
     may_be_cut: bool = False
     missing: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Ended:
-    """How it went. `state`: "ran", "failed", "crashed", "timed out", "cut short" or "not run". `figures`: the JSON
-    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines`: of the log.
+    """How it went. `state`: "ran", "failed", "crashed", "timed out", "cut short", "skipped" (it can't run here) or
+    "not run" (for time). `figures`: the JSON
+    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines`: of its own log,
+    `daemon_lines`: of its daemons'.
     """
 
     part: Part
@@ -58,15 +65,20 @@ class Ended:
     tests: list[dict[str, Any]] = field(default_factory=list)
     cases: list[dict[str, Any]] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
+    daemon_lines: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """It ran, or was not meant to."""
-        return self.state in ("ran", "cut short", "not run")
+        return self.state in ("ran", "cut short", "skipped", "not run")
 
     def count(self, outcome: str) -> int:
         """Tests of that outcome."""
         return sum(test["outcome"] == outcome for test in self.tests)
+
+    def wrong_bytes(self) -> int:
+        """Of all cases: of what came and went as other bytes."""
+        return sum(int(case.get("wrong_bytes", 0)) for case in self.cases)
 
     def rows(self) -> list[dict[str, Any]]:
         """As lines of results.jsonl."""
@@ -81,8 +93,8 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path) -> Ended:
-    """Runs it, for `limit_s` at most. What it prints goes to the end of `log`."""
+def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path, tell: Tell = lambda _: None) -> Ended:
+    """Runs it, for `limit_s` at most. What it prints goes to the end of `log`. `tell` gets each row as it comes."""
     with tempfile.TemporaryDirectory(prefix="kvo-gpu-") as name:
         out, rows = Path(name, "out"), Path(name, "rows")
         began = time.monotonic()
@@ -92,35 +104,56 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path) -
             first = stderr.tell()
             child = subprocess.Popen(
                 part.command,
-                env={**environment, RESULTS_VARIABLE: str(rows)},
+                env={**environment, **part.variables, RESULTS_VARIABLE: str(rows)},
                 stdin=subprocess.DEVNULL,
                 stdout=stderr if part.tests else stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
-            status = _await(child, limit_s)
+            status = _await(child, limit_s, _Reader(rows, tell))
         ended = Ended(part, "ran", time.monotonic() - began)
         kept = [json.loads(line) for line in _text(rows).splitlines() if line.endswith("}")]
         ended.tests = [row for row in kept if "test" in row]
         ended.cases = [row["case"] for row in kept if "case" in row]
         with log.open("rb") as printed:
             printed.seek(first)
-            ended.last_lines = printed.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+            lines = printed.read().decode(errors="replace").splitlines()
+        ended.daemon_lines = [line for line in lines if line.startswith(DAEMON_SAYS)][-_LAST_LINES:]
+        ended.last_lines = [line for line in lines if not line.startswith(DAEMON_SAYS)][-_LAST_LINES:]
         ended.figures = _object(_text(out))
     _judge(ended, status, limit_s)
     return ended
 
 
-def _await(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Its exit status; None: it was killed at the limit. Nothing of it is left."""
-    status: int | None
-    try:
-        status = child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        status = None
+class _Reader:
+    """Tells of the rows of a file that another process writes."""
+
+    def __init__(self, path: Path, tell: Tell) -> None:
+        self._path = path
+        self._tell = tell
+        self._told = 0
+
+    def read(self) -> None:
+        """Those that are new."""
+        lines = _text(self._path).splitlines()
+        whole = [line for line in lines[self._told :] if line.endswith("}")]
+        self._told += len(whole)
+        for line in whole:
+            self._tell(json.loads(line))
+
+
+def _await(child: subprocess.Popen[bytes], limit_s: float, rows: _Reader) -> int | None:
+    """Its exit status; None: it was ended at the limit. Nothing of it is left."""
+    until = time.monotonic() + limit_s
+    status = None
+    while status is None and time.monotonic() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = child.wait(min(_POLL_S, max(until - time.monotonic(), 0.0)))
+        rows.read()
     _end_group(child.pid)
     child.wait()
     _end_orphans()
+    rows.read()
     return status
 
 
@@ -128,7 +161,7 @@ def _end_group(leader: int) -> None:
     """The session that it began: politely, then not."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGTERM)
-        until = time.monotonic() + _TERM_S
+        until = time.monotonic() + TERM_S
         while time.monotonic() < until:
             os.killpg(leader, 0)
             with contextlib.suppress(ChildProcessError):
@@ -139,7 +172,7 @@ def _end_group(leader: int) -> None:
 
 def _end_orphans() -> None:
     """What made sessions of its own, such as daemons: they are this process's children now."""
-    until = time.monotonic() + _TERM_S
+    until = time.monotonic() + TERM_S
     with contextlib.suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -147,7 +180,7 @@ def _end_orphans() -> None:
             for pid in _children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
-            if time.monotonic() > until + _TERM_S:  # a process that the driver does not let go
+            if time.monotonic() > until + TERM_S:  # a process that the driver does not let go
                 return
             time.sleep(0.05)
 
@@ -158,12 +191,13 @@ def _children() -> list[int]:
 
 def _judge(ended: Ended, status: int | None, limit_s: float) -> None:
     if status is None:
-        was_well = ended.part.may_be_cut and not ended.count("failed")
+        was_well = bool(ended.figures and ended.cases) or (ended.part.may_be_cut and not ended.count("failed"))
         ended.state, ended.remark = "cut short" if was_well else "timed out", f"ended after {limit_s:.0f} s"
     elif status < 0:
         ended.state, ended.remark = "crashed", f"by signal {-status}"
     elif status:
-        ended.state, ended.remark = "failed", f"exit status {status}: see log.txt"
+        reason = next((line.strip() for line in reversed(ended.last_lines) if line.strip()), "see log.txt")
+        ended.state, ended.remark = "failed", f"exit status {status}: {reason}"
     elif not ended.part.tests and not ended.figures:
         ended.state, ended.remark = "failed", "it printed no result"
     if ended.tests:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from scripts.gpu.__main__ import verdict_of
+from scripts.gpu.bench_contact import STEPS
+from scripts.gpu.environment import MACHINES_BINDINGS
 from scripts.gpu.parts import Ended, Part
 from scripts.gpu.plot import bandwidth
 from scripts.gpu.report import write
@@ -21,7 +28,7 @@ from scripts.harness.process import ROOT
 from tests.gpu.conftest import StartWorker
 from tests.gpu.layouts import PLAIN
 
-LIMIT_S = 50.0
+LIMIT_S, CONTACT_S = 50.0, 250.0
 
 # In a process of its own: it ends all of its children.
 _RUN = """
@@ -31,7 +38,7 @@ from scripts.gpu import parts
 parts.adopt_orphans()
 part = parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
 ended = parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
-names = "state", "remark", "figures", "cases", "last_lines", "seconds"
+names = "state", "remark", "figures", "cases", "last_lines", "daemon_lines", "seconds"
 print(json.dumps({name: getattr(ended, name) for name in names}))
 """
 _LEAVE_BEHIND = """
@@ -96,6 +103,28 @@ def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
     assert "of another part" not in ended["last_lines"]
 
 
+_STOPPED = """
+import sys, time
+from scripts.gpu.bench import cut_short, done, parse, parser, table, tell
+cases = []
+sys.argv[1:] = ["--json"]
+arguments = parse(parser(""), needs_gpu=False)
+with cut_short():
+    done({"rows": 4096}, cases)
+    print("daemon: what a daemon logged", file=sys.stderr, flush=True)
+    time.sleep(600)
+tell(arguments, {"cases": cases, "tables": [table("rows", ["rows"], [[4096]])]}, [])
+"""
+
+
+def test_a_benchmark_that_is_asked_to_end_says_what_it_has(tmp_path: Path) -> None:
+    ended = run(_STOPPED, tmp_path / "log", limit_s=5.0)
+    assert ended["state"] == "cut short"
+    assert ended["figures"]["tables"][0]["rows"] == [[4096]]
+    assert ended["daemon_lines"] == ["daemon: what a daemon logged"]
+    assert ended["daemon_lines"][0] not in ended["last_lines"]
+
+
 def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
     worker = start_worker(gpu_daemon)
     with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*worker"):
@@ -110,14 +139,83 @@ def test_what_the_machine_says_is_never_fatal(tmp_path: Path) -> None:
     """A driver that opens no memory and makes no batches: lines with its errors, and all other steps."""
     command = [sys.executable, "-m", "scripts.gpu.bench_contact", "--quick", "--json"]
     environment = {**os.environ, "SOFTCUDA_FAULTS": "open_error=999,no_batch"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=CONTACT_S)
     cases = {case.pop("step"): case for case in json.loads(done.stdout)["cases"]}
-    assert cases.keys() == {"versions", "attributes", "context", "pinning", "sharing"}
-    assert cases["versions"]["batched copies"] is False
-    assert "CUDA_ERROR_UNKNOWN" in cases["sharing"]["open"]
-    assert cases["sharing"]["virtual memory"] == "4 chunks"
+    assert list(cases) == list(STEPS)
+    assert cases["entries"]["cuMemcpyBatchAsync, 12080"] == "not there"
+    assert cases["context"]["another process's, MiB of the GPU"] == 0
+    assert cases["sharing"]["open"] == "CUDA_ERROR_UNKNOWN"
+    assert cases["sharing"]["chunks' bytes"].startswith("CUDA_SUCCESS, right")
     assert cases["sharing"]["context works after all"] is True
     assert all("failed" not in case for case in cases.values()), cases
+
+
+def test_without_a_driver_every_step_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.gpu.bench_contact", "--quick", "--json", "--steps", "memory", "context"]
+    environment = {**os.environ, "SOFTCUDA_FAULTS": "init_error=100"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=CONTACT_S)
+    cases = {case.pop("step"): case for case in json.loads(done.stdout)["cases"]}
+    assert list(cases) == ["memory", "context"]
+    assert "CUDA_ERROR_NO_DEVICE" in cases["context"]["failed"]
+    assert "MemAvailable" in cases["memory"]["at first"]
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_wrong_bytes_are_a_problem_with_any_driver(soft: bool) -> None:
+    arguments = argparse.Namespace(soft=soft, quick=True)
+    ended = Ended(Part("paths", "Paths", ["true"], 1), "ran", cases=[{"wrong_bytes": 0}])
+    assert verdict_of([ended], arguments, complete=True)[1]
+    ended.cases.append({"wrong_bytes": 3})
+    words, good = verdict_of([ended], arguments, complete=True)
+    assert not good
+    assert "paths: 3 wrong bytes" in words
+
+
+def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def environment_from(bundle: Path, venv: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.gpu.environment", str(venv), str(bundle)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+
+
+def test_the_environment_is_the_bundle_before_what_the_machine_has(tmp_path: Path) -> None:
+    """But for numpy, which the rest of the machine's packages were built for. No pip is needed."""
+    bundle, venv = tmp_path / "bundle", tmp_path / "venv"
+    wheel(bundle, "msgspec-0.0.1", {"msgspec/__init__.py": "__version__ = 'of the bundle'"})
+    wheel(bundle, "numpy-0.0.1", {"numpy/__init__.py": "__version__ = 'of the bundle'"})
+    wheel(bundle, "cuda_bindings-0.0.1", {"cuda/bindings/__init__.py": "__version__ = 'of the bundle'"})
+    assert environment_from(bundle, venv).returncode == 0
+    program = (
+        "import cuda.bindings, msgspec, numpy; print(*(one.__version__ for one in (cuda.bindings, msgspec, numpy)))"
+    )
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def versions(**variables: str) -> str:
+        command = [str(venv / "bin" / "python"), "-c", program]
+        return subprocess.run(command, env=bare | variables, capture_output=True, text=True, check=True).stdout.strip()
+
+    own = importlib.metadata.version("cuda-bindings")
+    assert versions() == f"of the bundle of the bundle {np.__version__}"
+    assert versions(PYTHONPATH=str(venv / MACHINES_BINDINGS)) == f"{own} of the bundle {np.__version__}"
+
+
+def test_a_python_that_has_everything_needs_no_bundle(tmp_path: Path) -> None:
+    assert environment_from(tmp_path, tmp_path / "venv").returncode == 0
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-c", "import cuda.bindings, pytest_asyncio"]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_wheel_that_is_not_just_unpacked_is_refused(tmp_path: Path) -> None:
+    wheel(tmp_path / "bundle", "odd-1", {"odd-1.data/purelib/odd.py": ""})
+    done = environment_from(tmp_path / "bundle", tmp_path / "venv")
+    assert done.returncode == 1
+    assert "odd-1-py3-none-any.whl can't be unpacked as it is" in done.stderr
 
 
 def case(row_kib: int, speed: float) -> dict[str, Any]:
@@ -148,11 +246,14 @@ def test_the_report_tells_of_every_part(tmp_path: Path) -> None:
     tests = Ended(part("tests"), "failed", 2.0, "1 failed")
     tests.tests = [{"test": "a.py::b", "outcome": "failed", "seconds": 1, "reason": "why\nso", "properties": {"n": 5}}]
     life = Ended(part("life"), "timed out", cases=[{"killed": "ipc"}], last_lines=["| why it hung"])
+    life.daemon_lines = ["daemon: all is well"]
     all_ = [copy, tests, Ended(part("e2e"), "not run"), life]
-    write(tmp_path, "GPU check", [("gpu", "none")], all_, "All is lost.")
+    write(tmp_path, "GPU check", [("gpu", "none")], all_, "All is lost.", [("dmesg", ["NVRM: Xid 79"])])
     report = (tmp_path / "report.md").read_text()
-    for text in ("All is lost.", "| 4 \\| KiB |", "MISSED", "n: 5; why ... so |", "| e2e | not run |", "bandwidth.svg",
-                 '    {"killed": "ipc"}', "    | why it hung"):  # fmt: skip
+    for text in (
+        *("All is lost.", "| 4 \\| KiB |", "MISSED", "n: 5; why ... so |", "| e2e   | not run   |", "bandwidth.svg"),
+        *('    {"killed": "ipc"}', "    | why it hung", "    daemon: all is well", "    NVRM: Xid 79"),
+    ):
         assert text in report
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["part"] for row in rows] == ["copy", "copy", "tests", "tests", "e2e", "life", "life"]

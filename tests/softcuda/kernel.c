@@ -1,4 +1,6 @@
 /* The daemon's kernel, from its own source: made by the stream's thread, which has all the warps. */
+#include <string.h>
+
 #include "internal.h"
 
 #include "../../kvoffloadd/device/cuda/kernels/move_rows.cu"
@@ -63,4 +65,45 @@ API CUresult softcuda_move_rows(CUstream stream, CUdeviceptr rows, uint64_t coun
         return code;
     return leave(settings()->launch_error ? (CUresult)settings()->launch_error
                                           : launch(context, stream, rows, count, pieces));
+}
+
+/* Modules: every binary is taken for the daemon's kernel, in each form that a driver loads. */
+static char the_module, the_function;
+
+API CUresult cuModuleLoadData(CUmodule *module, const void *image)
+{
+    Context *context;
+    CUresult code = enter(&context);
+    if (code)
+        return code;
+    if (memcmp(image, "\177ELF", 4) && !strstr(image, ".entry move_rows"))
+        return leave(CUDA_ERROR_INVALID_IMAGE);
+    *module = (CUmodule)&the_module;
+    return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name)
+{
+    Context *context;
+    CUresult code = enter(&context);
+    if (code)
+        return code;
+    if (module != (CUmodule)&the_module)
+        return leave(CUDA_ERROR_INVALID_HANDLE);
+    if (strcmp(name, "move_rows"))
+        return leave(CUDA_ERROR_NOT_FOUND);
+    *function = (CUfunction)&the_function;
+    return leave(CUDA_SUCCESS);
+}
+
+API CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                            unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
+                            CUstream stream, void **parameters, void **extra)
+{
+    if (function != (CUfunction)&the_function || !stream)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!grid_x || !grid_y || !grid_z || !block_x || block_x * block_y * block_z > 1024 || shared_bytes || extra)
+        return CUDA_ERROR_INVALID_VALUE;
+    return softcuda_move_rows(stream, *(CUdeviceptr *)parameters[0], *(uint64_t *)parameters[1],
+                              *(uint32_t *)parameters[2]);
 }

@@ -16,6 +16,7 @@
     X(CUDA_ERROR_NOT_INITIALIZED, 3, "initialization error")                                  \
     X(CUDA_ERROR_NO_DEVICE, 100, "no CUDA-capable device is detected")                        \
     X(CUDA_ERROR_INVALID_DEVICE, 101, "invalid device ordinal")                               \
+    X(CUDA_ERROR_INVALID_IMAGE, 200, "device kernel image is invalid")                        \
     X(CUDA_ERROR_INVALID_CONTEXT, 201, "invalid device context")                              \
     X(CUDA_ERROR_MAP_FAILED, 205, "mapping of buffer object failed")                          \
     X(CUDA_ERROR_ALREADY_MAPPED, 208, "resource already mapped")                              \
@@ -41,6 +42,8 @@ typedef unsigned long long CUdeviceptr;
 typedef struct Context *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
 typedef struct {

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Stores and loads by each path of the daemon: in batches, one by one, pitched, by way of the kernel; and mixed sizes.
+
+Each path is a daemon of its own, whose settings allow no other, in a layout of one allocation whose layers are evenly
+apart. Times are the client's; ratios are to one plain copy of as many bytes in the same rounds. `by`: how many pitched
+copies and chunks for the kernel the daemon counts. `mixed`: jobs of 2 MiB rows, each behind one of small rows, beside
+the same without; `upwards` and `downwards`: jobs of each size, one behind the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvoffloadd.client import Client
+from scripts.gpu.bench import (
+    KIB,
+    MIB,
+    GpuWorkload,
+    Shape,
+    against_ceiling,
+    await_pinned,
+    cut_short,
+    daemon,
+    done,
+    gb_per_s,
+    in_time,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.harness.figures import p50
+from scripts.harness.gpu import Gpu
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+ROW_BYTES = (4 * KIB, 16 * KIB, 64 * KIB)
+ALWAYS = "1GiB"
+PATHS: dict[str, dict[str, str]] = {
+    "batches of 1,024": {},
+    "pitched": {"cuda.pitched_row_bytes": ALWAYS},
+    "kernel": {"cuda.kernel_row_bytes": ALWAYS, "cuda.kernel_chunk_bytes": "1"},
+    "one by one": {"cuda.batch": "false"},
+    "batches of 256": {"cuda.batch_descriptors": "256"},
+    "batches of 4,096": {"cuda.batch_descriptors": "4096"},
+}
+QUICK_PATHS = 4
+KINDS = ("store", "load")
+LARGE, SMALL = Shape(2 * MIB, layers=2), Shape(4 * KIB)
+SMALL_PART = 16
+"""The job of small rows has so small a part of the large one's bytes."""
+COUNTED = ("pitched_copies", "kernel_chunks", "batch_failures")
+
+
+def counters(socket: Path) -> dict[str, int]:
+    """Of the daemon's GPU."""
+    with Client(socket, namespace=None, role="observer") as observer:
+        devices = observer.status()["devices"]
+    gpu: dict[str, Any] = next((found for name, found in devices.items() if name.startswith("cuda:")), {})
+    return {name: int(gpu.get(name, 0)) for name in COUNTED}
+
+
+def by_path(arguments: argparse.Namespace, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> None:
+    """Every size by every path."""
+    names = list(PATHS)[: QUICK_PATHS if arguments.quick else None]
+    for name in in_time(names, 0.7 * arguments.seconds, left_out):
+        with daemon(arguments.bytes, PATHS[name]) as socket:
+            before = counters(socket)
+            for row_bytes in ROW_BYTES[:1] if arguments.quick else ROW_BYTES:
+                found = against_ceiling(gpu, socket, Shape(row_bytes), arguments.bytes, arguments.rounds, KINDS)
+                after = counters(socket)
+                by = {what: after[what] - before[what] for what in COUNTED if after[what] > before[what]}
+                done({"path": name, **found, "by": by}, cases)
+                before = after
+
+
+def job_s(worker: GpuWorkload, kind: str) -> float:
+    """Seconds of a job of this kind."""
+    return worker.store_s() if kind == "store" else worker.load_s()
+
+
+def mixed(arguments: argparse.Namespace, gpu: Gpu) -> list[dict[str, Any]]:
+    """Large jobs alone, and each behind a small one."""
+    found: list[dict[str, Any]] = []
+    with daemon(arguments.bytes) as socket:
+        large = GpuWorkload(gpu, socket, LARGE, arguments.bytes)
+        small = GpuWorkload(gpu, socket, SMALL, max(arguments.bytes // SMALL_PART, SMALL.payload_bytes))
+        await_pinned(socket)
+        seconds: dict[tuple[str, str], list[float]] = {
+            (kind, name): [] for kind in KINDS for name in ("alone", "mixed")
+        }
+        small.store()
+        large.store()
+        for name in ("alone", "mixed"):
+            for _ in range(3 * arguments.rounds):
+                for kind in KINDS:
+                    if name == "mixed":
+                        job_s(small, kind)
+                    seconds[kind, name].append(job_s(large, kind))
+        for (kind, name), taken in seconds.items():
+            done({"mixed": f"{kind}, {name}", "gb_per_s": gb_per_s(large.bytes, taken)}, found)
+        small.close()
+        large.close()
+    return found
+
+
+def ladder(arguments: argparse.Namespace, gpu: Gpu) -> list[dict[str, Any]]:
+    """Loads of jobs of 64 KiB to `bytes`, upwards and downwards, by one daemon."""
+    found: list[dict[str, Any]] = []
+    shape = Shape(64 * KIB, layers=1)
+    sizes = [64 * KIB]
+    while sizes[-1] * 4 <= arguments.bytes:
+        sizes.append(sizes[-1] * 4)
+    with daemon(arguments.bytes) as socket:
+        workers = [GpuWorkload(gpu, socket, shape, size) for size in sizes]
+        await_pinned(socket)
+        for worker in workers:
+            worker.store()
+        for name, order in (("upwards", workers), ("downwards", workers[::-1])):
+            us = {
+                worker.bytes: round(p50([worker.load_s() for _ in range(arguments.rounds)]) * 1e6) for worker in order
+            }
+            done({"loads": name, "us": {str(size): us[size] for size in sizes}}, found)
+        for worker in workers:
+            worker.close()
+    return found
+
+
+def tables_of(
+    paths: list[dict[str, Any]], mixes: list[dict[str, Any]], ladders: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For people."""
+    lines = [
+        [f"{case['row_bytes'] // KIB} KiB", case["path"]]
+        + [f"{case['gb_per_s'][kind]:.1f} ({case['ratio_to_limit'][kind]:.2f})" for kind in KINDS]
+        + [case["wrong_bytes"], ", ".join(f"{count} {what}" for what, count in case["by"].items())]
+        for case in sorted(paths, key=lambda case: int(case["row_bytes"]))
+    ]
+    found = [table("GB/s (ratio to the plain copy)", ("rows", "path", *KINDS, "wrong bytes", "by"), lines)]
+    if mixes:
+        lines = [[one["mixed"], one["gb_per_s"]] for one in mixes]
+        found.append(table("jobs of 2 MiB rows, alone and behind small rows, GB/s", ("jobs", "GB/s"), lines))
+    if ladders:
+        sizes = list(ladders[0]["us"])
+        columns = ("loads", *(f"{int(size) // KIB:,} KiB" for size in sizes))
+        lines = [[one["loads"], *one["us"].values()] for one in ladders]
+        found.append(table("loads by size of the job, microseconds", columns, lines))
+    return found
+
+
+def main() -> int:
+    arguments = parse(parser(__doc__ or "", "64MiB", 5), 8 * MIB)
+    gpu = Gpu()
+    paths: list[dict[str, Any]] = []
+    mixes: list[dict[str, Any]] = []
+    ladders: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    with cut_short():
+        by_path(arguments, gpu, paths, left_out)
+        mixes += mixed(arguments, gpu)
+        ladders += ladder(arguments, gpu)
+    result = {"cases": [*paths, *mixes, *ladders], "left_out": left_out, "tables": tables_of(paths, mixes, ladders)}
+    return tell(arguments, result, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Small rows by the driver alone, in each way that it has, beside the daemon: what is the driver's, what is ours.
+
+A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory; blocks
+are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with compute)
+and sources read in the stream's order or in any. `2D`: one cuMemcpy2DAsync a block. `staged`: one copy to or from a
+buffer in the GPU's memory, and the kernel. Times are from the first call to the end of the stream; `submit` is the time
+within the calls, which wait when the GPU's queue is full. All bytes are compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
+from kvoffloadd.device.cuda.kernel import RowKernel
+from kvoffloadd.device.pitched import pitch
+from kvoffloadd.device.plan import Copies
+from kvoffloadd.errors import DeviceError
+from kvoffloadd.model import Direction
+from scripts.gpu.bench import (
+    KIB,
+    LAYERS,
+    MIB,
+    Shape,
+    against_ceiling,
+    cut_short,
+    daemon,
+    done,
+    gb_per_s,
+    in_time,
+    parse,
+    parser,
+    table,
+    tell,
+)
+from scripts.harness.figures import p50
+from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.gpumemory import Pinned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvoffloadd.model import U8Array, U64Array
+
+    Submit = Callable[[], int]
+
+ROW_BYTES = tuple(size * KIB for size in (4, 24, 2, 8, 16, 28, 32, 64))
+ROWS_MAX = 1 << 14
+BATCH = 1024
+STREAM_ORDER, ANY_ORDER = 1, 3
+BATCHES = {"batch": (0, STREAM_ORDER), "batch, flag 1": (1, STREAM_ORDER), "batch, any order": (0, ANY_ORDER)}
+METHODS = ("plain", "one by one", *BATCHES, "2D", "staged")
+DAEMON = "daemon"
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: an access order, a location hint for each side, flags."""
+
+    _fields_: ClassVar = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
+
+
+class Rows:
+    """Blocks in the GPU's memory and in registered memory, and a buffer in the GPU's memory beside them."""
+
+    def __init__(self, gpu: Gpu, row_bytes: int, total_bytes: int) -> None:
+        blocks = max(1, min(total_bytes // row_bytes, ROWS_MAX) // LAYERS)
+        self.bytes = blocks * LAYERS * row_bytes
+        self.row_bytes, self.gpu = row_bytes, gpu
+        self.host, self.device, self.buffer = Pinned(self.bytes), GpuBuffer(gpu, self.bytes), GpuBuffer(gpu, self.bytes)
+        rng = np.random.default_rng(row_bytes)
+        order = rng.permutation(blocks)
+        self._noise: U8Array = rng.integers(0, 256, self.bytes, np.uint8)
+        by_block = self._noise.reshape(LAYERS, blocks, row_bytes).transpose(1, 0, 2)
+        self._payloads = np.ascontiguousarray(by_block[order]).reshape(-1)
+        layers = np.arange(LAYERS, dtype=np.uint64) * np.uint64(blocks * row_bytes)
+        ids = order.astype(np.uint64)[:, None] * np.uint64(row_bytes)
+        self.of_device: U64Array = (np.uint64(self.device.address) + ids + layers).reshape(-1)
+        at = np.arange(blocks * LAYERS, dtype=np.uint64) * np.uint64(row_bytes)
+        self.of_host, self.of_buffer = at + np.uint64(self.host.address), at + np.uint64(self.buffer.address)
+        self.sizes = np.full(len(at), row_bytes, np.uint64)
+        self.listed, self.listed_on_gpu = Pinned(24 * len(at)), GpuBuffer(gpu, 24 * len(at))
+
+    def sides(self, direction: Direction) -> tuple[U64Array, U64Array]:
+        """Where rows are copied from, and to."""
+        return (self.of_device, self.of_host) if direction is Direction.STORE else (self.of_host, self.of_device)
+
+    def reset(self, direction: Direction) -> None:
+        """The source has its bytes, the destination has none of them."""
+        if direction is Direction.STORE:
+            self.device.upload(0, self._noise)
+            self.host.array[:] = 0
+        else:
+            self.host.array[:] = self._payloads
+            self.device.set_later(0, self.bytes, 0)
+            self.gpu.synchronize()
+
+    def wrong_bytes(self, direction: Direction) -> int:
+        """Of the destination."""
+        if direction is Direction.STORE:
+            return int((self.host.array != self._payloads).sum())
+        return int((self.device.download(0, self.bytes) != self._noise).sum())
+
+    def close(self) -> None:
+        for registered in (self.host, self.listed):
+            registered.close()
+        for memory in (self.device, self.buffer, self.listed_on_gpu):
+            memory.free()
+
+
+class Ways:
+    """What each method submits: everything is planned before the clock starts."""
+
+    def __init__(self, gpu: Gpu, driver: Driver) -> None:
+        self._stream, self._driver = gpu.stream, driver
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        self._batch = driver.entry("cuMemcpyBatchAsync", 12080, *batch)
+        self.missing: dict[str, str] = {}
+        self._kernel: RowKernel | None = None
+        try:
+            self._kernel = RowKernel(driver, 0)
+        except DeviceError as error:
+            self.missing["staged"] = str(error)
+        if self._batch is None:
+            self.missing |= dict.fromkeys(BATCHES, "this driver has no cuMemcpyBatchAsync")
+        if not driver.pitches:
+            self.missing["2D"] = "this driver has no cuMemcpy2DAsync"
+
+    def submit(self, method: str, rows: Rows, direction: Direction) -> Submit:
+        """A function that submits these rows so, and returns the last CUresult."""
+        driver, stream = self._driver, self._stream
+        src, dst = rows.sides(direction)
+        if method == "plain":  # as many bytes as one copy: only the time matters
+            ends = rows.device.address, rows.host.address
+            begin, end = ends if direction is Direction.STORE else ends[::-1]
+            return lambda: driver.copy(begin, end, rows.bytes, stream)
+        if method == "one by one":
+            return lambda: driver.copy_each(src, dst, rows.sizes, stream)
+        if method == "2D":
+            none = np.zeros(0, np.uint64)
+            copies = Copies(src, dst, rows.sizes, len(src))
+            runs = pitch(copies, none, none, rows_min=2, pitch_max_bytes=PITCH_MAX_BYTES)
+            return lambda: driver.copy_pitched(runs, stream)
+        if method == "staged":
+            return self._staged(rows, direction)
+        return self._batches(rows, direction, *BATCHES[method])
+
+    def _batches(self, rows: Rows, direction: Direction, flags: int, order: int) -> Submit:
+        src, dst = rows.sides(direction)
+        attributes, first, failed = _Attributes(order=order, flags=flags), ctypes.c_size_t(0), ctypes.c_size_t()
+
+        def submit() -> int:
+            for at in range(0, len(src), BATCH):
+                some = slice(at, at + BATCH)
+                status: int = self._batch(
+                    dst[some].ctypes.data, src[some].ctypes.data, rows.sizes[some].ctypes.data, len(src[some]),
+                    ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), self._stream,
+                )  # fmt: skip
+                if status:
+                    return status
+            return 0
+
+        return submit
+
+    def _staged(self, rows: Rows, direction: Direction) -> Submit:
+        kernel, stream, driver = self._kernel, self._stream, self._driver
+        assert kernel is not None
+        load = direction is Direction.LOAD
+        between = np.stack((rows.of_buffer, rows.of_device) if load else (rows.of_device, rows.of_buffer), 1)
+        listed, on_gpu = rows.listed, rows.listed_on_gpu
+        listed.array[:] = np.ascontiguousarray(np.column_stack((between, rows.sizes))).reshape(-1).view(np.uint8)
+
+        def move() -> int:
+            status = driver.copy(listed.address, on_gpu.address, on_gpu.size_bytes, stream)
+            kernel.launch(on_gpu.address, len(rows.sizes), rows.row_bytes, stream)
+            return status
+
+        def submit() -> int:
+            if load:
+                return driver.copy(rows.host.address, rows.buffer.address, rows.bytes, stream) or move()
+            return move() or driver.copy(rows.buffer.address, rows.host.address, rows.bytes, stream)
+
+        return submit
+
+
+def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: int) -> dict[str, Any]:
+    """A case: GB/s, microseconds of submission for each row, wrong bytes; or the CUresult that refuses it."""
+    case = {"rows": f"{rows.row_bytes // KIB} KiB", "direction": direction.value, "method": method}
+    submit = ways.submit(method, rows, direction)
+    rows.reset(direction)
+    submitted, total = [], []
+    wrong = 0
+    for number in range(rounds + 1):
+        begun = time.perf_counter()
+        try:
+            status = submit()
+        except DeviceError as error:
+            return {**case, "refused": str(error)}
+        middle = time.perf_counter()
+        rows.gpu.synchronize()
+        if status:
+            return {**case, "refused": f"CUresult {status}"}
+        if not number:  # the first warms up, and is looked at
+            wrong = rows.wrong_bytes(direction) if method != "plain" else 0
+            continue
+        submitted.append(middle - begun)
+        total.append(time.perf_counter() - begun)
+    us = round(p50(submitted) / len(rows.sizes) * 1e6, 3)
+    return {**case, "gb_per_s": gb_per_s(rows.bytes, total), "submit_us_per_row": us, "wrong_bytes": wrong}
+
+
+def by_driver(arguments: Any, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> dict[str, str]:
+    """All sizes, both ways, each method that there is. What there is not, and why."""
+    ways = Ways(gpu, Driver())
+    for row_bytes in in_time(ROW_BYTES[:2] if arguments.quick else ROW_BYTES, arguments.seconds / 2, left_out):
+        rows = Rows(gpu, row_bytes, arguments.bytes)
+        for direction in Direction:
+            for method in METHODS:
+                if method not in ways.missing:
+                    done(measure(ways, rows, direction, method, arguments.rounds), cases)
+        rows.close()
+    return ways.missing
+
+
+def by_daemon(arguments: Any, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> None:
+    """The same sizes through the daemon as it is by default."""
+    with daemon(arguments.bytes) as socket:
+        for row_bytes in in_time(ROW_BYTES[:2] if arguments.quick else ROW_BYTES, arguments.seconds / 2, left_out):
+            job_bytes = min(arguments.bytes, ROWS_MAX * row_bytes)
+            kinds = tuple(direction.value for direction in Direction)
+            found = against_ceiling(gpu, socket, Shape(row_bytes), job_bytes, arguments.rounds, kinds)
+            for kind in kinds:
+                case = {"rows": f"{row_bytes // KIB} KiB", "direction": kind, "method": DAEMON}
+                done({**case, "gb_per_s": found["gb_per_s"][kind], "wrong_bytes": found["wrong_bytes"]}, cases)
+
+
+def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each size, a column for each method, a table for each direction."""
+    sizes = sorted({case["rows"] for case in cases}, key=lambda size: int(size.split()[0]))
+    found = []
+    for direction in Direction:
+        by = {(one["rows"], one["method"]): one for one in cases if one["direction"] == direction.value}
+        for figure, unit, methods in (
+            ("gb_per_s", "GB/s", (*METHODS, DAEMON)),
+            ("submit_us_per_row", "microseconds of submission for each row", METHODS[1:]),
+        ):
+            lines = [[size, *(by.get((size, method), {}).get(figure, "-") for method in methods)] for size in sizes]
+            found.append(table(f"{direction.value}, {unit}", ("rows", *methods), lines))
+    return found
+
+
+def main() -> int:
+    arguments = parse(parser(__doc__ or "", "64MiB", 5), 2 * MIB)
+    gpu = Gpu()
+    cases: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    skipped: list[str] = []
+    with cut_short():
+        skipped += [f"{method}: {why}" for method, why in by_driver(arguments, gpu, cases, left_out).items()]
+        by_daemon(arguments, gpu, cases, left_out)
+    refused = [
+        f"{one['rows']} {one['direction']} {one['method']}: {one['refused']}" for one in cases if "refused" in one
+    ]
+    result = {"cases": cases, "left_out": left_out, "skipped": skipped + refused, "tables": tables_of(cases)}
+    return tell(arguments, result, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
