@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Small rows by the driver alone, in each way that it has, beside the daemon: what is the driver's, what is ours.
 
-A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory; blocks
-are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with compute)
-and sources read in the stream's order or in any. `2D`: one cuMemcpy2DAsync a block. `staged`: one copy to or from a
-buffer in the GPU's memory, and the kernel. Times are from the first call to the end of the stream; `submit` is the time
-within the calls, which wait when the GPU's queue is full. All bytes are compared.
+A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory;
+blocks are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with
+compute) and sources read in the stream's order or in any. `2D`: one cuMemcpy2DAsync a block. `3D batch`: the same
+copies in calls of cuMemcpy3DBatchAsync. `staged`: one copy to or from a buffer in the GPU's memory, and the kernel.
+Times are from the first call to the end of the stream; `submit` is the time within the calls, which wait when the
+GPU's queue is full. All bytes are compared.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ROWS_MAX = 1 << 14
 BATCH = 1024
 STREAM_ORDER, ANY_ORDER = 1, 3
 BATCHES = {"batch": (0, STREAM_ORDER), "batch, flag 1": (1, STREAM_ORDER), "batch, any order": (0, ANY_ORDER)}
-METHODS = ("plain", "one by one", *BATCHES, "2D", "staged")
+METHODS = ("plain", "one by one", *BATCHES, "2D", "3D batch", "staged")
 DAEMON = "daemon"
 
 
@@ -131,6 +132,8 @@ class Ways:
             self.missing |= dict.fromkeys(BATCHES, "this driver has no cuMemcpyBatchAsync")
         if not driver.pitches:
             self.missing["2D"] = "this driver has no cuMemcpy2DAsync"
+        if not driver.pitched_batches:
+            self.missing["3D batch"] = "this driver has no cuMemcpy3DBatchAsync"
 
     def submit(self, method: str, rows: Rows, direction: Direction) -> Submit:
         """A function that submits these rows so, and returns the last CUresult."""
@@ -142,11 +145,13 @@ class Ways:
             return lambda: driver.copy(begin, end, rows.bytes, stream)
         if method == "one by one":
             return lambda: driver.copy_each(src, dst, rows.sizes, stream)
-        if method == "2D":
+        if method in ("2D", "3D batch"):
             none = np.zeros(0, np.uint64)
             copies = Copies(src, dst, rows.sizes, len(src))
             runs = pitch(copies, none, none, rows_min=2, pitch_max_bytes=PITCH_MAX_BYTES)
-            return lambda: driver.copy_pitched(runs, stream)
+            if method == "2D":
+                return lambda: driver.copy_pitched(runs, stream)
+            return lambda: driver.copy_pitched_batch(runs, BATCH, stream)
         if method == "staged":
             return self._staged(rows, direction)
         return self._batches(rows, direction, *BATCHES[method])
