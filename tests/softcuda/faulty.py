@@ -189,6 +189,19 @@ def context_code() -> int:
     return code(driver.cuDevicePrimaryCtxRetain(0))
 
 
+def poisoned() -> list[int]:
+    """poison: what new memory holds, what it holds that was written, and what after it was read."""
+    device, host, stream = _buffers()
+    found = []
+    for written in (None, 7, None):
+        if written is not None:
+            ok(driver.cuMemsetD8Async(device, written, SIZE, stream))
+        assert _to_host(device, host, stream) == 0
+        ok(driver.cuStreamSynchronize(stream))
+        found += np.unique(host).tolist()
+    return found
+
+
 def early_reads() -> str:
     """read_early: which of two batches behind a slow copy has the bytes that its source had when it was submitted."""
     device, host, stream = _buffers()

@@ -32,6 +32,8 @@ from tests.softcuda.running import result, run
         (faulty.slow_close, "close_delay_ns=100000000", "None"),
         (faulty.batch_is_missing, "no_batch", "500"),
         (faulty.early_reads, "read_early", "12"),
+        (faulty.poisoned, "poison", "[219, 7, 219]"),
+        (faulty.poisoned, "jitter_ns=1", "[0, 7, 7]"),
         (faulty.early_reads, "jitter_ns=1", "22"),
         (faulty.open_code, "", "0"),
         (faulty.corruption, "", "0000"),
