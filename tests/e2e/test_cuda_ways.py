@@ -14,6 +14,7 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import ClientError
+from kvoffloadd.model import NO_BLOCK
 from scripts.harness.copies import COUNTERS, WAYS, counted
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
@@ -74,14 +75,12 @@ def test_killed_workers(start_daemon: Start, spawn: Spawn, keys: Keys, way: str)
     assert moved(daemon) == {*COUNTERS[way]}
 
 
-@pytest.mark.parametrize(
-    ("way", "fault"), [("pitched", "sticky_after"), ("kernel", "sticky_after"), ("kernel", "hang_device_to_host")]
-)
-def test_what_no_daemon_survives(start_daemon: Start, seed: int, way: str, fault: str) -> None:
+@pytest.mark.parametrize("way", ["pitched", "kernel"])
+def test_an_error_that_lasts(start_daemon: Start, seed: int, way: str) -> None:
     """It exits with status 70, and the next one starts anew."""
     rng = np.random.default_rng(seed)
     copies = 10 * KEYS * (1 if way == "kernel" else ROWS[0].refs[0].count)
-    daemon = start(start_daemon, way, f"{fault}={copies}", "cuda.stuck_s=0.6")
+    daemon = start(start_daemon, way, f"sticky_after={copies}")
     daemon.expected_in_log = "CRITICAL.*exiting: cuda:"
     rank = rank_of(daemon)
     assert rank.store_keys(new_keys(rng, KEYS)).outcome is Outcome.DONE
@@ -94,6 +93,17 @@ def test_what_no_daemon_survives(start_daemon: Start, seed: int, way: str, fault
     again, keys = rank_of(daemon), new_keys(rng, KEYS)
     assert again.store_keys(keys).outcome is Outcome.DONE
     assert again.loads_right(keys)
+
+
+@pytest.mark.parametrize("way", ["pitched", "kernel"])
+def test_a_load_of_no_block(start_daemon: Start, keys: Keys, way: str) -> None:
+    """Of keys that hit, none of whose blocks is wanted."""
+    daemon = start(start_daemon, way, "packed")
+    rank = rank_of(daemon)
+    rank.store_keys(keys)
+    rank.wipe()
+    result = rank.load({0: (keys, np.full(KEYS, NO_BLOCK, np.uint32))})
+    assert (result.outcome, result.bytes, rank.clean()) == (Outcome.DONE, 0, True)
 
 
 def test_a_kernel_that_is_refused_later(start_daemon: Start, seed: int) -> None:

@@ -210,7 +210,7 @@ class CudaDevice:
             chunk_bytes = min(chunk_bytes, config.staging_bytes)
             return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=ROWS_MAX)
         runs, most = self._runs(direction, copies), config.batch_descriptors
-        if runs is not None:  # a run takes the driver about as long as a single copy
+        if runs is not None and len(copies):  # a run takes the driver about as long as a single copy
             most = min(most * len(copies) // max(len(runs) + len(runs.rest), 1), PIECE_DESCRIPTORS)
         return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=most)
 
