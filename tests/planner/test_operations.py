@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.client import Client, KvCache, NamespaceSpec, Outcome
 from kvoffloadd.config import Config, CopyConfig, CudaConfig
 from kvoffloadd.planner import PlanInputs, Rank, make_plan
-from kvoffloadd.planner.layouts import CROSS_LAYER, PER_LAYER, Layout, possible_layouts
+from kvoffloadd.planner.layouts import CROSS_LAYER, KV_APART, PER_LAYER, Layout, possible_layouts
 from kvoffloadd.planner.operations import Operations, load_operations
 from scripts.harness.copies import WAYS, counted
 from scripts.harness.daemon import Daemon
@@ -22,6 +22,7 @@ from scripts.harness.places import Layout as TensorLayout
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import make_daemon
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "PLANNING.md"
 TOKENS = 32_768
 MIB = 1 << 20
 
@@ -80,6 +81,13 @@ def test_qwen_3_next_on_2_ranks() -> None:
     )
 
 
+def test_k_and_v_apart() -> None:
+    """Twice as many rows of half the size, 160 to a block; they are as evenly apart. 102*160 rows take 16 batches."""
+    assert load_operations(layout_of("llama-3.3-70b", 8, KV_APART), TOKENS) == Operations(
+        descriptors=327_680, copies=327_680, batches=20 * 16 + 2, runs=2048, rest=0, payload_copies=2048, launches=41
+    )
+
+
 def test_one_row_a_block() -> None:
     """2,048 rows of 640 KiB, 102 in 64 MiB; a batch for each of 21 pieces. Nothing lies evenly apart."""
     found = load_operations(layout_of("llama-3.3-70b", 8, CROSS_LAYER), TOKENS)
@@ -94,6 +102,32 @@ def test_less_than_a_block() -> None:
 def test_a_plan_has_those_of_all_layouts() -> None:
     plan = make_plan(named("gpt-oss-120b"), PlanInputs(tp=8, prompt_tokens=TOKENS))
     assert [load_operations(layout, TOKENS) for layout in plan.layouts] == [*plan.operations]
+
+
+DOCUMENTED = {
+    "Llama-3.1-70B, 8": ("llama-3.3-70b", 8),
+    "DeepSeek-V3, 8": ("deepseek-r1", 8),
+    "gpt-oss-120b, 8": ("gpt-oss-120b", 8),
+    "gpt-oss-120b, 1": ("gpt-oss-120b", 1),
+    "Qwen3-Next, 2": ("qwen3-next-80b-a3b", 2),
+}
+
+
+@pytest.mark.parametrize("label", DOCUMENTED)
+def test_the_document_has_these(label: str) -> None:
+    """Models under the names of others that are built alike."""
+    found, row_bytes = operations_and_row(*DOCUMENTED[label])
+    line = (
+        f"| {label} | {row_bytes:,} | {found.copies:,} | {found.batches:,} | {found.runs:,} + {found.rest:,} "
+        f"| {found.payload_copies:,} + {found.launches:,} |"
+    )
+    assert line in DOCUMENT.read_text(encoding="utf-8").splitlines()
+
+
+def operations_and_row(name: str, tp: int) -> tuple[Operations, int]:
+    layout = layout_of(name, tp)
+    row_bytes = max(ref.length for group in layout.plan.canonical.groups for ref in group.refs)
+    return load_operations(layout, TOKENS), row_bytes
 
 
 # --- as a daemon counts ---
