@@ -49,6 +49,12 @@ def size(low: int, high: int = BYTES_MAX, multiple: int = 1) -> Check[int]:
     return check
 
 
+def size_or_auto(low: int, high: int) -> Check[int | str]:
+    """As `size`, or "auto"."""
+    check_size = size(low, high)
+    return lambda value: "auto" if value == "auto" else check_size(value)
+
+
 def seconds(low: float, high: float) -> Check[float]:
     """Seconds from `low` to `high`."""
 
@@ -106,6 +112,16 @@ def absolute_path(value: object) -> Path:
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
     return path
+
+
+def numa_nodes(value: object) -> str | tuple[int, ...]:
+    """Numbers of NUMA nodes, "auto" or "off"."""
+    if value in ("auto", "off"):
+        return str(value)
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError('must be "auto", "off", or a list of NUMA nodes, like [0, 1]')
+    return tuple(sorted(set(numbers)))
 
 
 def path_or_empty(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvoffloadd import checks
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.units import BYTES_MAX, format_bytes
 
 D = TypeVar("D")
@@ -28,7 +28,18 @@ T = TypeVar("T")
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _COMMIT = ("CommitLimit", "Committed_AS")
+_MEMORY_FILES = (  # limit, usage, and in memory.stat what is given back on demand
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+_HUGE_PAGE_FILES = (
+    ("hugetlb.2MB.max", "hugetlb.2MB.current", ""),
+    ("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes", ""),
+)
 _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
+
+AUTO = "auto"
+"""Of a size: the daemon finds it out."""
 
 ROOT_BYTES_MIN = 4 * MIB
 """Least capacity of a disk root."""
@@ -78,6 +89,8 @@ class MemoryConfig:
     verify_loads: bool = _key(False, checks.flag)
     verify_adopted: str = _key("load", checks.choice("load", "start"))
     pool_file: str = _key("", checks.path_or_empty)
+    huge_pages: str = _key("auto", checks.choice("auto", "off", "transparent", "reserved"))
+    numa: str | tuple[int, ...] = _key("auto", checks.numa_nodes)
     prefault_threads: int = _key(4, checks.count(1, 256))
     hash_threads: int = _key(1, checks.count(1, 64))
 
@@ -125,8 +138,8 @@ class CudaConfig:
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
     batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
-    pitched_row_bytes: int = _key(0, checks.size(0, GIB))
-    kernel_row_bytes: int = _key(0, checks.size(0, GIB))
+    pitched_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
+    kernel_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
     kernel_chunk_bytes: int = _key(8 * MIB, checks.size(1, GIB))
     staging_bytes: int = _key(32 * MIB, checks.size(64 * KIB, GIB))
     pin_bytes: int = _key(GIB, checks.size(PAGE_BYTES, 2 * GIB))
@@ -319,7 +332,12 @@ def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iter
 
 def _contradictions(config: Config) -> Iterator[str]:
     """What no single value shows."""
-    limits = config.limits
+    limits, memory = config.limits, config.memory
+    if memory.pool_file and memory.huge_pages in ("transparent", "reserved"):
+        yield (
+            f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system: '
+            "huge ones on hugetlbfs, or on a tmpfs that is mounted with huge=always"
+        )
     if limits.jobs_per_session > limits.jobs:
         yield (
             f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
@@ -357,6 +375,32 @@ def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
         )
 
 
+def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:
+    """Refuses memory in reserved huge pages that the system, or this cgroup, does not have. `root`: as above.
+
+    Raises:
+        ConfigError: what is there, and what to do.
+    """
+    folder, needed = root / "sys/kernel/mm/hugepages/hugepages-2048kB", -(-size_bytes // HUGE_PAGE_BYTES)
+    names = ("nr_hugepages", "free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages")
+    total, free, promised, extra, surplus = (int(_text(folder / name) or 0) for name in names)
+    available = free - promised + max(0, extra - surplus)
+    reason = ""
+    if not folder.is_dir():
+        reason = "this kernel has no huge pages of 2 MiB"
+    elif available < needed:
+        reason = (
+            f"it takes {needed} huge pages of 2 MiB, and {available} of {total} are free: "
+            f"sysctl vm.nr_hugepages={total - available + needed}"
+        )
+    else:
+        headroom, group = min(_cgroup_limits(root, "hugetlb", *_HUGE_PAGE_FILES), default=(BYTES_MAX, ""))
+        if headroom < needed * HUGE_PAGE_BYTES:
+            reason = f"it takes {needed} huge pages of 2 MiB, and {group} allows {headroom // HUGE_PAGE_BYTES} more"
+    if reason:
+        raise ConfigError(f'memory.huge_pages = "reserved": {reason}')
+
+
 def has_memory_limit(root: Path = Path("/")) -> bool:
     """Whether a cgroup limits this process's memory."""
     return any(source.startswith("cgroup") and room < _NO_LIMIT_BYTES for room, source in _memory_limits(root))
@@ -372,13 +416,19 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
         most, used = (re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE) for name in _COMMIT)
         if most and used:
             yield max(0, int(most[1]) - int(used[1])) * KIB, "CommitLimit, which vm.overcommit_memory = 2 sets"
+    yield from _cgroup_limits(root, "memory", *_MEMORY_FILES)
+
+
+def _cgroup_limits(
+    root: Path, controller: str, files: tuple[str, str, str], files_v1: tuple[str, str, str]
+) -> Iterator[tuple[int, str]]:
+    """Bytes that each cgroup of this process still allows, and its name."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount, names = root / "sys/fs/cgroup", files
+        elif controller in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup" / controller, files_v1
         else:
             continue
         # Any ancestor's limit binds too; in a container the path may name a group that is not mounted there.
@@ -395,7 +445,7 @@ def _headroom(group: Path, limit: str, usage: str, cache: str) -> int | None:
     if not (most.isdigit() and used.isdigit()):
         return None
     # Page cache that was not used lately counts as used, and is given back on demand.
-    reclaimable = re.search(rf"^{cache} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    reclaimable = re.search(rf"^{cache} (\d+)$", _text(group / "memory.stat"), re.MULTILINE) if cache else None
     return max(0, int(most) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
 
 

@@ -139,6 +139,15 @@ class CudaDriver:
             return False
         return True
 
+    def pci_address(self, ordinal: int) -> str:
+        """Where a GPU of this process's numbering is, as in the names of /sys/bus/pci/devices. Raises CudaError."""
+        device, names = self.call("cuDeviceGet", ordinal), self.api.CUdevice_attribute
+        domain, bus, slot = (
+            int(self.call("cuDeviceGetAttribute", getattr(names, f"CU_DEVICE_ATTRIBUTE_PCI_{name}_ID"), device))
+            for name in ("DOMAIN", "BUS", "DEVICE")
+        )
+        return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
     def uuid(self, ordinal: int) -> bytes:
         """16 bytes that name a GPU of this process's numbering, the same in all processes."""
         found = self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal))

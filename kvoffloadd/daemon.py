@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvoffloadd.cache.disk.demotion import DiskSettings
 from kvoffloadd.cache.disk.disktier import DiskTier
@@ -38,10 +38,12 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError, LimitError, ResourceError
+from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.numa import cpus_near, has_policy, interleave, memory_nodes
 from kvoffloadd.server import status
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.closer import Closer
@@ -52,7 +54,7 @@ from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
-from kvoffloadd.storage.arenafile import ArenaFile, discard, inherit, open_pool
+from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.root import Root, RootSettings
@@ -61,6 +63,8 @@ from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.systemd import Systemd
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_OK, EXIT_FORCED, EXIT_FATAL = 0, 1, 70
 SWITCH_S = 0.0005
@@ -99,6 +103,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     listener, lock = bind(config.server.socket, config.server.socket_mode, systemd.listening())
     runner = _runner(config.server.use_uvloop)
     try:
+        _place_memory(config.memory.numa)
         with _address_space():
             pool = _pool(config, systemd)
         daemon = Daemon(config, listener, pool, planted, switch, systemd)
@@ -115,29 +120,59 @@ def _pool(config: Config, systemd: Systemd) -> ArenaFile:
         if kept is not None:
             systemd.forget(POOL_NAME)
             discard(kept)
-        await_memory = partial(_await_memory, patience_s=FORGET_S if kept is not None else 0.0)
+        patience_s = FORGET_S if kept is not None else 0.0
+        await_memory = partial(_await_room, check_memory_fits, patience_s=patience_s)
         return open_pool(Path(memory.pool_file), memory.capacity_bytes, memory.slab_bytes, await_memory)
+    wants_reserved = memory.huge_pages == "reserved"
     pool = inherit(kept, memory.capacity_bytes, memory.slab_bytes, check_memory_fits)
     if pool is None:
         if kept is not None:
             systemd.forget(POOL_NAME)
-        _await_memory(memory.capacity_bytes, FORGET_S if kept is not None else 0.0)
-        pool = ArenaFile.make(memory.capacity_bytes, memory.slab_bytes)
+        _await_room(check_pool_fits, memory, FORGET_S if kept is not None else 0.0)
+        pool = ArenaFile.make(memory.capacity_bytes, memory.slab_bytes, reserved=wants_reserved)
         systemd.store(POOL_NAME, pool.fd)
+    elif pool.reserved != wants_reserved:
+        log.warning(
+            'memory.huge_pages = "%s": the memory that was kept %s, and is used as it is; the setting counts after '
+            "systemctl stop and start, which lose what memory holds",
+            memory.huge_pages,
+            "lies in reserved huge pages" if pool.reserved else "does not lie in reserved huge pages",
+        )
+    if memory.huge_pages in ("auto", "transparent") and not pool.reserved:
+        reason = why_not_transparent()
+        if not reason:
+            pool.ask_for_huge_pages()
+        elif memory.huge_pages == "transparent":
+            log.warning('memory.huge_pages = "transparent": there are none: %s', reason)
     return pool
 
 
-def _await_memory(capacity_bytes: int, patience_s: float) -> None:
-    """Raises ConfigError if there is not so much. What systemd has been told to let go takes some time to be free."""
+def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
+    """Raises what `check` of the `room` raises. What systemd has been told to let go takes some time to be free."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         try:
-            check_memory_fits(capacity_bytes)
+            check(room)
         except ConfigError:
             time.sleep(0.1)
         else:
             return
-    check_memory_fits(capacity_bytes)
+    check(room)
+
+
+def _place_memory(asked: str | tuple[int, ...]) -> None:
+    """What this thread and those that it makes touch from now on lies where `memory.numa` says."""
+    chosen = memory_nodes(asked)
+    if not chosen:
+        return
+    try:
+        if asked == "auto" and has_policy():
+            return  # numactl, or a unit's NUMAPolicy=, has said where
+        interleave(chosen)
+    except ResourceError as error:
+        log.warning("memory.numa: the kernel does not spread memory over NUMA nodes: %s", error)
+    else:
+        log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
 @contextmanager
@@ -339,7 +374,7 @@ class Daemon:
             cache=cache,
             jobs=Jobs(cache, disk, hash_lane, signals, config.memory.verify_loads),
             host=device,
-            gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal),
+            gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal, self._near(config)),
             signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,
@@ -349,6 +384,13 @@ class Daemon:
             disk=disk,
             closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
+
+    @staticmethod
+    def _near(config: Config) -> Callable[[str], frozenset[int]]:
+        """The CPUs for a GPU's threads, by its PCI address; none: any."""
+        if config.memory.numa == "off":
+            return lambda _: frozenset()
+        return partial(cpus_near, allowed=os.sched_getaffinity(0))
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
         """In a thread of its own. A thread that touched a page that the kernel can't provide would end the process."""

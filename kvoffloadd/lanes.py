@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import os
 import threading
 import time
 from collections import deque
@@ -163,12 +164,16 @@ class Lane:
     from its exit.
     """
 
-    def __init__(self, name: str, threads: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, name: str, threads: int, loop: asyncio.AbstractEventLoop, cpus: frozenset[int] = frozenset()
+    ) -> None:
+        """`cpus`: those that its threads run on; none: any."""
         if threads < 1:
             raise UsageError(f"lane {name}: needs a thread, got {threads}")
         self.name = name
         self.threads = threads
         self.loop = loop
+        self._cpus = cpus
         self._lock = threading.Lock()
         self._work_or_close = threading.Condition(self._lock)
         self._queue: FairQueue[Ticket] = FairQueue(TURN_BYTES)
@@ -333,6 +338,9 @@ class Lane:
     # --- the lane's threads ---------------------------------------------------------------------
 
     def _serve(self) -> None:
+        if self._cpus:
+            with contextlib.suppress(OSError):  # a cpuset has changed since: any CPU does
+                os.sched_setaffinity(0, self._cpus)
         while (ticket := self._take()) is not None:
             try:
                 value = ticket.work()

@@ -20,6 +20,9 @@ BoolArray = npt.NDArray[np.bool_]
 PAGE_BYTES = 4096
 """Alignment of every slot: what O_DIRECT and cuMemHostRegister ask for."""
 
+HUGE_PAGE_BYTES = 2 << 20
+"""A huge page, of those that every x86-64 and most arm64 kernels have."""
+
 
 def slot_pages(payload_bytes: int) -> int:
     """Pages of the slot that holds a payload of this many bytes."""

@@ -20,16 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffloadd.errors import LimitError, MemoryKindError, ResourceError, UsageError
-from kvoffloadd.model import PAGE_BYTES, U8Array
+from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+_MADV_HUGEPAGE = 14
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MAP_NORESERVE = 0x4000  # Python's mmap module names it from 3.13 on
-_POPULATE_ALIGN_BYTES = 2 << 20  # threads meet at huge page boundaries, so that none splits one
+_POPULATE_ALIGN_BYTES = HUGE_PAGE_BYTES  # threads meet at huge page boundaries, so that none splits one
 _POPULATE_NICE = 10
-_POPULATE_STEP_BYTES = 512 << 10  # a call holds the lock of the address space: threads that map memory wait for its end
+POPULATE_STEP_BYTES = 512 << 10  # a call holds the lock of the address space: threads that map memory wait for its end
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,8 +42,9 @@ _libc.madvise.restype = ctypes.c_int
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def create_memfd(name: str, size_bytes: int) -> int:
+def create_memfd(name: str, size_bytes: int, *, reserved: bool = False) -> int:
     """A new memfd of zeros whose size is sealed for good. The caller owns the descriptor, which is close-on-exec.
+    `reserved`: of huge pages that the system has set aside; its size is a multiple of `HUGE_PAGE_BYTES`.
 
     Raises:
         UsageError: no bytes.
@@ -50,7 +52,8 @@ def create_memfd(name: str, size_bytes: int) -> int:
     """
     if size_bytes <= 0:
         raise UsageError(f"a memfd of {size_bytes} bytes can hold nothing")
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    huge = os.MFD_HUGETLB | os.MFD_HUGE_2MB if reserved else 0
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
     try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -128,6 +131,10 @@ class Mapping:
         """A core file of this process will not have it: it may be large, and have users' prompts."""
         _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP)
 
+    def ask_for_huge_pages(self) -> None:
+        """The kernel gives transparent huge pages where it may and has them; it does not say whether it does."""
+        _libc.madvise(self.address, self.size_bytes, _MADV_HUGEPAGE)
+
     def close(self) -> None:
         """Unmaps, without the GIL: may run in any thread. The caller sees to it that nothing uses the memory any more.
 
@@ -150,12 +157,14 @@ def populate(
     nice: int = _POPULATE_NICE,
     fd: int | None = None,
     offset: int = 0,
+    step_bytes: int = POPULATE_STEP_BYTES,
 ) -> None:
     """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
     takes (about a second per GiB and thread), without the GIL: call it off the event loop.
 
     Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. `nice`: of the
-    threads. Kernels before 5.14 need `fd`, the file that has its byte `offset` at `address`.
+    threads. Kernels before 5.14 need `fd`, the file that has its byte `offset` at `address`. `step_bytes`: of one call
+    to the kernel; a huge page where they are expected.
 
     Raises:
         ResourceError: the kernel has no memory for it.
@@ -166,10 +175,10 @@ def populate(
     step += -step % _POPULATE_ALIGN_BYTES
 
     def work(begin: int) -> None:
-        for at in range(begin, min(begin + step, end), _POPULATE_STEP_BYTES):
+        for at in range(begin, min(begin + step, end), step_bytes):
             if stop is not None and stop.is_set():
                 return
-            _populate_step(fd, offset + at - start, at, min(_POPULATE_STEP_BYTES, begin + step - at, end - at))
+            _populate_step(fd, offset + at - start, at, min(step_bytes, begin + step - at, end - at))
 
     with ThreadPoolExecutor(max(threads, 1), "kvo-populate", _stand_back, (nice,)) as pool:
         for done in [pool.submit(work, at) for at in range(start, end, step)]:

@@ -14,8 +14,9 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
-from tests.e2e.daemons import make_daemon
+from tests.e2e.daemons import Hold, make_daemon
 from tests.e2e.rank import Rank
+from tests.e2e.small_rows import roundtrip
 
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
@@ -58,7 +59,8 @@ HOST_ONLY = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """End-to-end tests with ranks run once with these in shared memory, and once with them on a GPU in software."""
     package, _, name = metafunc.module.__name__.rpartition(".")
-    if package != "tests.e2e" or name in HOST_ONLY or Rank not in vars(metafunc.module).values():
+    uses_ranks = any(one in vars(metafunc.module).values() for one in (Rank, roundtrip))
+    if package != "tests.e2e" or name in HOST_ONLY or not uses_ranks:
         return
     missing = gpu_rank.why_no_cuda()
     cuda = pytest.param("cuda", marks=pytest.mark.skipif(bool(missing), reason=missing))
@@ -121,6 +123,13 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
             return daemon
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def hold() -> Iterator[Hold]:
+    """Holds copies of daemons with `faults=hold.fault`. One for all tests, so that they can share such a daemon."""
+    with tempfile.TemporaryDirectory(prefix="kvo-hold-", dir="/tmp") as folder:
+        yield Hold(Path(folder) / "hold")
 
 
 @pytest.fixture(scope="session")

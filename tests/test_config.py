@@ -317,6 +317,13 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["pitched_row_bytes", "kernel_row_bytes"])
+def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) -> None:
+    for text, expected in (('"auto"', "auto"), ('"28KiB"', 28 << 10), ("0", 0)):
+        assert getattr(config.load(write(tmp_path, f"[cuda]\n{key} = {text}\n")).cuda, key) == expected
+    assert "must be a number of bytes" in problems(write(tmp_path, f"[cuda]\n{key} = true\n"))[1]
+
+
 @pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
 def test_a_kernel_that_would_never_run_is_refused(tmp_path: Path, limit: str) -> None:
     path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")
@@ -441,6 +448,70 @@ def test_memory_fits_cgroup_v1_in_a_container(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="only 1 MiB are available"):
         config.check_memory_fits(2 * MIB, root)
+
+
+def huge(total: int, free: int, **others: int) -> dict[str, str]:
+    """The system's pool of huge pages."""
+    counts = {"nr_hugepages": total, "free_hugepages": free, **others}
+    return {f"sys/kernel/mm/hugepages/hugepages-2048kB/{name}": f"{count}\n" for name, count in counts.items()}
+
+
+def test_huge_pages_that_are_free_and_promised_to_nobody_fit(tmp_path: Path) -> None:
+    root = machine(tmp_path, huge(16, 12, resv_hugepages=2))
+    config.check_huge_pages_fit(20 * MIB, root)
+    with pytest.raises(ConfigError, match=r"takes 11 huge pages of 2 MiB, and 10 of 16 .*sysctl vm\.nr_hugepages=17"):
+        config.check_huge_pages_fit(20 * MIB + 1, root)
+
+
+def test_huge_pages_that_the_kernel_makes_on_demand_fit(tmp_path: Path) -> None:
+    root = machine(tmp_path, huge(0, 0, nr_overcommit_hugepages=8, surplus_hugepages=3))
+    config.check_huge_pages_fit(10 * MIB, root)
+    with pytest.raises(ConfigError, match="and 5 of 0 are free"):
+        config.check_huge_pages_fit(12 * MIB, root)
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "usage"),
+    [
+        ("0::/pod/box", "sys/fs/cgroup/pod/hugetlb.2MB.max", "sys/fs/cgroup/pod/hugetlb.2MB.current"),
+        (
+            "7:hugetlb:/box",
+            "sys/fs/cgroup/hugetlb/hugetlb.2MB.limit_in_bytes",
+            "sys/fs/cgroup/hugetlb/hugetlb.2MB.usage_in_bytes",
+        ),
+    ],
+)
+def test_huge_pages_that_a_cgroup_forbids(tmp_path: Path, line: str, limit: str, usage: str) -> None:
+    """Nothing is wrong when they are mapped: whoever touched one would be killed."""
+    files = {"proc/self/cgroup": f"{line}\n", limit: f"{8 * MIB}\n", usage: f"{2 * MIB}\n"}
+    root = machine(tmp_path, {**huge(16, 16), **files})
+    config.check_huge_pages_fit(6 * MIB, root)
+    with pytest.raises(ConfigError, match=r"takes 4 huge pages of 2 MiB, and cgroup .* allows 3 more"):
+        config.check_huge_pages_fit(8 * MIB, root)
+
+
+def test_huge_pages_of_a_kernel_that_has_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='huge_pages = "reserved": this kernel has no huge pages of 2 MiB'):
+        config.check_huge_pages_fit(1, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["transparent", "reserved"])
+def test_a_pool_file_has_the_pages_of_its_file_system(kind: str) -> None:
+    config.load(None, {"memory.huge_pages": kind})
+    config.load(None, {"memory.huge_pages": "auto", "memory.pool_file": "/dev/shm/pool"})
+    with pytest.raises(ConfigError, match=f'huge_pages = "{kind}": memory.pool_file has the pages of its file system'):
+        config.load(None, {"memory.huge_pages": kind, "memory.pool_file": "/dev/shm/pool"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("off", "off"), ("[1]", (1,)), ("[2, 0, 2]", (0, 2))])
+def test_numa_nodes(text: str, value: object) -> None:
+    assert config.load(None, {"memory.numa": text}).memory.numa == value
+
+
+@pytest.mark.parametrize("text", ["on", "0", "[]", "[-1]", "[true]", '["0"]', "0-1", "true"])
+def test_what_are_no_numa_nodes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"memory\.numa = .*: must be \"auto\", \"off\", or a list of NUMA nodes"):
+        config.load(None, {"memory.numa": text})
 
 
 def test_memory_of_a_machine_that_tells_nothing_is_not_guessed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -112,6 +113,27 @@ def test_done_gets_results_and_exceptions_on_the_loop(run: Any) -> None:
         assert log.values[3] != threading.get_ident(), "work runs in the lane's thread"
         assert log.threads == {threading.get_ident()}
         assert await lane.close(5)
+
+    run(main)
+
+
+def test_a_lane_runs_on_the_cpus_it_is_given(run: Any) -> None:
+    async def main() -> None:
+        loop, mine = asyncio.get_running_loop(), os.sched_getaffinity(0)
+        given = frozenset({max(mine)})
+        lane, other, gone = (
+            Lane("near", 2, loop, given),
+            Lane("any", 1, loop),
+            Lane("gone", 1, loop, frozenset({1 << 13})),
+        )
+        assert await lane.perform(lambda: os.sched_getaffinity(0)) == given
+        assert await other.perform(lambda: os.sched_getaffinity(0)) == mine
+        assert await gone.perform(lambda: os.sched_getaffinity(0)) == mine, (
+            "CPUs that it can't have keep it from nothing"
+        )
+        assert os.sched_getaffinity(0) == mine
+        for each in (lane, other, gone):
+            assert await each.close(5)
 
     run(main)
 

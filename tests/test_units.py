@@ -66,6 +66,24 @@ def test_every_setting_that_stays_open_has_its_reason() -> None:
         assert not re.search(rf"^{name}=", text(SERVICE), re.MULTILINE)
 
 
+def test_the_service_may_place_memory_and_threads(analyze: Path) -> None:
+    """memory.numa and a GPU's copy threads need these calls; each filter line takes away, or adds."""
+    allowed: set[str] = set()
+    for line in re.findall(r"^SystemCallFilter=(.*)$", text(SERVICE), re.MULTILINE):
+        calls = {call for group in line.removeprefix("~").split() for call in calls_of(group)}
+        allowed = allowed - calls if line.startswith("~") else allowed | calls
+    assert {"set_mempolicy", "get_mempolicy", "sched_setaffinity", "madvise", "memfd_create"} <= allowed
+
+
+def calls_of(group: str) -> set[str]:
+    """The system calls of a group, and of the groups in it."""
+    if not group.startswith("@"):
+        return {group}
+    listed = run("systemd-analyze", "syscall-filter", "--no-pager", group).stdout.splitlines()[1:]
+    names = {line.strip() for line in listed} - {""}
+    return {call for name in names if not name.startswith("#") for call in calls_of(name)}
+
+
 def test_systemd_waits_longer_than_a_drain() -> None:
     config = Config()
     waits = config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s

@@ -31,7 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     serve = add("serve", commands.serve, "Run the daemon in the foreground.")
     _add_config_options(serve)
-    serve.add_argument("--faults", metavar="TEXT", default="", help="inject faults; for tests of the daemon only")
+    serve.add_argument(
+        "--faults", metavar="TEXT", default="",
+        help='inject faults, like "delay_s=0.5,fail_every=100"; for tests of the daemon only. delay_s: each chunk of a '
+        "copy takes so much longer; hold: each waits while the file PATH exists; corrupt_every, fail_every: every Nth "
+        "load is damaged, every Nth copy fails; disk: a file that names faults of the disks",
+    )  # fmt: skip
 
     status = add("status", commands.status, "Counters and gauges of a running daemon.")
     status.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -37,6 +37,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def config_check(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cache.policy import POLICIES
+    from kvoffloadd.storage.arenafile import check_pool_fits
 
     chosen = config.load(arguments.file)
     policy = chosen.memory.policy
@@ -45,7 +46,7 @@ def config_check(arguments: argparse.Namespace) -> int:
             f'{arguments.file}: memory.policy = "{policy}": unknown; known are {", ".join(sorted(POLICIES))}'
         )
     try:
-        config.check_memory_fits(chosen.memory.capacity_bytes)
+        check_pool_fits(chosen.memory)
     except errors.ConfigError as error:
         # No error: the file may be meant for another machine.
         sys.stderr.write(f"note: it would not start here: {error}\n")

@@ -44,14 +44,21 @@ class Turn(NamedTuple):
 
 class Chunks:
     """The chunks of one copy, made as threads ask for them, and what was moved of them. `cut` turns copies into chunks.
-    `piece_bytes`: about what is made in one go, at most.
+    `piece_bytes`: about what is made in one go, at most. `at_once`: work that is small is made and cut here and now, in
+    the event loop's thread.
 
     Ownership: any thread, through the methods. `_lock` guards every field that changes; it is never held while copies
     are made, which is most of the work.
     """
 
     def __init__(
-        self, work: Work, direction: Direction, cut: Callable[[Copies], list[Copies]], piece_bytes: int
+        self,
+        work: Work,
+        direction: Direction,
+        cut: Callable[[Copies], list[Copies]],
+        piece_bytes: int,
+        *,
+        at_once: bool = True,
     ) -> None:
         self.bytes = self.descriptors = self.copies = 0
         self._work = work
@@ -60,8 +67,9 @@ class Chunks:
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()
         self._dropped = False
-        self._made = deque(cut(work.make_all(direction)) if work.small else ())
-        self._pieces = iter(()) if work.small else work.pieces(PIECE_DESCRIPTORS, piece_bytes)
+        now = work.small and at_once
+        self._made = deque(cut(work.make_all(direction)) if now else ())
+        self._pieces = iter(()) if now else work.pieces(PIECE_DESCRIPTORS, piece_bytes)
         self._next = next(self._pieces, None)
 
     @property

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -17,11 +19,14 @@ from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
 from kvoffloadd.units import parse_seconds
 
+_HOLD_POLL_S = 0.001
+
 
 class Faults(TypedDict, total=False):
     """Keyword arguments of `FaultyDevice`."""
 
     delay_s: float
+    hold: Path
     corrupt_every: int
     fail_every: int
 
@@ -36,24 +41,32 @@ class FaultyDevice:
     """`inner` with faults; takes over its `mover`. 0 plants none of a kind.
 
     `delay_s`: every chunk takes so much longer, in its lane's thread and before its first byte moves: the blocks really
-    are in use that long. `corrupt_every`: of every Nth load that is DONE one bit is
-    flipped in its destination, before `done`.
+    are in use that long. `hold`: every chunk waits in the same place for as long as this file exists, so that a test
+    decides when copies go on. `corrupt_every`: of every Nth load that is DONE one bit is flipped in its destination,
+    before `done`.
     `fail_every`: every Nth copy that is DONE is reported as FAILED instead.
     """
 
     def __init__(
-        self, inner: MovingDevice, *, delay_s: float = 0.0, corrupt_every: int = 0, fail_every: int = 0
+        self,
+        inner: MovingDevice,
+        *,
+        delay_s: float = 0.0,
+        hold: Path | None = None,
+        corrupt_every: int = 0,
+        fail_every: int = 0,
     ) -> None:
         self.kind = inner.kind
         self.planted = 0
         self._inner = inner
         self._delay_s = delay_s
+        self._hold = hold
         self._corrupt_every = corrupt_every
         self._fail_every = fail_every
         self._loads = 0
         self._copies = 0
         self._move = inner.mover
-        if delay_s > 0:
+        if delay_s > 0 or hold is not None:
             inner.mover = self._move_late
 
     def map(self, fd: int, peer_uid: int) -> Allocation:
@@ -99,6 +112,8 @@ class FaultyDevice:
 
     def _move_late(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
         time.sleep(self._delay_s)
+        while self._hold is not None and os.path.exists(self._hold):
+            time.sleep(_HOLD_POLL_S)
         self._move(src, dst, size)
 
     def _plant(self, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
@@ -130,7 +145,7 @@ def _is_nth(count: int, every: int) -> bool:
 
 
 def parse_faults(text: str) -> Faults:
-    """Faults from text like "delay_s=0.5,corrupt_every=100"; empty text: none.
+    """Faults from text like "delay_s=0.5,corrupt_every=100"; empty text: none. A path has no comma.
 
     Raises:
         ConfigError: an unknown, repeated or ill-typed fault.
@@ -143,6 +158,8 @@ def parse_faults(text: str) -> Faults:
         try:
             if name == "delay_s":
                 faults["delay_s"] = parse_seconds(value)
+            elif name == "hold":
+                faults["hold"] = _parse_path(value)
             elif name == "corrupt_every":
                 faults["corrupt_every"] = _parse_count(value)
             elif name == "fail_every":
@@ -152,6 +169,12 @@ def parse_faults(text: str) -> Faults:
         except ValueError as error:
             raise ConfigError(f"faults: {name}={value}: {error}") from None
     return faults
+
+
+def _parse_path(text: str) -> Path:
+    if not text:
+        raise ValueError("must be a path")
+    return Path(text)
 
 
 def _parse_count(text: str) -> int:

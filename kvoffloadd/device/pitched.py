@@ -14,7 +14,10 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import BoolArray, I64Array, U64Array
 
 ROWS_MIN = 8
-"""A pitched copy is a call of its own, which costs as much as some descriptors of a batch."""
+"""A pitched copy takes the driver as long as some single copies."""
+
+LAGS = 16
+"""Most rows of a key in one layer: its blocks, where none lie side by side."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +46,44 @@ def pitch(
     rows_min: int = ROWS_MIN,
     pitch_max_bytes: int,
 ) -> Pitched:
-    """The same bytes, neighbours in the arrays that lie evenly apart taken together.
+    """The same bytes, rows that lie evenly apart taken together. Those of a run are neighbours in the arrays, or every
+    2nd, up to every `LAGS`th: the blocks of a key come layer by layer.
 
     `src_ends`, `dst_ends`: u64, ascending, where memories end that a pitched copy may not reach beyond. `rows_min`: at
     least 2; shorter runs stay single copies. `pitch_max_bytes`: the largest distance that the driver takes.
     """
+    runs, rest = [], copies
+    for lag in range(1, LAGS + 1):
+        if lag > 1 and not _repeats(rest, lag):
+            continue
+        order = np.concatenate([np.arange(first, len(rest), lag) for first in range(lag)])
+        found, single = _neighbours(_only(rest, order), src_ends, dst_ends, rows_min, pitch_max_bytes)
+        runs.append(found)
+        rest = _only(rest, np.sort(order[single]))
+    src, dst, width, height, src_pitch, dst_pitch = (np.concatenate(column) for column in zip(*runs, strict=True))
+    return Pitched(src, dst, width, height, src_pitch, dst_pitch, rest)
+
+
+def _only(copies: Copies, rows: I64Array) -> Copies:
+    descriptors = copies.descriptors * len(rows) // max(len(copies), 1)
+    return Copies(copies.src[rows], copies.dst[rows], copies.size[rows], descriptors)
+
+
+def _repeats(rows: Copies, lag: int) -> bool:
+    """Whether many rows (a 32nd) are as far from the one `lag` before as from the one `lag` behind, on both sides."""
+    if len(rows) <= 2 * lag:
+        return False
+    even = np.ones(len(rows) - 2 * lag, bool)
+    for side in (rows.src, rows.dst):
+        step = side[lag:] - side[:-lag]
+        even &= step[lag:] == step[:-lag]
+    return 32 * int(np.count_nonzero(even)) >= len(rows)
+
+
+def _neighbours(
+    copies: Copies, src_ends: U64Array, dst_ends: U64Array, rows_min: int, pitch_max_bytes: int
+) -> tuple[tuple[U64Array, ...], I64Array]:
+    """The runs of neighbours in the arrays, with the fields of `Pitched`, and the indices of the rows in none."""
     src, dst, size = copies.src, copies.dst, copies.size
     src_step, dst_step = src[1:] - src[:-1], dst[1:] - dst[:-1]  # modulo 2^64: steps back are larger than any pitch
     most = np.uint64(pitch_max_bytes)
@@ -58,10 +94,8 @@ def pitch(
     first, rows = _runs(np.flatnonzero(begins), even, rows_min)
     single = np.ones(len(size), bool)
     single[_each(first, rows)] = False
-    descriptors = copies.descriptors * int(np.count_nonzero(single)) // max(len(size), 1)
-    rest = Copies(src[single], dst[single], size[single], descriptors)
-    height = rows.astype(np.uint64)
-    return Pitched(src[first], dst[first], size[first], height, src_step[first], dst_step[first], rest)
+    found = src[first], dst[first], size[first], rows.astype(np.uint64), src_step[first], dst_step[first]
+    return found, np.flatnonzero(single)
 
 
 def _within(addresses: U64Array, ends: U64Array) -> BoolArray:

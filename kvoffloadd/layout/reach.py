@@ -40,16 +40,6 @@ class Reach:
             case GroupKind.MAMBA:
                 return max(0, tokens - 1)
 
-    def wanted(self, remote: int, local: int) -> range:
-        """Blocks to load for a prefix of `remote` blocks when the first `local` are here.
-
-        Raises UsageError if more are here than there: nothing was to be loaded.
-        """
-        if not 0 <= local <= remote:
-            raise UsageError(f"{local} blocks are here, only {remote} there: more local than remote")
-        needed = self.blocks(remote * self.block_size)
-        return range(max(local, needed.start), remote) if local < remote else range(remote, remote)
-
 
 def clip(blocks: range, window: int, block_size: int) -> range:
     """The last of these blocks, `ceil(window / block_size) + 1`: what engines ask for, wherever a prefix may end."""

@@ -108,6 +108,8 @@ def _memory(status: Status) -> Iterator[Metric]:
     uses = [((use,), memory[f"{use}_bytes"]) for use in ("used", "free", "unassigned", "tail")]
     yield _gauge("memory_capacity_bytes", "Size of the memory tier.", _one(memory["capacity_bytes"]))
     yield _gauge("memory_bytes", "Bytes of the memory tier, by use.", uses, "use")
+    huge = _one(memory["huge_bytes"]) if "huge_bytes" in memory else []
+    yield _gauge("memory_huge_bytes", "Bytes of the memory tier in huge pages, once it is prefaulted.", huge)
     yield _gauge("memory_keys", "Keys in memory, complete or not.", _one(cache["keys"]))
     yield _gauge("index_bytes", "Private memory that the index of the memory tier takes.", _one(cache["index_bytes"]))
     yield _gauge("unsealed_payloads", "Stored payloads that wait for their checksum.", _one(cache["unsealed"]))

@@ -55,7 +55,7 @@ def load_operations(layout: Layout, tokens: int, config: Config | None = None) -
     config = config or Config()
     work = _work(layout, layout.needed_blocks(tokens))
     single = _chunks(work, config, partial(_cut_single, config))
-    pitched = [_runs(chunk) for chunk in _chunks(work, config, partial(_cut_pitched, config))]
+    pitched = [_runs(chunk) for chunk in _chunks(work, config, partial(_cut_pitched, config), at_once=False)]
     staged = list(_chunks(work, config, partial(_cut_staged, config)))
     sizes = [len(chunk) for chunk in single]
     return Operations(
@@ -102,17 +102,17 @@ def _tensors(layout: Layout, num_blocks: int) -> Tensors:
     return Tensors.of(tensors)
 
 
-def _chunks(work: BlockWork, config: Config, cut: _Cut) -> Iterator[Copies]:
-    """As the threads of the daemon's lanes take them."""
+def _chunks(work: BlockWork, config: Config, cut: _Cut, *, at_once: bool = True) -> Iterator[Copies]:
+    """As the threads of the daemon's lanes take them. `at_once`: see `Chunks`."""
     found: list[Copies] = []
-    chunks = Chunks(work, Direction.LOAD, cut, config.copy.chunk_bytes)
+    chunks = Chunks(work, Direction.LOAD, cut, config.copy.chunk_bytes, at_once=at_once)
     while chunks.copy_next(lambda src, dst, size: found.append(Copies(src, dst, size, len(size)))):
         yield from found
         found.clear()
     yield from found
 
 
-# --- as `CudaDevice` has it, with one way forced ---
+# --- as `RowCopier` has it, with one way forced ---
 
 
 def _cut_single(config: Config, copies: Copies) -> list[Copies]:

@@ -28,10 +28,13 @@ from typing import Final, Self
 import numpy as np
 import xxhash
 
-from kvoffloadd.errors import ConfigError
-from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.config import MemoryConfig, check_huge_pages_fit, check_memory_fits
+from kvoffloadd.errors import ConfigError, LimitError
+from kvoffloadd.hugepages import huge_bytes
+from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
+from kvoffloadd.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
 from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, this_process
+from kvoffloadd.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,7 @@ _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity byte
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
 _OWNER_AT = 520  # in the header's page, see `arenaowner`
-_ALIGN_BYTES = 2 << 20
-_HUGE_BYTES = 2 << 20
+_ALIGN_BYTES = HUGE_PAGE_BYTES
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -58,7 +60,9 @@ END_S = 30.0
 class ArenaFile:
     """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte.
 
-    `is_old`: another process made and filled it. `seed`: secret of the process that made it.
+    `is_old`: another process made and filled it. `seed`: secret of the process that made it. `reserved`: it lies in
+    huge pages that the system has set aside. `huge_bytes`: of the arena, in huge pages of any kind; 0 before it is
+    populated, None if this kernel does not tell.
     """
 
     def __init__(self, fd: int, capacity_bytes: int, slab_bytes: int, *, is_old: bool) -> None:
@@ -68,7 +72,11 @@ class ArenaFile:
         self.fd: Final = fd
         self.is_old: Final = is_old
         self.capacity_bytes: Final = capacity_bytes
-        self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes, block_bytes(fd))
+        page_bytes = block_bytes(fd)
+        self.reserved: Final = page_bytes >= HUGE_PAGE_BYTES
+        self.huge_bytes: int | None = 0
+        self._populate_step_bytes = max(page_bytes, POPULATE_STEP_BYTES)
+        self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes, page_bytes)
         begin = arena_offset(capacity_bytes, slab_bytes)
         self._mapping = Mapping.map_fd(fd, self.size_bytes)
         self._mapping.leave_out_of_dumps()
@@ -90,14 +98,40 @@ class ArenaFile:
         self._sequence = max(self._names(0)[0], self._names(1)[0])
 
     @classmethod
-    def make(cls, capacity_bytes: int, slab_bytes: int) -> Self:
-        """A new memfd of zeros, sealed against other sizes."""
-        fd = create_memfd("kvoffloadd-arena", file_bytes(capacity_bytes, slab_bytes))
-        return cls(fd, capacity_bytes, slab_bytes, is_old=False)
+    def make(cls, capacity_bytes: int, slab_bytes: int, *, reserved: bool = False) -> Self:
+        """A new memfd of zeros, sealed against other sizes. `reserved`: of huge pages that the system has set aside.
+
+        Raises:
+            ConfigError: there are not enough of those.
+        """
+        size_bytes = file_bytes(capacity_bytes, slab_bytes, HUGE_PAGE_BYTES if reserved else PAGE_BYTES)
+        fd = create_memfd("kvoffloadd-arena", size_bytes, reserved=reserved)
+        try:
+            return cls(fd, capacity_bytes, slab_bytes, is_old=False)  # the mapping reserves all pages, or fails
+        except LimitError as error:
+            os.close(fd)
+            if not reserved:
+                raise
+            raise ConfigError(
+                f'memory.huge_pages = "reserved": {size_bytes // HUGE_PAGE_BYTES} huge pages can\'t be had ({error}): '
+                "others were promised those that are free, or a cpuset or a cgroup keeps them from this process"
+            ) from None
+
+    def ask_for_huge_pages(self) -> None:
+        """The kernel gives transparent huge pages where it may and has them, for what is not populated yet."""
+        self._mapping.ask_for_huge_pages()
+        self._populate_step_bytes = HUGE_PAGE_BYTES
 
     def populate(self, threads: int, stop: threading.Event) -> None:
         """Make the kernel provide every page, until `stop` is set. Blocks. Raises ResourceError if it has none."""
-        populate(self._mapping.address, self.size_bytes, threads, stop, fd=self.fd)
+        address, step_bytes = self._mapping.address, self._populate_step_bytes
+        populate(address, self.size_bytes, threads, stop, fd=self.fd, step_bytes=step_bytes)
+
+    def count_huge_pages(self) -> None:
+        """Sets `huge_bytes`, once the arena is populated. Blocks. Safe beside `close`."""
+        self.huge_bytes = found = huge_bytes(self.address, self.capacity_bytes)
+        if found:
+            log.info("memory: %s of %s are in huge pages", format_bytes(found), format_bytes(self.capacity_bytes))
 
     # --- starts that fail ---
 
@@ -152,6 +186,14 @@ class ArenaFile:
         os.close(self.fd)
 
 
+def check_pool_fits(memory: MemoryConfig) -> None:
+    """Raises ConfigError if this machine has no room for a new pool: of huge pages, or of memory."""
+    if memory.huge_pages == "reserved":
+        check_huge_pages_fit(file_bytes(memory.capacity_bytes, memory.slab_bytes, HUGE_PAGE_BYTES))
+    else:
+        check_memory_fits(memory.capacity_bytes)
+
+
 def inherit(
     fd: int | None, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]
 ) -> ArenaFile | None:
@@ -164,7 +206,8 @@ def inherit(
     pid = _await_owner(fd)
     reason = f"process {pid} still has it" if pid else unfit(fd, capacity_bytes, slab_bytes)
     if not reason:
-        check_fits(lacking_bytes(fd))
+        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
+            check_fits(lacking_bytes(fd))
         return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
     log.warning("memory: a cold start, the old pool can't be used: %s", reason)
     if pid:
@@ -205,7 +248,7 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         if os.fstat(fd).st_size:
             log.warning("memory: a cold start, %s can't be used: %s", path, reason)
         os.ftruncate(fd, 0)
-        if block_bytes(fd) < _HUGE_BYTES:  # such pages are no part of the memory that is available
+        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
             check_fits(capacity_bytes)
         empty_file(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
         return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=False)

@@ -79,6 +79,8 @@ class MemoryTier:
         """
         with self._prefaulting:
             self.pool.populate(threads, self._closed)
+        if not self._closed.is_set():
+            self.pool.count_huge_pages()
 
     def close(self) -> None:
         """Unmap. The caller guarantees that nothing reads or writes the arena any more."""
@@ -203,7 +205,9 @@ class MemoryTier:
         return True
 
     def gauges(self) -> dict[str, int]:
-        """Bytes by use: capacity = used + free + unassigned + tail (what no slot of a slab's size covers)."""
+        """Bytes by use: capacity = used + free + unassigned + tail (what no slot of a slab's size covers). And
+        `huge_bytes`: in huge pages, if the kernel tells.
+        """
         used = int((self._slab_used * self._slab_size).sum())  # not slab by slab: a TiB has 16,384
         free = sum(pool.num_free * pool.pages for pool in self._sizes.values())
         unassigned = len(self._unassigned) * self.slab_pages
@@ -211,7 +215,9 @@ class MemoryTier:
             unassigned -= self.slab_pages - self._slab_length(self.num_slabs - 1)
         tail = self.num_pages - used - free - unassigned
         figures = {"capacity": self.num_pages, "used": used, "free": free, "unassigned": unassigned, "tail": tail}
-        return {f"{name}_bytes": pages * PAGE_BYTES for name, pages in figures.items()}
+        huge_bytes = self.pool.huge_bytes
+        huge = {} if huge_bytes is None else {"huge_bytes": huge_bytes}
+        return {f"{name}_bytes": pages * PAGE_BYTES for name, pages in figures.items()} | huge
 
     def owned(self, slabs: range) -> tuple[U32Array, U32Array]:
         """First pages, ascending, of the slots in these slabs that are taken, and their owners."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvoffloadd.layout import LayerSpec
-    from scripts.accuracy.layouts import Memory
+    from scripts.harness.layers import LayerMemory
 
 torch: Any = importlib.import_module("torch")
 
@@ -46,7 +46,7 @@ Tables = dict[int, Any]
 class PagedModel:
     """`computed`: tokens of prompts so far."""
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: LayerMemory) -> None:
         self.computed = 0
         self._model = model
         group_of = {layer: group.group for group in memory.groups for layer in group.layers}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvoffloadd.client import GroupKind
 from kvoffloadd.layout import (
@@ -13,14 +12,11 @@ from kvoffloadd.layout import (
     TRITON_NHD,
     Attention,
     Backend,
-    CanonicalCache,
     LayerGroup,
     LayerKind,
     LayerSpec,
     Mamba,
-    Plan,
     State,
-    canonicalise,
     cross_layers,
     packed_pages,
     packed_rows,
@@ -39,32 +35,15 @@ from scripts.accuracy.model import (
     layer_name,
 )
 from scripts.accuracy.task import WINDOW
+from scripts.harness.layers import LayerMemory, allocated, apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-torch: Any = importlib.import_module("torch")
+    from collections.abc import Callable, Mapping
 
 BLOCK = 8
 """Tokens."""
 
 RECENT, STATE = State((TAPS, WIDTH), "bfloat16"), State((HEADS, STATE_SIZE), "float32")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """`layers`: of each its tensor, or the list of those that it has. `flat`: int8, every byte there is."""
-
-    specs: Mapping[str, LayerSpec]
-    groups: Sequence[LayerGroup]
-    layers: Mapping[str, Any]
-    cache: CanonicalCache
-    flat: Sequence[Any]
-
-    def wipe(self) -> None:
-        """All that can be a number is none, so that whatever is read without having been loaded spoils an answer."""
-        for one in self.flat:
-            one.fill_(-1)
 
 
 def described(backend: Backend | int, kernel_blocks: int = 1, *, windows: bool = True) -> dict[str, LayerSpec]:
@@ -87,43 +66,27 @@ def grouped(specs: Mapping[str, LayerSpec]) -> list[LayerGroup]:
     return [LayerGroup(at, tuple(layers)) for at, layers in enumerate(filter(None, kinds.values()))]
 
 
-def _apart(num_blocks: int) -> Memory:
-    """K, V and each state in a tensor of its own."""
+def _apart(num_blocks: int) -> LayerMemory:
     specs = described(0)
-    groups = grouped(specs)
-    half = State((BLOCK, HEADS, HEAD_SIZE), "bfloat16")
-    layers = {
-        name: [
-            torch.zeros(num_blocks, *one.shape, dtype=getattr(torch, one.dtype))
-            for one in (spec.states if isinstance(spec, Mamba) else (half, half))
-        ]
-        for name, spec in specs.items()
-    }
-    flat = [one.view(-1).view(torch.int8) for layer in layers.values() for one in layer]
-    return Memory(specs, groups, layers, canonicalise(layers, specs, groups), flat)
+    return apart(specs, grouped(specs), num_blocks)
 
 
-def _planned(plan: Plan) -> Memory:
-    made = plan.allocate()
-    return Memory(plan.specs, plan.groups, made.layers, made.cache, [one.view(-1) for one in made.tensors])
-
-
-def _crossed(backend: Backend, kernel_blocks: int = 1) -> Callable[[int], Memory]:
+def _crossed(backend: Backend, kernel_blocks: int = 1) -> Callable[[int], LayerMemory]:
     specs = described(backend, kernel_blocks)
-    return lambda num_blocks: _planned(cross_layers(specs, grouped(specs), num_blocks))
+    return lambda num_blocks: allocated(cross_layers(specs, grouped(specs), num_blocks))
 
 
-def _rows(num_blocks: int) -> Memory:
+def _rows(num_blocks: int) -> LayerMemory:
     specs = described(FLASHINFER_HND)
-    return _planned(packed_rows(specs, grouped(specs), num_blocks))
+    return allocated(packed_rows(specs, grouped(specs), num_blocks))
 
 
-def _pages(num_blocks: int) -> Memory:
+def _pages(num_blocks: int) -> LayerMemory:
     """Layers on a page are of one kind."""
-    return _planned(packed_pages(described(TRITON_HND, windows=False), 2, num_blocks))
+    return allocated(packed_pages(described(TRITON_HND, windows=False), 2, num_blocks))
 
 
-LAYOUTS: dict[str, Callable[[int], Memory]] = {
+LAYOUTS: dict[str, Callable[[int], LayerMemory]] = {
     "by-layer": _apart,
     "cross-layer": _crossed(TRITON_NHD),
     "heads first": _crossed(TRITON_HND),

@@ -88,9 +88,14 @@ class Worker:
 
     def compute(self) -> Any:
         """Compute the prompts, and answer; see `_answer`."""
-        self.memory.wipe()
+        self._wipe()
         self._model.prefill(self._prompts.tokens, self._source)
         return self._answer(self._source)
+
+    def _wipe(self) -> None:
+        """All that can be a number is none, so that whatever is read without having been loaded spoils an answer."""
+        for one in self.memory.flat:
+            one.fill_(-1)
 
     def store(self) -> None:
         """All blocks of the prompts, which were computed before."""
@@ -103,7 +108,7 @@ class Worker:
 
     def restore(self, control: Control | None = None) -> Any:
         """Load what the prompts' ends need, everything else lost, and answer. Raises DaemonError: it is not there."""
-        self.memory.wipe()
+        self._wipe()
         tables = {group: torch.full_like(table, NOWHERE) for group, table in self._target.items()}
         needed = {group: reach.blocks(PROMPT_TOKENS) for group, reach in self._reaches.items()}
         first = {group: blocks.start for group, blocks in needed.items()}

@@ -131,7 +131,7 @@ def serve(path: str, count: int, policy: str) -> int:
 
     sizes = {"capacity_bytes": str(count * PAGE_BYTES + SPARE_BYTES), "slab_bytes": str(SLAB_BYTES), "policy": policy}
     chosen = config.load(None, {"server.socket": path} | {f"memory.{name}": value for name, value in sizes.items()})
-    with mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache, check_memory_fits=lambda _bytes: None):
+    with mock.patch.multiple(daemon, MemoryTier=SparseTier, Cache=FilledCache, check_pool_fits=lambda _memory: None):
         return daemon.run(chosen)
 
 

@@ -93,6 +93,10 @@ class TimedDriver(Driver):
         with self.calls:
             return super().copy_pitched(runs, stream)
 
+    def copy_pitched_batch(self, runs: Pitched, most: int, stream: int, *, sources_final: bool = False) -> int:
+        with self.calls:
+            return super().copy_pitched_batch(runs, most, stream, sources_final=sources_final)
+
 
 class TimedStream(CopyStream):
     """Counts all of `run` in `ran`, and in `submitted` what of it is no waiting."""

@@ -14,7 +14,7 @@ from kvoffloadd.planner import read_model
 from kvoffloadd.planner.heads import Heads
 from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, ShortConv
 from scripts.harness.process import ROOT
-from tests.planner.published import CONFIGS
+from scripts.harness.published import CONFIGS
 
 if TYPE_CHECKING:
     from kvoffloadd.planner import ModelConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILES = {path.stem: path for path in sorted((ROOT / "tests" / "planner" / "data").glob("*.json"))}
 NAMES = tuple(sorted({*FILES, *CONFIGS}))
-"""Those whose configs the planner's tests have."""
+"""Those in `tests/planner/data` and `published`."""
 EACH_KIND = 3
 """Layers of each kind that a small model has unless told; and one layer more, so that groups are uneven."""
 HEADS, HEAD_SIZE, STATE_HEADS = 2, 16, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
+from scripts.harness.wait import until
 from tests.device.memory import Made, address, noise, u64
 
 if TYPE_CHECKING:
@@ -60,17 +62,32 @@ async def test_without_faults_it_is_the_inner_device() -> None:
     assert await device.close(5)
 
 
-async def test_delay_keeps_the_bytes_in_use_until_done() -> None:
+async def test_with_a_delay_copies_take_longer() -> None:
     device = FaultyDevice(host(), delay_s=0.2)
     src, dst = noise(4096), np.zeros(4096, np.uint8)
-    copy, future = begin(device, src, dst)
-    await asyncio.sleep(0.1)
-    copy.cancel()
-    assert not future.done(), "the chunk has begun: cancel can't end it"
-    assert not dst.any(), "and its bytes move at the end of the delay"
-    result = await future
+    result = await copied(device, src, dst)
     assert result.outcome is Outcome.DONE
     assert result.seconds >= 0.2
+    assert np.array_equal(src, dst)
+    assert await device.close(5)
+
+
+async def test_held_chunks_keep_the_bytes_in_use_for_as_long_as_the_file_exists(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    device = FaultyDevice(host(), hold=hold)
+    src, dst = noise(4096), np.zeros(4096, np.uint8)
+    assert (await copied(device, src, dst)).outcome is Outcome.DONE, "there is no file yet"
+    dst[:] = 0
+    hold.touch()
+    copy, future = begin(device, src, dst)
+    await asyncio.to_thread(until, lambda: device.gauges()["load_running"] == 1 or future.done(), "the chunk has begun")
+    copy.cancel()
+    await asyncio.sleep(0.05)
+    assert not future.done(), "the chunk has begun: cancel can't end it"
+    assert not dst.any()
+    assert not await device.close(0.05), "the end waits no longer than for a slow copy"
+    hold.unlink()
+    assert (await future).outcome is Outcome.DONE
     assert np.array_equal(src, dst)
     assert await device.close(5)
 
@@ -112,16 +129,18 @@ async def test_every_nth_copy_fails() -> None:
         ("delay_s=0.5,corrupt_every=100", {"delay_s": 0.5, "corrupt_every": 100}),
         (" fail_every = 3 , ", {"fail_every": 3}),
         ("delay_s=0", {"delay_s": 0.0}),
+        ("hold=/run/hold it, fail_every=3", {"hold": Path("/run/hold it"), "fail_every": 3}),
     ],
 )
-def test_faults_from_text(text: str, faults: dict[str, float]) -> None:
+def test_faults_from_text(text: str, faults: dict[str, float | Path]) -> None:
     assert parse_faults(text) == faults
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("delay=1", 'unknown "delay"; there are delay_s, corrupt_every, fail_every'),
+        ("delay=1", 'unknown "delay"; there are delay_s, hold, corrupt_every, fail_every'),
+        ("hold=", "hold=: must be a path"),
         ("delay_s", "delay_s=: must be a number of seconds"),
         ("delay_s=-1", "number of seconds"),
         ("delay_s=inf", "number of seconds"),

@@ -102,3 +102,32 @@ def test_a_block_of_many_layers_is_one_run(direction: Direction) -> None:
     src, dst = ("memory", "payload") if direction is Direction.STORE else ("payload", "memory")
     assert set(runs.src_pitch.tolist()) == {apart[src]}
     assert set(runs.dst_pitch.tolist()) == {apart[dst]}
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("blocks_per_key", [2, 5, 16])
+def test_the_blocks_of_a_key_are_runs_each(direction: Direction, blocks_per_key: int) -> None:
+    """A payload has all blocks of a layer, and then those of the next one. Blocks side by side are one row."""
+    layers, row, blocks, keys = 40, 4096, 4000, 12
+    tensors = [Tensor((1 << 40) + layer * blocks * row, blocks, row, row) for layer in range(layers)]
+    plan = GroupPlan.build(tensors, [Ref(layer, 0, row) for layer in range(layers)], blocks_per_key)
+    ids = (2 * np.random.default_rng(1).permutation(blocks // 2)[: keys * blocks_per_key]).astype(np.uint32)
+    ids = ids.reshape(keys, blocks_per_key)
+    ids[0] = 1 + 2 * np.arange(blocks_per_key)  # apart, as all, but evenly
+    ids[1] = 1001 + np.arange(blocks_per_key)  # side by side: one row a layer
+    ids[2, :2] = 3001, 3002
+    slots: U64Array = np.arange(keys, dtype=np.uint64) * np.uint64(plan.payload_bytes) + np.uint64(1 << 44)
+    copies = make_copies(direction, *plan.expand(ids, slots), layers * keys * blocks_per_key)
+    runs = pitch(copies, NOWHERE, NOWHERE, pitch_max_bytes=1 << 31)
+    assert rows_of(runs) == rows_of(pitch(copies, NOWHERE, NOWHERE, pitch_max_bytes=0))
+    rows = runs.height.sum() + len(runs.rest)
+    assert (rows, len(runs.rest)) == (len(copies), 0)
+    assert len(runs) <= keys * blocks_per_key + layers, "far fewer than rows"
+
+
+def test_rows_without_a_pattern_stay_as_they_are(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    src, dst = (rng.permutation(5000).astype(np.uint64) * np.uint64(100) for _ in range(2))
+    runs = pitch(Copies(src, dst, np.full(5000, 90, np.uint64), 5000), NOWHERE, NOWHERE, pitch_max_bytes=1 << 31)
+    assert (len(runs), runs.rest.src.tolist(), runs.rest.dst.tolist()) == (0, src.tolist(), dst.tolist())
+    assert runs.rest.descriptors == 5000

@@ -153,6 +153,17 @@ def test_small_work_is_made_at_once(keys: int, small: bool) -> None:
     assert chunks.share(2) == 2
 
 
+def test_small_work_that_is_not_made_at_once_is_made_by_who_takes_it() -> None:
+    seen: list[int] = []
+    work = big(SMALL_DESCRIPTORS // 32, 32)
+    chunks = Chunks(work, Direction.LOAD, cutter(seen), 1 << 30, at_once=False)
+    assert (seen, chunks.share(2)) == ([], 2)
+    while chunks.copy_next(nothing):
+        pass
+    assert sum(seen) == work.descriptors
+    assert chunks.complete
+
+
 def test_what_is_not_wanted_costs_nothing() -> None:
     """Keys named again and again with no block, of a plan of half a million descriptors: a load may have thousands."""
     per_key, runs, keys = 32, 16_384, 4000

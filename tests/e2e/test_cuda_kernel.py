@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, Outcome, Ref
+from kvoffloadd.client import Group, GroupKind, Ref
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.e2e import gpu_rank
 from tests.e2e.gpu_rank import Where
 from tests.e2e.rank import HYBRID, Rank, new_keys
+from tests.e2e.small_rows import KEYS, roundtrip, roundtrips_that_may_fail
 
 Start = Callable[..., Daemon]
 
 KERNEL = ("cuda.kernel_row_bytes=1GiB", "cuda.kernel_chunk_bytes=1B", "cuda.staging_bytes=1MiB")
-KEYS = 8
 ODD = (
     Group(0, GroupKind.FULL, 16, refs=(Ref(0, 3, 257, 16, 300), Ref(1, 1, 4001)), blocks_per_key=2),
     Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4003, 13, 9, 14), Ref(0, 4900, 41)), window_keys=2),
@@ -34,20 +34,6 @@ def needs_software() -> None:
 
 def driver(faults: str = "", **settings: Any) -> dict[str, Any]:
     return {"faults": faults, "cupy": True, **settings}
-
-
-def roundtrip(daemon: Daemon, groups: tuple[Group, ...], seed: int, keys: int = KEYS, kind: str = "one") -> None:
-    rng = np.random.default_rng(seed)
-    where = Where("cuda", kind=kind)
-    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=where, num_blocks=8 * keys))
-    wanted = {one.group: (new_keys(rng, keys), rank.blocks_of(one.group, 2 * keys * one.group, keys)) for one in groups}
-    assert rank.store(wanted).outcome is Outcome.DONE
-    rank.wipe()
-    assert rank.load(wanted).outcome is Outcome.DONE
-    assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0] * len(groups)
-    for group, (_, blocks) in wanted.items():
-        rank.wipe_loaded(group, blocks)
-    assert rank.clean()
 
 
 def kernel_chunks(daemon: Daemon) -> int:
@@ -126,17 +112,7 @@ def test_a_gpu_without_room_for_the_buffer(start_daemon: Start, seed: int) -> No
 @pytest.mark.parametrize("every", [3, 8])
 def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> None:
     daemon = start_daemon(*KERNEL, driver=driver(f"fail_submit_every={every}"))
-    rng = np.random.default_rng(seed)
-    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=ODD, where=Where("cuda")))
-    done = 0
-    for _ in range(12):
-        wanted = {one.group: (new_keys(rng, 3), rank.blocks_of(one.group, 20 * one.group, 3)) for one in ODD}
-        rank.store(wanted)
-        rank.wipe()
-        if rank.load(wanted).outcome is Outcome.DONE:
-            done += 1
-            assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0, 0]
-    assert done > 0
+    roundtrips_that_may_fail(daemon, ODD, seed)
 
 
 def test_workers_die_while_rows_are_moved(start_daemon: Start, seed: int) -> None:

@@ -21,10 +21,10 @@ from kvoffloadd.sharedmem import create_memfd
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpu import GpuBuffer
 from scripts.harness.process import ROOT
-from scripts.harness.wait import until
+from scripts.harness.wait import HANG_S, until
 from tests import softcuda
 from tests.e2e import gpu_rank
-from tests.e2e.daemons import gpu_mappings
+from tests.e2e.daemons import Hold, gpu_mappings
 from tests.e2e.gpu_rank import HOST, Where
 from tests.e2e.rank import NAMESPACE, Rank, new_keys
 
@@ -33,7 +33,6 @@ Start = Callable[..., Daemon]
 MIB = 1 << 20
 ONE, CHUNKS = Where(kind="one"), Where(kind="chunks")
 CYCLES = 20
-DELAY_S = 0.4
 UNREGISTERED_PIECE_S = 0.2
 """How long a piece of the arena takes to pin, where that is slow."""
 PAGE_GROUP = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": 4096}]}
@@ -56,17 +55,20 @@ def roundtrip(rank: Rank, seed: int) -> None:
 
 
 @pytest.mark.parametrize("where", [ONE, CHUNKS], ids=["one", "chunks"])
-def test_unregister_waits_for_running_copies_and_unmaps(start_daemon: Start, seed: int, where: Where) -> None:
-    daemon = start_daemon(faults=f"delay_s={DELAY_S}")
+def test_unregister_waits_for_running_copies_and_unmaps(
+    start_daemon: Start, hold: Hold, seed: int, where: Where
+) -> None:
+    daemon = start_daemon(faults=hold.fault)
     rank = rank_of(daemon, where=where)
     keys = new_keys(np.random.default_rng(seed), 4)
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
     call = threading.Thread(target=rank.client.unregister, args=(rank.registration,))
-    call.start()
-    until(lambda: daemon.sessions()[0]["registrations"] == 0, "no new job can name it")
-    assert daemon.status()["running"]["jobs"] == 1
-    assert gpu_mappings(daemon) >= 1
-    call.join(10.0)
+    with hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+        call.start()
+        until(lambda: daemon.sessions()[0]["registrations"] == 0, "no new job can name it")
+        assert daemon.status()["running"]["jobs"] == 1
+        assert gpu_mappings(daemon) >= 1
+    call.join(HANG_S)
     assert gpu_mappings(daemon) == 0
     assert rank.wait(job).outcome is Outcome.DONE
 

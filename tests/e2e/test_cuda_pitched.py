@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, Outcome, Ref
+from kvoffloadd.client import Group, GroupKind, Ref
 from scripts.harness.daemon import Daemon
-from tests.e2e.gpu_rank import Where
-from tests.e2e.rank import HYBRID, Rank, new_keys
+from tests.e2e.rank import HYBRID
+from tests.e2e.small_rows import KEYS, roundtrip, roundtrips_that_may_fail
 
 Start = Callable[..., Daemon]
 
 PITCHED = "cuda.pitched_row_bytes=1GiB"
-KEYS = 8
 ROWS = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 8, 256, 16, 300),)),)
 """A block is 16 rows in one allocation, which lie evenly apart."""
 MIXED = (
@@ -23,20 +21,6 @@ MIXED = (
     Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4001, 13, 9, 14), Ref(0, 4900, 40)), window_keys=2),
 )
 """Two runs of rows of unequal length, and rows that belong to none."""
-
-
-def roundtrip(daemon: Daemon, groups: tuple[Group, ...], seed: int, kind: str = "one") -> Rank:
-    rng = np.random.default_rng(seed)
-    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=Where("cuda", kind=kind)))
-    wanted = {one.group: (new_keys(rng, KEYS), rank.blocks_of(one.group, 20 * one.group, KEYS)) for one in groups}
-    assert rank.store(wanted).outcome is Outcome.DONE
-    rank.wipe()
-    assert rank.load(wanted).outcome is Outcome.DONE
-    assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0] * len(groups)
-    for group, (_, blocks) in wanted.items():
-        rank.wipe_loaded(group, blocks)
-    assert rank.clean()
-    return rank
 
 
 def pitched_copies(daemon: Daemon) -> int:
@@ -74,6 +58,18 @@ def test_large_rows_go_one_by_one(start_daemon: Start, seed: int) -> None:
     assert pitched_copies(daemon) == 0
 
 
+@pytest.mark.parametrize(("faults", "told"), [("no_pitched_batch", 0), ("pitched_batch_error=801", 2)])
+def test_runs_go_one_by_one_where_the_driver_takes_no_batch_of_them(
+    start_daemon: Start, seed: int, faults: str, told: int
+) -> None:
+    daemon = start_daemon(PITCHED, driver={"faults": faults})
+    for round_ in range(3):
+        roundtrip(daemon, ROWS, seed + round_)
+    assert pitched_copies(daemon) == 3 * 2 * KEYS
+    assert daemon.log().count("cuMemcpy3DBatchAsync failed") == told  # one stream each way
+    assert "cuMemcpy2DAsync failed" not in daemon.log()
+
+
 @pytest.mark.parametrize("driver", [{"faults": "pitched_error=1"}, {"faults": "pitched_error=801"}])
 def test_a_driver_that_refuses_is_asked_once(start_daemon: Start, seed: int, driver: dict[str, str]) -> None:
     daemon = start_daemon(PITCHED, driver=driver)
@@ -85,16 +81,5 @@ def test_a_driver_that_refuses_is_asked_once(start_daemon: Start, seed: int, dri
 
 @pytest.mark.parametrize("every", [3, 8])
 def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> None:
-    """What fails now and then is done in another way, or fails with a reason; no byte is wrong."""
     daemon = start_daemon(PITCHED, driver={"faults": f"fail_submit_every={every}"})
-    rng = np.random.default_rng(seed)
-    rank: Rank = daemon.welcome(Rank(daemon.socket, groups=MIXED, where=Where("cuda")))
-    done = 0
-    for _ in range(12):
-        wanted = {one.group: (new_keys(rng, 3), rank.blocks_of(one.group, 20 * one.group, 3)) for one in MIXED}
-        rank.store(wanted)
-        rank.wipe()
-        if rank.load(wanted).outcome is Outcome.DONE:
-            done += 1
-            assert [rank.wrong(group, *those) for group, those in wanted.items()] == [0, 0]
-    assert done > 0
+    roundtrips_that_may_fail(daemon, MIXED, seed)

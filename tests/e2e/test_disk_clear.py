@@ -115,10 +115,10 @@ def test_nothing_comes_back_out_of_files_that_are_used_again(
 
 @ENDS
 def test_a_clear_during_demotion(start_daemon: Start, root: Path, switch: Switch, lots: list[Keys], end: str) -> None:
-    daemon = start_daemon(*disk_settings((root, 64 * MIB)), faults=f"disk={switch.path}")
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), "disk.stuck_s=600", faults=f"disk={switch.path}")
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])
-    switch.set("write_delay_s=0.3")
+    switch.set("write_delay_s=3600")
     assert rank.store_keys(lots[1]).outcome is Outcome.DONE
     until(lambda: disk(daemon)["roots"][0]["writing"], "it is being written")
     rank.client.clear()
@@ -136,22 +136,22 @@ def test_a_clear_during_demotion(start_daemon: Start, root: Path, switch: Switch
 
 def test_a_clear_during_promotion(start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]) -> None:
     """Of a pin and of a load: neither gets what was cleared."""
-    daemon = start_daemon(*disk_settings((root, 64 * MIB)), faults=f"disk={switch.path}")
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), "disk.stuck_s=600", faults=f"disk={switch.path}")
     store_on_disk(daemon, worker(daemon), lots[0])
     again(daemon, "stop")
     rank, other = worker(daemon), worker(daemon)
-    switch.set("read_delay_s=0.3")
+    switch.set("read_delay_s=3600")
     pinned = rank.client.pin({0: lots[0][:30]})
     assert pinned.promoting == 30
     rank.wipe()
     job = rank.client.load(rank.registration, {0: (lots[0][30:], rank.blocks_of(0, 0, 30))})
     other.client.clear()
+    switch.set()
     ready = rank.client.wait_ready(pinned, HANG_S)
     assert ready.states[0].tolist() == [MISS] * 30
     result = rank.wait(job)
     assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(30)))
     assert rank.clean()
-    switch.set()
     assert all_miss(rank, lots[0])
     rank.client.release(pinned.lease)
     store_on_disk(daemon, rank, lots[0])

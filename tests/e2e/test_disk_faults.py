@@ -4,6 +4,7 @@ tells what is wrong, and when the cause has gone all is as before.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import used_bytes
-from scripts.harness.wait import until
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, records, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 
@@ -83,11 +84,8 @@ def test_writes_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, l
     store_on_disk(daemon, rank, lots[0])
     switch.set(*faults.split())
     for keys in lots[1:11]:
-        begun = time.monotonic()
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
-        assert daemon.ping_s() < 0.3
-        assert time.monotonic() - begun < 2.0
     until(lambda: not any(root["writing"] for root in disk(daemon)["roots"]), "writes have ended")
     told = disk(daemon)["roots"][0]
     assert told["write_errors"] > 0 or told["state"] == "ok"
@@ -206,7 +204,7 @@ def test_a_load_does_not_wait_for_a_stuck_read(
     start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
 ) -> None:
     """It ends at its deadline, or when it is cancelled; the blocks were never touched, and the keys come later."""
-    daemon = launch(start_daemon, switch, tmp_path, "disk.read_threads=2", memory="1MiB")
+    daemon = launch(start_daemon, switch, tmp_path, "disk.read_threads=2", "disk.stuck_s=600", memory="1MiB")
     rank = worker(daemon)
     for keys in lots[:10]:
         store_on_disk(daemon, rank, keys)
@@ -216,18 +214,15 @@ def test_a_load_does_not_wait_for_a_stuck_read(
     blocks = rank.blocks_of(0, 0, 60)
     begun = time.monotonic()
     job = rank.client.load(rank.registration, {0: (lots[0], blocks)}, deadline_s=0.2)
-    assert daemon.ping_s() < 0.2
     result = rank.wait(job)
     assert (result.outcome, result.failed[0].tolist()) == (Outcome.EXPIRED, list(range(60)))
-    assert 0.2 <= time.monotonic() - begun < 0.6
+    assert time.monotonic() - begun >= 0.2
     job = rank.client.load(rank.registration, {0: (lots[1], blocks)})
     rank.client.cancel(job)
     assert rank.wait(job).outcome is Outcome.CANCELLED
-    assert time.monotonic() - begun < 1.0
     until(lambda: slots_without_keys(rank, lots) <= 2 * PIECE_SLOTS, "slots are free again but for what threads read")
     assert (rank.store_keys(lots[11]).states[0] == KeyState.RESERVED).all()
     assert rank.loads_right(lots[11])
-    assert daemon.ping_s() < 0.2
     rank.wipe()
     switch.set()
     assert rank.clean()
@@ -263,10 +258,10 @@ def test_a_disk_that_hangs_takes_no_memory_and_comes_back(
     told = disk(daemon)
     assert 0 < told["quarantined_bytes"] <= 2 * PIECE_SLOTS * 4096
     assert slots_without_keys(rank, lots) <= 2 * PIECE_SLOTS
-    begun = time.monotonic()
     job = rank.client.load(rank.registration, {0: (lots[on_disk[0]], blocks)}, deadline_s=10.0)
-    assert len(rank.wait(job).failed[0]) == 60
-    assert time.monotonic() - begun < 5.0, "nothing waits for a root that is off"
+    result = rank.wait(job)
+    assert result.outcome is Outcome.PARTIAL, "nothing waits for a root that is off until its deadline"
+    assert len(result.failed[0]) == 60
     for keys in lots[20:24]:
         assert (rank.store_keys(keys).states[0] == KeyState.RESERVED).all()
     assert rank.loads_right(lots[23])
@@ -317,15 +312,13 @@ def test_writes_that_never_end(start_daemon: Start, switch: Switch, tmp_path: Pa
 
 def test_slow_writes_delay_nobody(start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]) -> None:
     """Memory is a quarter of what is stored: what is not written in time is dropped, and counted."""
-    daemon = launch(start_daemon, switch, tmp_path, memory="2MiB")
+    daemon = launch(start_daemon, switch, tmp_path, "disk.stuck_s=600", memory="2MiB")
     rank = worker(daemon)
-    switch.set("write_delay_s=0.3", "sync_delay_s=0.3")
+    switch.set("write_delay_s=3600", "sync_delay_s=3600")
     for keys in lots:
-        begun = time.monotonic()
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
-        assert time.monotonic() - begun < 1.0
-        assert daemon.ping_s() < 0.2
+    assert disk(daemon)["demoted"]["keys"] == 0
     switch.set()
     idle(daemon)
     told = disk(daemon)
@@ -343,7 +336,7 @@ def test_a_stop_does_not_wait_for_a_disk_that_hangs(
     rank = worker(daemon)
     for keys in lots[:10]:
         store_on_disk(daemon, rank, keys)
-    switch.set(f"{what}_delay_s=60")
+    switch.set(f"{what}_delay_s=3600")
     if what == "read":
         rank.client.prefetch({0: lots[0]})
         until(lambda: disk(daemon)["roots"][0]["slowest_s"] > 0, "it is being read")
@@ -351,9 +344,8 @@ def test_a_stop_does_not_wait_for_a_disk_that_hangs(
         assert rank.store_keys(lots[11]).outcome is Outcome.DONE
         until(lambda: disk(daemon)["roots"][0]["writing"], "it is being written")
     daemon.leave_guests()
-    begun = time.monotonic()
-    assert daemon.stop() == 70
-    assert time.monotonic() - begun < 13.0
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(HANG_S) == 70
     switch.set()
     daemon.start()
     demoted(daemon, 600)
@@ -368,15 +360,15 @@ def test_a_slow_root_that_goes_while_a_segment_is_made(
     daemon = launch(start_daemon, switch, tmp_path, "disk.segment_bytes=1MiB", memory="2MiB")
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])
-    switch.set("allocate_delay_s=1.0")
+    switch.set("allocate_delay_s=3600")
     for keys in lots[1:4]:
         assert rank.store_keys(keys).outcome is Outcome.DONE
     until(lambda: disk(daemon)["roots"][0]["slowest_s"] > 0.3, "a segment is being made")
     root.rename(root.with_name("away"))
     until(lambda: root_state(daemon) == "off", "the root is off")
     root.with_name("away").rename(root)
-    until(lambda: root_state(daemon) == "ok", "the root is back")
     switch.set()
+    until(lambda: root_state(daemon) == "ok", "the root is back")
     assert served(rank, lots[0]).all()
     for keys in lots[5:20]:
         store_on_disk(daemon, rank, keys)

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffloadd.client import Outcome
 from scripts.harness.daemon import Daemon
+from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 from tests.server.scene import BLOCKS, Scene, ids, keys
 
@@ -19,24 +20,28 @@ FLOOD = 200
 
 
 @pytest.mark.parametrize("expedited", [False, True])
-def test_a_load_does_not_wait_for_all_that_another_engine_asked_for(start_daemon: Start, expedited: bool) -> None:
-    daemon = start_daemon("copy.threads=1", faults="delay_s=0.1")
+def test_a_load_does_not_wait_for_all_that_another_engine_asked_for(
+    start_daemon: Start, hold: Hold, expedited: bool
+) -> None:
+    daemon = start_daemon("copy.threads=1", faults=f"{hold.fault},delay_s=0.1")
     rng = np.random.default_rng(5)
     greedy, modest = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
     theirs, mine = new_keys(rng, 4), new_keys(rng, 4)
     greedy.store_keys(theirs)
     modest.store_keys(mine)
     blocks = np.arange(4)
-    flood = [
-        greedy.client.load(greedy.registration, {0: (theirs, blocks)}, expedited=expedited, deadline_s=60.0)
-        for _ in range(FLOOD)
-    ]
-    assert modest.load({0: (mine, blocks)}).outcome is Outcome.DONE
+    with hold:
+        flood = [
+            greedy.client.load(greedy.registration, {0: (theirs, blocks)}, expedited=expedited, deadline_s=600.0)
+            for _ in range(FLOOD)
+        ]
+        job = modest.client.load(modest.registration, {0: (mine, blocks)})
+    assert modest.wait(job).outcome is Outcome.DONE
     assert daemon.status()["running"]["jobs"] > FLOOD // 10, "it went before most of what had been asked for before"
-    for job in flood:
-        greedy.client.cancel(job)
-    for job in flood:
-        greedy.wait(job)
+    for one in flood:
+        greedy.client.cancel(one)
+    for one in flood:
+        greedy.wait(one)
 
 
 SILENT = 20

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvoffloadd.client import KeyState, Outcome
+from kvoffloadd.client import Drained, KeyState, Outcome
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
+from scripts.harness.leaks import UID
+from scripts.harness.wait import HANG_S, until
+from tests.e2e.daemons import Hold
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 
 HIT, MISS = KeyState.HIT, KeyState.MISS
@@ -25,9 +28,9 @@ def keys(seed: int) -> Keys:
 
 
 @pytest.fixture
-def slow(standing: Start) -> Daemon:
-    """Every copy takes a quarter of a second."""
-    return standing(faults="delay_s=0.25")
+def holdable(standing: Start, hold: Hold) -> Daemon:
+    """Its copies can be held."""
+    return standing(faults=hold.fault)
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "dtype", "layout", "parallel", "salt"])
@@ -86,31 +89,36 @@ def test_after_a_clear_nothing_old_hits(daemon: Daemon, keys: Keys) -> None:
     assert rank.loads_right(keys)
 
 
-def test_a_load_under_way_keeps_what_it_was_promised(slow: Daemon, keys: Keys) -> None:
-    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
+def test_a_load_under_way_keeps_what_it_was_promised(holdable: Daemon, hold: Hold, keys: Keys) -> None:
+    rank, other = (holdable.welcome(Rank(holdable.socket)) for _ in range(2))
     rank.store_keys(keys)
     rank.wipe()
-    job = rank.client.load(rank.registration, {0: (keys, rank.blocks_of(0, 0, 8))})
-    other.client.clear()
-    assert other.states(keys) == [MISS] * 8
-    assert not job.done
-    # New keys may not take the slots that the load reads.
-    assert other.store_keys(new_keys(np.random.default_rng(0), 64)).outcome is Outcome.DONE
+    more = {0: (new_keys(np.random.default_rng(0), 64), other.blocks_of(0, 0, 64))}
+    with hold:
+        job = rank.client.load(rank.registration, {0: (keys, rank.blocks_of(0, 0, 8))})
+        other.client.clear()
+        assert other.states(keys) == [MISS] * 8
+        theirs = other.begin_store(more)
+        used_bytes = holdable.status()["memory"]["used_bytes"]
+        assert used_bytes == (8 + 64) * 4096, "new keys may not take the slots that the load reads"
+        assert not job.done
+    assert other.wait(theirs).outcome is Outcome.DONE
     assert rank.wait(job).outcome is Outcome.DONE
     assert rank.wrong(0, keys, rank.blocks_of(0, 0, 8)) == 0
     assert other.states(keys) == [MISS] * 8
 
 
-def test_a_store_under_way_does_not_come_back(slow: Daemon, keys: Keys) -> None:
+def test_a_store_under_way_does_not_come_back(holdable: Daemon, hold: Hold, keys: Keys) -> None:
     """And says so: its keys are not stored."""
-    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
-    other.client.clear()
-    assert other.states(keys) == [MISS] * 8
+    rank, other = (holdable.welcome(Rank(holdable.socket)) for _ in range(2))
+    with hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+        other.client.clear()
+        assert other.states(keys) == [MISS] * 8
     result = rank.wait(job)
     assert other.states(keys) == [MISS] * 8
     assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(8)))
-    assert slow.status()["memory"]["used_bytes"] == 0
+    assert holdable.status()["memory"]["used_bytes"] == 0
     assert rank.store_keys(keys).outcome is Outcome.DONE
     assert rank.loads_right(keys)
 
@@ -155,23 +163,37 @@ def test_clearing_everything_reaches_every_namespace(daemon: Daemon, keys: Keys)
 # --- drain -------------------------------------------------------------------------------------------------------
 
 
-def test_drain_waits_for_jobs_and_seals(slow: Daemon, keys: Keys) -> None:
-    rank, other = (slow.welcome(Rank(slow.socket)) for _ in range(2))
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
-    late = other.client.drain(0.05)
-    assert (late.jobs, job.done) == (1, False)
-    done = other.client.drain(10.0)
-    assert (done.jobs, done.unsealed) == (0, 0)
-    assert slow.status()["cache"]["unsealed"] == 0
+def begin_drain(pool: Executor, daemon: Daemon, rank: Rank, **options: bool) -> Future[Drained]:
+    """A drain that waits."""
+    found = pool.submit(rank.client.drain, HANG_S, **options)
+    until(lambda: daemon.status()["accounts"][str(UID)].get("drains"), "it waits")
+    return found
+
+
+def test_drain_waits_for_jobs_and_seals(holdable: Daemon, hold: Hold, keys: Keys) -> None:
+    rank, other = (holdable.welcome(Rank(holdable.socket)) for _ in range(2))
+    with ThreadPoolExecutor(1) as pool, hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+        late = other.client.drain(0.05)
+        assert (late.jobs, job.done) == (1, False)
+        done = begin_drain(pool, holdable, other)
+        assert not done.done()
+        hold.release()
+        assert (done.result().jobs, done.result().unsealed) == (0, 0)
+    assert holdable.status()["cache"]["unsealed"] == 0
     assert rank.wait(job).outcome is Outcome.DONE
 
 
-def test_drain_does_not_wait_for_other_namespaces(slow: Daemon, keys: Keys) -> None:
-    rank = slow.welcome(Rank(slow.socket))
-    other = slow.welcome(Rank(slow.socket, namespace=msgspec.structs.replace(NAMESPACE, salt="other")))
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
-    assert other.client.drain(5.0).jobs == 0
-    assert slow.status()["running"]["jobs"] == 1
-    assert other.client.drain(5.0, everything=True).jobs == 0
-    assert slow.status()["running"]["jobs"] == 0
+def test_drain_does_not_wait_for_other_namespaces(holdable: Daemon, hold: Hold, keys: Keys) -> None:
+    rank = holdable.welcome(Rank(holdable.socket))
+    other = holdable.welcome(Rank(holdable.socket, namespace=msgspec.structs.replace(NAMESPACE, salt="other")))
+    with ThreadPoolExecutor(1) as pool, hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
+        assert other.client.drain(HANG_S).jobs == 0
+        assert holdable.status()["running"]["jobs"] == 1
+        done = begin_drain(pool, holdable, other, everything=True)
+        assert not done.done()
+        hold.release()
+        assert done.result().jobs == 0
+    assert holdable.status()["running"]["jobs"] == 0
     assert rank.wait(job).outcome is Outcome.DONE

@@ -12,6 +12,7 @@ import pytest
 from kvoffloadd.client import Group, GroupKind, KeyState, KvCache, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import RemoteError, UsageError
 from scripts.harness.daemon import Daemon
+from tests.e2e.daemons import Hold
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 
 HIT, MISS, PENDING, RESERVED = KeyState.HIT, KeyState.MISS, KeyState.PENDING, KeyState.RESERVED
@@ -59,18 +60,19 @@ def test_a_part_that_is_there_is_not_stored_again(ranks: tuple[Rank, Rank], keys
     assert first.store_keys(keys).states[0].tolist() == [HIT] * 3 + [RESERVED] * 3
 
 
-def test_the_first_reservation_of_a_part_wins(standing: Callable[..., Daemon], keys: Keys) -> None:
+def test_the_first_reservation_of_a_part_wins(standing: Callable[..., Daemon], hold: Hold, keys: Keys) -> None:
     """Two replicas of part 0, and one of part 1, at the same time."""
-    daemon = standing(faults="delay_s=0.15")
+    daemon = standing(faults=hold.fault)
     winner, loser, other = (daemon.welcome(Rank(daemon.socket, groups(part))) for part in (0, 0, 1))
-    won = winner.begin_store({0: (keys, winner.blocks_of(0, 0, 6))})
-    assert won.states[0].tolist() == [RESERVED] * 6
-    lost = loser.begin_store({0: (keys, loser.blocks_of(0, 0, 6))})
-    assert lost.states[0].tolist() == [PENDING] * 6
-    assert loser.wait(lost).bytes == 0
-    theirs = other.begin_store({0: (keys, other.blocks_of(0, 0, 6))})
-    assert theirs.states[0].tolist() == [RESERVED] * 6
-    assert other.states(keys) == [PENDING] * 6
+    with hold:
+        won = winner.begin_store({0: (keys, winner.blocks_of(0, 0, 6))})
+        assert won.states[0].tolist() == [RESERVED] * 6
+        lost = loser.begin_store({0: (keys, loser.blocks_of(0, 0, 6))})
+        assert lost.states[0].tolist() == [PENDING] * 6
+        assert loser.wait(lost).bytes == 0
+        theirs = other.begin_store({0: (keys, other.blocks_of(0, 0, 6))})
+        assert theirs.states[0].tolist() == [RESERVED] * 6
+        assert other.states(keys) == [PENDING] * 6
     assert winner.wait(won).outcome is other.wait(theirs).outcome is Outcome.DONE
     assert loser.store_keys(keys).states[0].tolist() == [HIT] * 6
     assert loser.loads_right(keys)
@@ -197,14 +199,18 @@ def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) 
     assert whole.store_keys(keys).states[0].tolist() == [HIT] * 6
 
 
-def test_a_part_that_another_stores_leaves_the_key_to_it(standing: Callable[..., Daemon], keys: Keys) -> None:
+def test_a_part_that_another_stores_leaves_the_key_to_it(
+    standing: Callable[..., Daemon], hold: Hold, keys: Keys
+) -> None:
     """Nothing of the key is stored twice, and nothing is told to be stored that is not."""
-    daemon = standing(faults="delay_s=0.15")
+    daemon = standing(faults=hold.fault)
     quarter = engine(daemon, 4)[3]
     (whole,) = engine(daemon, 1)
-    theirs = quarter.begin_store({0: (keys[:2], quarter.blocks_of(0, 0, 2))})
-    told = whole.store_keys(keys)
-    assert told.states[0].tolist() == [PENDING] * 2 + [RESERVED] * 4
+    with hold:
+        theirs = quarter.begin_store({0: (keys[:2], quarter.blocks_of(0, 0, 2))})
+        told = whole.begin_store({0: (keys, whole.blocks_of(0, 0, 6))})
+        assert told.states[0].tolist() == [PENDING] * 2 + [RESERVED] * 4
+    assert whole.wait(told).bytes == 4 * 4096
     assert quarter.wait(theirs).outcome is Outcome.DONE
     assert whole.states(keys) == [MISS] * 2 + [HIT] * 4
     assert whole.store_keys(keys).states[0].tolist() == [RESERVED] * 2 + [HIT] * 4

@@ -10,56 +10,58 @@ import pytest
 
 from kvoffloadd.client import Outcome
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
+from scripts.harness.wait import HANG_S, until
+from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 from tests.server.scene import Scene, ids
 from tests.server.scene import keys as packed
 
-DELAY_S = 0.4
+
+@pytest.fixture
+def holdable(standing: Callable[..., Daemon], hold: Hold) -> Daemon:
+    """Its copies can be held."""
+    return standing(faults=hold.fault)
 
 
 @pytest.fixture
-def slow(standing: Callable[..., Daemon]) -> Daemon:
-    return standing(faults=f"delay_s={DELAY_S}")
-
-
-@pytest.fixture
-def rank(slow: Daemon) -> Rank:
-    found: Rank = slow.welcome(Rank(slow.socket, name="mine"))
+def rank(holdable: Daemon) -> Rank:
+    found: Rank = holdable.welcome(Rank(holdable.socket, name="mine"))
     return found
 
 
-def test_unregister_waits_for_running_copies_and_unmaps(slow: Daemon, rank: Rank, seed: int) -> None:
+def test_unregister_waits_for_running_copies_and_unmaps(holdable: Daemon, hold: Hold, rank: Rank, seed: int) -> None:
     keys = new_keys(np.random.default_rng(seed), 4)
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
     call = threading.Thread(target=rank.client.unregister, args=(rank.registration,))
-    call.start()
-    until(lambda: slow.sessions()[0]["registrations"] == 0, "no new job can name it")
-    assert slow.status()["running"]["jobs"] == 1
-    assert slow.mapped("mine") == 1
-    call.join(10.0)
-    assert slow.mapped("mine") == 0
+    with hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+        call.start()
+        until(lambda: holdable.sessions()[0]["registrations"] == 0, "no new job can name it")
+        assert holdable.status()["running"]["jobs"] == 1
+        assert holdable.mapped("mine") == 1
+    call.join(HANG_S)
+    assert holdable.mapped("mine") == 0
     assert job.done
     assert rank.wait(job).outcome is Outcome.DONE
-    with Rank(slow.socket) as other:
+    with Rank(holdable.socket) as other:
         assert other.loads_right(keys)
 
 
-def test_nothing_new_begins_in_what_is_being_unregistered(slow: Daemon, seed: int) -> None:
+def test_nothing_new_begins_in_what_is_being_unregistered(holdable: Daemon, hold: Hold, seed: int) -> None:
     """On the wire, since the client would not let us."""
-    scene = Scene(slow, "unregister")
+    scene = Scene(holdable, "unregister")
     load = scene.job(groups=[{"group": 0, "keys": packed(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    gone = scene.peer.begin("unregister", registration=scene.registration)
-    scene.peer.ok("ping")
-    scene.peer.refused("unknown_name", "load", **scene.job())
-    # Asked again, as after a deadline: it is answered when it is true.
-    again = scene.peer.begin("unregister", registration=scene.registration)
-    scene.peer.ok("ping")
-    assert slow.mapped("bad_input") == 1
+    with hold:
+        scene.peer.ok("load", **load)
+        gone = scene.peer.begin("unregister", registration=scene.registration)
+        scene.peer.ok("ping")
+        scene.peer.refused("unknown_name", "load", **scene.job())
+        # Asked again, as after a deadline: it is answered when it is true.
+        again = scene.peer.begin("unregister", registration=scene.registration)
+        scene.peer.ok("ping")
+        assert holdable.mapped("bad_input") == 1
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert [scene.peer.answer(seq)["type"] for seq in (gone, again)] == ["done", "done"]
-    assert slow.mapped("bad_input") == 0
+    assert holdable.mapped("bad_input") == 0
     scene.peer.refused("unknown_name", "unregister", registration=scene.registration)
     # The allocation went with its last registration.
     scene.peer.refused("unknown_name", "register", tensors=[scene.tensor], groups=[])
@@ -74,14 +76,21 @@ def test_memory_of_two_registrations_goes_with_the_last(daemon: Daemon) -> None:
     assert daemon.mapped("bad_input") == 0
 
 
-def test_bye_waits_for_running_copies(slow: Daemon, rank: Rank, seed: int) -> None:
+def test_bye_waits_for_running_copies(holdable: Daemon, hold: Hold, rank: Rank, seed: int) -> None:
     keys = new_keys(np.random.default_rng(seed), 4)
-    job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
-    assert not job.done
-    rank.close()
+    bye = threading.Thread(target=rank.close)
+    with hold:
+        job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+        requests = holdable.sessions()[0]["requests"]
+        bye.start()
+        until(lambda: holdable.sessions()[0]["requests"] > requests, "it has said bye")
+        assert holdable.status()["running"]["jobs"] == 1
+        assert holdable.mapped("mine") == 1
+        assert not job.done
+    bye.join(HANG_S)
     assert job.done
-    assert slow.mapped("mine") == 0
-    assert slow.status()["running"]["jobs"] == 0
+    assert holdable.mapped("mine") == 0
+    assert holdable.status()["running"]["jobs"] == 0
 
 
 def test_registering_again_and_again_leaves_nothing(daemon: Daemon, seed: int) -> None:

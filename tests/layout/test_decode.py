@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +24,12 @@ from kvoffloadd.layout import (
     LayerSpec,
     Mamba,
     State,
-    canonicalise,
     cross_layers,
     packed_pages,
     packed_rows,
 )
 from scripts.harness.daemon import Daemon
+from scripts.harness.layers import LayerMemory, allocated, apart
 from tests.layout.decoder import Decoder
 from tests.layout.oracle import torch
 from tests.layout.worker import (
@@ -42,12 +41,11 @@ from tests.layout.worker import (
     TABLE,
     WINDOW,
     Generated,
-    Memory,
     Moves,
     Worker,
     check_same,
-    planned,
     prompt_of,
+    wipe,
 )
 
 HEADS, SIZE = 2, 16
@@ -74,42 +72,35 @@ def model(full: Attention, kinds: Sequence[str]) -> tuple[dict[str, LayerSpec], 
     return specs, groups
 
 
-def crossed(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memory:
-    return planned(cross_layers(specs, groups, NUM_BLOCKS))
+def crossed(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
+    return allocated(cross_layers(specs, groups, NUM_BLOCKS))
 
 
-def in_torch(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memory:
+def in_torch(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
     """As `crossed`, in memory that is moved to shared memory when it is registered."""
-    return planned(cross_layers(specs, groups, NUM_BLOCKS), "cpu")
+    return allocated(cross_layers(specs, groups, NUM_BLOCKS), "cpu")
 
 
-def in_pages(specs: Mapping[str, LayerSpec], _groups: Sequence[LayerGroup]) -> Memory:
+def in_pages(specs: Mapping[str, LayerSpec], _groups: Sequence[LayerGroup]) -> LayerMemory:
     """Two layers on a page, one on the last; Mamba layers overlay them in two groups."""
-    return planned(packed_pages(specs, 2, NUM_BLOCKS))
+    return allocated(packed_pages(specs, 2, NUM_BLOCKS))
 
 
-def in_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memory:
-    return planned(packed_rows(specs, groups, NUM_BLOCKS))
+def in_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
+    return allocated(packed_rows(specs, groups, NUM_BLOCKS))
 
 
-def apart(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Memory:
-    """K, V and each state in a tensor of its own: no layout at all."""
-    layers: dict[str, list[Any]] = {}
-    for name, spec in specs.items():
-        halves = 2 * (State((BLOCK, HEADS, SIZE), spec.dtype),) if isinstance(spec, Attention) else ()
-        states = spec.states if isinstance(spec, Mamba) else halves
-        layers[name] = [torch.zeros(NUM_BLOCKS, *one.shape, dtype=getattr(torch, one.dtype)) for one in states]
-    flat = [one.view(-1).view(torch.int8) for layer in layers.values() for one in layer]
-    return Memory(specs, groups, layers, canonicalise(layers, specs, groups), flat)
+def in_pieces(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
+    return apart(specs, groups, NUM_BLOCKS)
 
 
 @dataclass(frozen=True)
 class Case:
-    make: Callable[[Mapping[str, LayerSpec], Sequence[LayerGroup]], Memory]
+    make: Callable[[Mapping[str, LayerSpec], Sequence[LayerGroup]], LayerMemory]
     full: Attention
     kinds: tuple[str, ...]
 
-    def memory(self) -> Memory:
+    def memory(self) -> LayerMemory:
         return self.make(*model(self.full, self.kinds))
 
     def undisturbed(self, seed: int) -> Generated:
@@ -139,14 +130,14 @@ CASES = {
     "packed rows, full": Case(in_rows, HND, ("full",)),
     "packed rows, mamba": Case(in_rows, NHD, ALL),
     "packed rows, mamba, kernel blocks": Case(in_rows, attention(FLASHINFER_HND, kernel_blocks=2), ALL),
-    "K and V apart": Case(apart, attention(0), ALL),
+    "K and V apart": Case(in_pieces, attention(0), ALL),
 }
 
 
 @functools.cache
 def undisturbed(dtype: str, kinds: tuple[str, ...], seed: int) -> Generated:
-    memory = apart(*model(attention(0, dtype), kinds))
-    memory.wipe(NAN, np.random.default_rng(seed))
+    memory = in_pieces(*model(attention(0, dtype), kinds))
+    wipe(memory, NAN, np.random.default_rng(seed))
     tables = {group.group: range(TABLE) for group in memory.groups}
     return Decoder(memory.specs, memory.groups, memory.layers, seed).generate(prompt_of(seed), tables, NEW)
 

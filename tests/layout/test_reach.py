@@ -10,9 +10,7 @@ from kvoffloadd.client import GroupKind, Ref
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import Reach, clip, descriptors
 
-FULL = Reach(GroupKind.FULL, 64)
 SLIDING = Reach(GroupKind.SLIDING, 64, 1024)
-MAMBA = Reach(GroupKind.MAMBA, 64)
 QUICK = settings(max_examples=200, deadline=None)
 
 
@@ -57,20 +55,7 @@ def test_descriptors_of_gemma_3_4b() -> None:
     for window_blocks, documented, un_padded in ((17, 1650, 1616), (16, 1590, 1558)):
         counts = [63, *([window_blocks] * 6)]
         assert (descriptors(padded, counts), descriptors(groups, counts)) == (documented, un_padded)
-    assert len(SLIDING.wanted(63, 0)) == 16
-
-
-@pytest.mark.parametrize(
-    ("local", "full", "sliding", "mamba"), [(0, 63, 16, 1), (40, 23, 16, 1), (50, 13, 13, 1), (63, 0, 0, 0)]
-)
-def test_partial_hits(local: int, full: int, sliding: int, mamba: int) -> None:
-    assert [len(reach.wanted(63, local)) for reach in (FULL, SLIDING, MAMBA)] == [full, sliding, mamba]
-    assert all(reach.wanted(63, local).stop == 63 for reach in (FULL, SLIDING, MAMBA))
-
-
-def test_more_local_than_remote() -> None:
-    with pytest.raises(UsageError, match="64 blocks are here, only 63 there"):
-        FULL.wanted(63, 64)
+    assert len(SLIDING.blocks(63 * 64)) == 16
 
 
 def test_what_is_no_reach() -> None:

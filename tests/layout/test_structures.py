@@ -25,6 +25,7 @@ from kvoffloadd.planner import Rank, form_groups, read_model
 from kvoffloadd.planner.compressed import SPARSE
 from kvoffloadd.planner.layouts import Layout, per_layer, possible_layouts
 from scripts.harness.daemon import Daemon
+from scripts.harness.layers import allocated
 from tests.layout.decoder import Decoder
 from tests.layout.oracle import torch
 from tests.layout.worker import (
@@ -37,7 +38,6 @@ from tests.layout.worker import (
     Generated,
     Worker,
     check_same,
-    planned,
     prompt_of,
 )
 from tests.planner.models import changed
@@ -81,7 +81,7 @@ def layouts(folder: Path, name: str) -> list[Layout]:
 
 def undisturbed(plan: Plan, seed: int) -> Generated:
     """What the model says, not a byte of it moved."""
-    memory = planned(plan)
+    memory = allocated(plan)
     ids = iter(range(1, NUM_BLOCKS))
     sizes = {group.group: memory.specs[group.layers[0]].block_size for group in memory.groups}
     tables = {group: list(itertools.islice(ids, TABLE * BLOCK // size)) for group, size in sizes.items()}
@@ -151,7 +151,7 @@ def check_restored(daemon: Daemon, model: str, plans: Mapping[str, Plan], seed: 
     reference = undisturbed(next(iter(plans.values())), seed)
     for name, plan in plans.items():
         with Client(daemon.socket, namespace=NamespaceSpec(model=model, layout=name)) as client:
-            worker = Worker(client, planned(plan), seed)
+            worker = Worker(client, allocated(plan), seed)
             worker.offload()
             assert worker.restorable() == FULL_BLOCKS
             worker.wipe(NAN)

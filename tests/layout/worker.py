@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import Client, GroupKind, Outcome
-from kvoffloadd.layout import (
-    HOST,
-    CanonicalCache,
-    LayerGroup,
-    LayerSpec,
-    Plan,
-    Reach,
-)
+from kvoffloadd.layout import Reach
 from kvoffloadd.model import U8Array
+from scripts.harness.layers import LayerMemory
 from tests.layout.decoder import VOCABULARY, Decoder
 from tests.layout.oracle import gather, rows_of, scatter, torch
 
@@ -40,24 +33,10 @@ Generated = tuple[list[int], Any]
 """Tokens, and the logits (tokens, vocabulary) of each."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """An engine's. `flat`: every byte there is."""
-
-    specs: Mapping[str, LayerSpec]
-    groups: Sequence[LayerGroup]
-    layers: Mapping[str, Any]
-    cache: CanonicalCache
-    flat: Sequence[Any]
-
-    def wipe(self, garbage: tuple[int, int], rng: np.random.Generator) -> None:
-        for one in self.flat:
-            one.copy_(torch.from_numpy(rng.integers(*garbage, one.shape, dtype=np.uint8).view(np.int8)))
-
-
-def planned(plan: Plan, device: str = HOST) -> Memory:
-    made = plan.allocate(device)
-    return Memory(plan.specs, plan.groups, made.layers, made.cache, [one.view(-1) for one in made.tensors])
+def wipe(memory: LayerMemory, garbage: tuple[int, int], rng: np.random.Generator) -> None:
+    """See NAN."""
+    for one in memory.flat:
+        one.copy_(torch.from_numpy(rng.integers(*garbage, one.shape, dtype=np.uint8).view(np.int8)))
 
 
 def prompt_of(seed: int) -> list[int]:
@@ -71,7 +50,7 @@ class Worker:
     Block tables in which the prompt is computed and those to which it is restored have no block in common.
     """
 
-    def __init__(self, client: Client, memory: Memory, seed: int) -> None:
+    def __init__(self, client: Client, memory: LayerMemory, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._client, self._memory = client, memory
         self._model = Decoder(memory.specs, memory.groups, memory.layers, seed)
@@ -102,7 +81,7 @@ class Worker:
         return np.stack(found)
 
     def wipe(self, garbage: tuple[int, int]) -> None:
-        self._memory.wipe(garbage, self._rng)
+        wipe(self._memory, garbage, self._rng)
 
     def offload(self, kind: GroupKind | None = None, missing: int = FULL_BLOCKS) -> None:
         """Compute the prompt and store its full blocks; of groups of `kind` all but the `missing` one."""
@@ -126,7 +105,7 @@ class Worker:
         moves: Moves = {}
         for group, reach in self.reaches.items():
             per, ids = self._per[group], self._target[group]
-            keys = reach.wanted(remote * per, local * per)
+            keys = range(max(reach.blocks(remote * BLOCK).start, local * per), remote * per)
             self._tables[group] = [*ids[: local * per], *[NOWHERE] * (keys.start - local * per), *ids[keys.start :]]
             moves[group] = keys, ids[keys.start : keys.stop]
         self._model.prefill(self._prompt[: local * BLOCK], self._tables)

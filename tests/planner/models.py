@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffloadd.planner import CapacityPlan, Layout, ModelConfig, PlanInputs, Rank, Trace, make_plan, read_model
-from tests.planner.published import CONFIGS
+from scripts.harness.published import CONFIGS
 
 DATA = Path(__file__).parent / "data"
 GPT_OSS, GEMMA_2, GEMMA_3 = "gpt-oss-20b", "gemma-2-2b", "gemma-3-4b"

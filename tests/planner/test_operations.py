@@ -59,12 +59,11 @@ def test_gpt_oss_120b_on_8_ranks() -> None:
     """18 rows of 16*2*64*2 = 4,096 bytes a block in each of two groups. All 2,048 blocks of the full one, and the last
     8 of windows of 128 tokens: 2,056*18 = 37,008 rows, 144.56 MiB, which are planned at once.
 
-    Three chunks of 12,336 rows take 13 batches each. 12,336 = 685*18 + 6 rows, twice that are 1,370*18 + 12: of two
-    blocks a chunk has 6 rows, too few for a run, and the other chunk 12, which are one. In five buffers of at most 32
-    MiB, 7,401 to 7,402 rows each, which is no multiple of 18: 4 blocks in two.
+    Three chunks of 12,336 rows take 13 batches each. Runs are sought in pieces of whole blocks. In five buffers of at
+    most 32 MiB, 7,401 to 7,402 rows each, which is no multiple of 18: 4 blocks in two.
     """
     assert load_operations(layout_of("gpt-oss-120b", 8), TOKENS) == Operations(
-        descriptors=37_008, copies=37_008, batches=39, runs=2056, rest=12, payload_copies=2060, launches=5
+        descriptors=37_008, copies=37_008, batches=39, runs=2056, rest=0, payload_copies=2060, launches=5
     )
 
 
@@ -72,12 +71,11 @@ def test_qwen_3_next_on_2_ranks() -> None:
     """Rows of 544*2*256*2 = 557,056 bytes, 12 to a block: 60 blocks of 544 tokens; and the last states of three groups,
     (3*4,096 + 16*128*128)*2 = 548,864 bytes, 12 each. 63*12 = 756 rows, 420,839,424 bytes, 401.3 MiB, planned at once.
 
-    Seven chunks of 60,119,918 bytes, one batch each. The first has 9 payloads, 3*12*548,864 + 6*12*557,056, and 252,782
-    bytes; of 9*12*557,056 the others lack 42,130 more each: so all six cuts are within the first row of a payload.
-    That row is in no run, the other 11 are. 13 buffers of at most 32 MiB are cut within 12 payloads.
+    Seven chunks of 60,119,918 bytes, one batch each, are cut within six rows. Runs are sought in pieces of whole
+    blocks. 13 buffers of at most 32 MiB are cut within 12 payloads.
     """
     assert load_operations(layout_of("qwen3-next-80b-a3b", 2), TOKENS) == Operations(
-        descriptors=756, copies=756 + 6, batches=7, runs=63, rest=2 * 6, payload_copies=63 + 12, launches=13
+        descriptors=756, copies=756 + 6, batches=7, runs=63, rest=0, payload_copies=63 + 12, launches=13
     )
 
 
@@ -91,7 +89,7 @@ def test_k_and_v_apart() -> None:
 def test_one_row_a_block() -> None:
     """2,048 rows of 640 KiB, 102 in 64 MiB; a batch for each of 21 pieces. Nothing lies evenly apart."""
     found = load_operations(layout_of("llama-3.3-70b", 8, CROSS_LAYER), TOKENS)
-    assert (found.descriptors, found.runs, found.rest) == (2048, 0, found.copies)
+    assert (found.descriptors, found.runs, found.rest) == (2048, 0, 2048)
 
 
 def test_less_than_a_block() -> None:

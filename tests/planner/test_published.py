@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from kvoffloadd.layout import TRITON_NHD, Attention, LayerKind
 from kvoffloadd.planner import CapacityPlan, PlanInputs, Rank, make_plan, read_model
 from kvoffloadd.planner.layouts import possible_layouts
 from scripts.harness.daemon import Daemon
+from scripts.harness.published import CONFIGS
 from tests.planner.models import GIB, changed
-from tests.planner.published import CONFIGS, Group
 
 
 def path_of(folder: Path, name: str, **keys: object) -> Path:
@@ -29,6 +30,17 @@ def path_of(folder: Path, name: str, **keys: object) -> Path:
 def plan(folder: Path, name: str, **terms: Any) -> CapacityPlan:
     inputs = PlanInputs(memory_bytes=64 * GIB, **terms)
     return make_plan(read_model(path_of(folder, name)), inputs)
+
+
+@dataclass(frozen=True)
+class Group:
+    """`payload`: bytes of a block of the group on one rank."""
+
+    kind: str
+    layers: int
+    payload: int
+    window: int = 0
+    block: int = 0
 
 
 FULL, SLIDING, CHUNKED, MLA, MAMBA = "full", "sliding", "chunked", "mla", "mamba"

@@ -16,6 +16,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import UID
 from scripts.harness.peer import Fields, RawPeer
 from scripts.harness.wait import until
+from tests.e2e.daemons import Hold
 from tests.server.scene import FULL, Scene, ids, keys
 
 Start = Callable[..., Daemon]
@@ -24,12 +25,12 @@ LEASES = 2 * LEASE_KEYS + 8
 
 
 @pytest.fixture
-def capped(standing: Start) -> Daemon:
-    """Small caps, and jobs that take a while."""
+def capped(standing: Start, hold: Hold) -> Daemon:
+    """Small caps, and copies that can be held."""
     return standing(
         "limits.sessions=4", "limits.jobs=3", "limits.jobs_per_session=2", "limits.mapped_bytes=1MiB", "limits.fds=4",
         f"limits.leases={LEASES}", "limits.keys_per_request=16", "limits.tensors_per_registration=2",
-        faults="delay_s=0.15",
+        faults=hold.fault,
     )  # fmt: skip
 
 
@@ -96,17 +97,18 @@ def second_rank(scene: Scene) -> tuple[RawPeer, int]:
     return other, int(other.ok("register", tensors=tensors, groups=[FULL])["registration"])
 
 
-def test_jobs_of_a_session_and_of_a_user(scene: Scene) -> None:
+def test_jobs_of_a_session_and_of_a_user(scene: Scene, hold: Hold) -> None:
     other, registration = second_rank(scene)
     loads = [scene.job(groups=[{"group": 0, "keys": keys(n), "blocks": ids(n)}]) for n in (1, 2, 3)]
-    for load in loads[:2]:
-        scene.peer.ok("load", **load)
-    assert "2 jobs are under way in this session" in scene.peer.refused("limit", "load", **loads[2])
-    other.ok("load", **{**loads[2], "registration": registration})
-    fourth = {**loads[2], "registration": registration, "job": 77}
-    assert "3 of 3 jobs" in other.refused("limit", "load", **fourth)
-    other.refused("limit", "store", **{**fourth, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(0)}]})
-    assert used(scene.daemon)["jobs"] == 3
+    with hold:
+        for load in loads[:2]:
+            scene.peer.ok("load", **load)
+        assert "2 jobs are under way in this session" in scene.peer.refused("limit", "load", **loads[2])
+        other.ok("load", **{**loads[2], "registration": registration})
+        fourth = {**loads[2], "registration": registration, "job": 77}
+        assert "3 of 3 jobs" in other.refused("limit", "load", **fourth)
+        other.refused("limit", "store", **{**fourth, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(0)}]})
+        assert used(scene.daemon)["jobs"] == 3
     for load in loads[:2]:
         assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert other.completed(loads[2]["job"])["outcome"] == "done"
@@ -115,14 +117,15 @@ def test_jobs_of_a_session_and_of_a_user(scene: Scene) -> None:
     assert other.completed(77)["outcome"] == "done"
 
 
-def test_a_job_id_in_use(scene: Scene) -> None:
+def test_a_job_id_in_use(scene: Scene, hold: Hold) -> None:
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    before = scene.daemon.state()
-    assert "is in use" in scene.peer.refused("duplicate", "load", **load)
-    store = {**load, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(6)}]}
-    scene.peer.refused("duplicate", "store", **store)
-    assert {**scene.daemon.state(), "devices": 0} == {**before, "devices": 0}
+    with hold:
+        scene.peer.ok("load", **load)
+        before = scene.daemon.state()
+        assert "is in use" in scene.peer.refused("duplicate", "load", **load)
+        store = {**load, "groups": [{"group": 0, "keys": keys(9), "blocks": ids(6)}]}
+        scene.peer.refused("duplicate", "store", **store)
+        assert {**scene.daemon.state(), "devices": 0} == {**before, "devices": 0}
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     scene.peer.ok("load", **load)  # free again
     assert scene.peer.completed(load["job"])["outcome"] == "done"
@@ -240,11 +243,17 @@ def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
 
 def test_what_jobs_hold(start_daemon: Start) -> None:
     """Block ids and slots of jobs under way are the daemon's own memory, and counted until each job has ended."""
-    daemon = start_daemon("limits.job_bytes=1MiB", faults="delay_s=0.1")
+    daemon = start_daemon("limits.job_bytes=1MiB")
     scene = Scene(daemon, "held")
     scene.settle()
+    signal = os.memfd_create("held_signal")
+    os.ftruncate(signal, 4096)
+    (flags,) = scene.peer.attach([signal])
+    made = scene.peer.ok("register", tensors=[scene.tensor], groups=[FULL], signals=[flags])["registration"]
     wanted = {"group": 0, "keys": keys(1, *range(2000, 9000)), "blocks": ids(15, *[0xFFFFFFFF] * 7000)}
-    first, second = scene.job(groups=[wanted]), scene.job(groups=[wanted])
+    ready = {"signal": 0, "offset": 0, "value": 1}
+    first = scene.job(groups=[wanted], registration=made, ready=ready, deadline_s=60.0)
+    second = scene.job(groups=[wanted])
     stored = {"group": 0, "keys": keys(*range(2000, 9000)), "blocks": ids(*[0] * 7000)}
     scene.peer.ok("load", **first)
     held = used(daemon)["job_bytes"]
@@ -253,6 +262,8 @@ def test_what_jobs_hold(start_daemon: Start) -> None:
     for tag, groups in (("load", [wanted]), ("store", [stored])):
         assert f"uses {held} of 1048576 job_bytes" in scene.peer.refused("limit", tag, **{**second, "groups": groups})
     assert daemon.state() == before
+    os.pwrite(signal, b"\1", 0)
+    os.close(signal)
     assert scene.peer.completed(first["job"])["outcome"] == "partial"
     assert "job_bytes" not in used(daemon)
     scene.peer.ok("load", **second)
@@ -366,14 +377,15 @@ def test_a_clear_that_is_over_the_cap_changes_nothing(start_daemon: Start) -> No
     assert peer.ok("lookup", groups=wanted)["states"] == [b"\0", b"\0"]
 
 
-def test_requests_that_wait(scene: Scene) -> None:
+def test_requests_that_wait(scene: Scene, hold: Hold) -> None:
     """64 may be under way; the next is `busy` and has changed nothing: an unregister leaves its registration."""
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    waiting = [scene.peer.begin("drain", deadline_s=10.0) for _ in range(64)]
-    said = scene.peer.ask("unregister", registration=scene.registration)
-    assert (said["code"], said["retryable"]) == ("busy", True)
-    scene.peer.ok("ping")
+    with hold:
+        scene.peer.ok("load", **load)
+        waiting = [scene.peer.begin("drain", deadline_s=60.0) for _ in range(64)]
+        said = scene.peer.ask("unregister", registration=scene.registration)
+        assert (said["code"], said["retryable"]) == ("busy", True)
+        scene.peer.ok("ping")
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert {scene.peer.answer(seq)["type"] for seq in waiting} == {"drained"}
     scene.peer.ok("load", **load)
@@ -382,17 +394,18 @@ def test_requests_that_wait(scene: Scene) -> None:
     assert scene.daemon.mapped("bad_input") == 0
 
 
-def test_completions_that_nobody_reads(start_daemon: Start) -> None:
+def test_completions_that_nobody_reads(start_daemon: Start, hold: Hold) -> None:
     """What a completion may need is set aside at admission: above the outbox's size a job is `busy`, not lost."""
-    daemon = start_daemon("limits.outbox_bytes=64KiB", faults="delay_s=0.5")
+    daemon = start_daemon("limits.outbox_bytes=64KiB", faults=hold.fault)
     scene = Scene(daemon, "caps")
-    # One hit, which takes its time, and many misses, whose names need room in the completion.
+    # One hit, whose copy is held, and many misses, whose names need room in the completion.
     wanted = {"group": 0, "keys": keys(1, *range(2000, 3999)), "blocks": ids(15, *[0xFFFFFFFF] * 1999)}
     jobs: list[int] = []
-    while (reply := scene.peer.ask("load", **(job := scene.job(groups=[wanted]))))["type"] == "accepted":
-        jobs.append(job["job"])
-    assert len(jobs) == (64 << 10) // (512 + 8 + 8000)
-    assert (reply["code"], reply["retryable"]) == ("busy", True)
+    with hold:
+        while (reply := scene.peer.ask("load", **(job := scene.job(groups=[wanted]))))["type"] == "accepted":
+            jobs.append(job["job"])
+        assert len(jobs) == (64 << 10) // (512 + 8 + 8000)
+        assert (reply["code"], reply["retryable"]) == ("busy", True)
     for number in jobs:
         assert scene.peer.completed(number)["outcome"] == "partial"
     scene.peer.ok("load", **job)

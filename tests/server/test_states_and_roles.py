@@ -12,6 +12,8 @@ from kvoffloadd.protocol.messages import REQUESTS
 from kvoffloadd.protocol.state import ROLE_MAY
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, RawPeer, frame, said
+from scripts.harness.wait import until
+from tests.e2e.daemons import Hold
 from tests.server.scene import Scene, ids, keys
 
 HELLO: dict[str, Any] = {"version": 1, "role": "worker", "instance": bytes(range(16)), "namespace": NAMESPACE}
@@ -173,23 +175,36 @@ def test_what_was_asked_before_bye_is_answered(scene: Scene) -> None:
     assert answers == {91: "drained", 92: "verified", 93: "cleared", 94: "done", 95: "done"}
 
 
-def test_a_drain_that_waits_is_answered_before_bye(standing: Callable[..., Daemon]) -> None:
+PATIENT = """
+import sys
+from kvoffloadd import cli
+from kvoffloadd.server import connection
+connection.FLUSH_S = 60.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The daemon, whose `bye` waits longer than this test may take."""
+
+
+def test_a_drain_that_waits_is_answered_before_bye(start_daemon: Callable[..., Daemon], hold: Hold) -> None:
     """It waits for another session's job; bye itself would not."""
-    scene = Scene(standing(faults="delay_s=0.4"), "bye")
+    scene = Scene(start_daemon(faults=hold.fault, program=("-c", PATIENT)), "bye")
     leaver = scene.session()
     load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
-    scene.peer.ok("load", **load)
-    leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
+    with hold:
+        scene.peer.ok("load", **load)
+        leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
+        until(lambda: scene.daemon.status()["namespaces"][0]["sessions"] == 1, "it has said bye")
+        assert scene.daemon.status()["running"]["jobs"] == 1
     assert [(message["type"], message["seq"]) for message in leaver.end()] == [("drained", 91), ("done", 92)]
 
 
-def test_a_drain_that_waits_for_too_long_is_told_so(standing: Callable[..., Daemon]) -> None:
-    scene = Scene(standing("copy.threads=1", faults="delay_s=0.8"), "bye")
+def test_a_drain_that_waits_for_too_long_is_told_so(standing: Callable[..., Daemon], hold: Hold) -> None:
+    scene = Scene(standing(faults=hold.fault), "bye")
     leaver = scene.session()
-    for block in (5, 6, 7):
-        load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(block)}])
+    load = scene.job(groups=[{"group": 0, "keys": keys(1), "blocks": ids(5)}])
+    with hold:
         scene.peer.ok("load", **load)
-    leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
-    drained, done = leaver.end()
+        leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
+        drained, done = leaver.end()
     assert (said(drained, "bad_state"), drained["seq"]) == ("the session said bye before this was done", 91)
     assert (done["type"], done["seq"]) == ("done", 92)

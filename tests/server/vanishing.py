@@ -9,11 +9,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
+from tests.kernelsettings import reserved_pages
 
 BLOCK = 64 << 10
 BLOCKS = 64
@@ -23,7 +23,6 @@ GONE_BLOCK = BLOCKS // 2
 """The first of those that go."""
 
 _HUGE = 2 << 20
-_NR_HUGE = Path("/proc/sys/vm/nr_hugepages")
 _CLONE_NEWNS = 0x00020000
 _MS_PRIVATE_REC = 1 << 18 | 1 << 14
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -79,7 +78,7 @@ def full_tmpfs() -> Iterator[tuple[int, Vanish]]:
 def huge_pages() -> Iterator[tuple[int, Vanish]]:
     """Huge pages that are punched out, and taken by somebody else. Sealed, as memory of other users must be."""
     with ExitStack() as stack:
-        stack.enter_context(_huge_pages(SIZE // _HUGE))
+        stack.enter_context(reserved_pages(SIZE // _HUGE))
         fd = _huge_memfd(SIZE)
         stack.callback(os.close, fd)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -101,24 +100,6 @@ def holes() -> Iterator[tuple[int, Vanish]]:
     os.posix_fallocate(fd, 0, SIZE)
     yield fd, lambda: punch(fd, HALF, SIZE - HALF)
     os.close(fd)
-
-
-@contextmanager
-def _huge_pages(count: int) -> Iterator[None]:
-    """So many of them in this machine for a while."""
-    try:
-        before = int(_NR_HUGE.read_text())
-        if before:
-            pytest.skip("the machine's huge pages are in use")
-        _NR_HUGE.write_text(str(count))
-    except OSError as error:
-        pytest.skip(f"huge pages can't be set aside: {error.strerror}")
-    try:
-        if int(_NR_HUGE.read_text()) < count:
-            pytest.skip("there are not enough huge pages")
-        yield
-    finally:
-        _NR_HUGE.write_text(str(before))
 
 
 def _huge_memfd(size: int) -> int:

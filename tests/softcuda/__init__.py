@@ -33,6 +33,7 @@ class Counters(ctypes.Structure):
     copies: int
     batches: int
     pitched: int
+    pitched_batches: int
     kernels: int
     bytes_to_device: int
     bytes_to_host: int

@@ -4,8 +4,6 @@
 
 #include "internal.h"
 
-#define PITCHED "cuMemcpy2DAsync"
-
 static CUresult may_use(const Range *range, const Context *context, const char *call)
 {
     if (range->kind == MAPPED) {
@@ -42,7 +40,7 @@ CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t 
 }
 
 /* `staged`: the driver takes the bytes along within the call, so that memory need not be registered. */
-static CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call)
+CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call)
 {
     Range *range = range_at(&driver.host, start);
     if (range && size <= range_end(range) - start) {
@@ -79,7 +77,7 @@ static CUresult copy_check(Op *op, const Context *context, Copy *copy, bool stag
                        : host_touch(op, copy->from, copy->size, staged, call);
 }
 
-static bool submit_fails(void)
+bool submit_fails(void)
 {
     uint64_t every = settings()->fail_submit_every;
     return ++driver.submits, every && driver.submits % every == 0;
@@ -126,32 +124,32 @@ static CUresult copy_now(Copy copy, const char *call)
 
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size)
 {
-    return copy_now((Copy){to, (uintptr_t)from, size, TO_DEVICE}, "cuMemcpyHtoD");
+    return copy_now((Copy){to, (uintptr_t)from, size, TO_DEVICE, false}, "cuMemcpyHtoD");
 }
 
 API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size)
 {
-    return copy_now((Copy){(uintptr_t)to, from, size, TO_HOST}, "cuMemcpyDtoH");
+    return copy_now((Copy){(uintptr_t)to, from, size, TO_HOST, false}, "cuMemcpyDtoH");
 }
 
 API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t size)
 {
-    return copy_now((Copy){to, from, size, WITHIN_DEVICE}, "cuMemcpyDtoD");
+    return copy_now((Copy){to, from, size, WITHIN_DEVICE, false}, "cuMemcpyDtoD");
 }
 
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t size, CUstream stream)
 {
-    return copy_async((Copy){to, (uintptr_t)from, size, TO_DEVICE}, stream, "cuMemcpyHtoDAsync");
+    return copy_async((Copy){to, (uintptr_t)from, size, TO_DEVICE, false}, stream, "cuMemcpyHtoDAsync");
 }
 
 API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t size, CUstream stream)
 {
-    return copy_async((Copy){(uintptr_t)to, from, size, TO_HOST}, stream, "cuMemcpyDtoHAsync");
+    return copy_async((Copy){(uintptr_t)to, from, size, TO_HOST, false}, stream, "cuMemcpyDtoHAsync");
 }
 
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream)
 {
-    return copy_async((Copy){to, from, size, EITHER}, stream, "cuMemcpyAsync");
+    return copy_async((Copy){to, from, size, EITHER, false}, stream, "cuMemcpyAsync");
 }
 
 API CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t size) __attribute__((alias("cuMemcpyHtoD_v2")));
@@ -171,18 +169,25 @@ typedef struct {
     size_t attribute_count;
 } Batch;
 
+CUresult order_check(int order, const char *call)
+{
+    if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (order == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL)
+        return misuse(CUDA_ERROR_NOT_SUPPORTED, "%s: DURING_API_CALL is not modelled", call);
+    return CUDA_SUCCESS;
+}
+
 static CUresult attributes_check(const Batch *batch)
 {
     if (!batch->attributes || !batch->first || !batch->attribute_count || batch->attribute_count > batch->count)
         return CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < batch->attribute_count; i++) {
-        int order = batch->attributes[i].srcAccessOrder;
         if (i ? batch->first[i] <= batch->first[i - 1] || batch->first[i] >= batch->count : batch->first[i])
             return CUDA_ERROR_INVALID_VALUE;
-        if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-            return CUDA_ERROR_INVALID_VALUE;
-        if (order == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL)
-            return misuse(CUDA_ERROR_NOT_SUPPORTED, "cuMemcpyBatchAsync: DURING_API_CALL is not modelled");
+        CUresult code = order_check(batch->attributes[i].srcAccessOrder, "cuMemcpyBatchAsync");
+        if (code)
+            return code;
     }
     return CUDA_SUCCESS;
 }
@@ -195,21 +200,21 @@ static int by_destination(const void *left, const void *right)
 
 /* A batch has no order: where two of its copies write the same byte, either may win. The order that is left behind is
  * no promise either: the stream shuffles it. */
-static CUresult overlap_check(Op *op)
+CUresult overlap_check(Op *op, const char *call)
 {
     qsort(op->copies, op->count, sizeof *op->copies, by_destination);
     for (size_t i = 1; i < op->count; i++) {
         const Copy *copy = &op->copies[i];
         if (copy[-1].to + copy[-1].size > copy->to)
-            return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpyBatchAsync: overlapping destinations at 0x%llx", copy->to);
+            return misuse(CUDA_ERROR_INVALID_VALUE, "%s: overlapping destinations at 0x%llx", call, copy->to);
     }
     return CUDA_SUCCESS;
 }
 
 /* Sources whose order is ANY may be read at any time before the stream comes to them: as early as can be, if asked. */
-static void read_early(Op *op, const Batch *batch)
+void read_early(Op *op)
 {
-    size_t bytes = 0, attribute = 0;
+    size_t bytes = 0;
     if (!settings()->read_early)
         return;
     for (size_t i = 0; i < op->count; i++)
@@ -218,20 +223,23 @@ static void read_early(Op *op, const Batch *batch)
     if (!to)
         abort();
     for (size_t i = 0; i < op->count; i++) {
-        while (attribute + 1 < batch->attribute_count && batch->first[attribute + 1] <= i)
-            attribute++;
-        if (batch->attributes[attribute].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        Copy *copy = &op->copies[i];
+        if (!copy->any_order)
             continue;
-        memcpy(to, (const void *)(uintptr_t)op->copies[i].from, op->copies[i].size);
-        op->copies[i].from = (uintptr_t)to;
-        to += op->copies[i].size;
+        memcpy(to, (const void *)(uintptr_t)copy->from, copy->size);
+        copy->from = (uintptr_t)to;
+        to += copy->size;
     }
 }
 
 static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, size_t *failed)
 {
+    size_t attribute = 0;
     for (size_t i = 0; i < batch->count; i++) {
-        op->copies[i] = (Copy){batch->to[i], batch->from[i], batch->sizes[i], EITHER};
+        while (attribute + 1 < batch->attribute_count && batch->first[attribute + 1] <= i)
+            attribute++;
+        bool any_order = batch->attributes[attribute].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY;
+        op->copies[i] = (Copy){batch->to[i], batch->from[i], batch->sizes[i], EITHER, any_order};
         CUresult code = batch->sizes[i] ? copy_check(op, context, &op->copies[i], false, "cuMemcpyBatchAsync")
                                         : CUDA_ERROR_INVALID_VALUE;
         if (code) {
@@ -239,8 +247,8 @@ static CUresult batch_fill(Op *op, const Context *context, const Batch *batch, s
             return code;
         }
     }
-    read_early(op, batch);
-    return overlap_check(op);
+    read_early(op);
+    return overlap_check(op, "cuMemcpyBatchAsync");
 }
 
 static CUresult batch_queue(Context *context, const Batch *batch, CUstream handle, size_t *failed)
@@ -286,81 +294,6 @@ API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *s
 {
     return cuMemcpyBatchAsync(to, from, sizes, count, attributes, first, attribute_count, NULL, stream);
 }
-
-/* One side of a pitched copy: where its first row begins, and how far apart its rows are. */
-typedef struct {
-    CUdeviceptr start;
-    size_t pitch;
-} Side;
-
-/* Where a side's first row begins. The fields are the public API's: the address stands in the field of its kind, and
- * is moved by whole rows and by bytes. */
-static CUresult side_of(Side *side, int type, const void *host, CUdeviceptr device, size_t pitch, size_t x, size_t y,
-                        const CUDA_MEMCPY2D *asked)
-{
-    if (type != CU_MEMORYTYPE_HOST && type != CU_MEMORYTYPE_DEVICE && type != CU_MEMORYTYPE_UNIFIED)
-        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: memory of kind %d is not modelled", type);
-    if (pitch > PITCH_MAX || (pitch && pitch < x + asked->WidthInBytes) || (!pitch && asked->Height > 1))
-        return misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: rows of %zu bytes, %zu apart", asked->WidthInBytes,
-                      pitch);
-    *side = (Side){(type == CU_MEMORYTYPE_HOST ? (uintptr_t)host : device) + y * pitch + x, pitch};
-    return CUDA_SUCCESS;
-}
-
-static CUresult pitched_queue(Context *context, const CUDA_MEMCPY2D *asked, CUstream handle)
-{
-    Stream *stream;
-    Side to, from;
-    CUresult code = stream_find(context, handle, &stream);
-    if (!code)
-        code = side_of(&to, asked->dstMemoryType, asked->dstHost, asked->dstDevice, asked->dstPitch, asked->dstXInBytes,
-                       asked->dstY, asked);
-    if (!code)
-        code = side_of(&from, asked->srcMemoryType, asked->srcHost, asked->srcDevice, asked->srcPitch,
-                       asked->srcXInBytes, asked->srcY, asked);
-    if (code || !asked->WidthInBytes || !asked->Height)
-        return code;
-    if (submit_fails())
-        return CUDA_ERROR_INVALID_VALUE;
-    Op *op = op_new(COPIES, asked->Height);
-    /* All that lies between the first row and the last is one range to the driver, so each side is one memory. */
-    size_t to_span = (asked->Height - 1) * to.pitch + asked->WidthInBytes;
-    size_t from_span = (asked->Height - 1) * from.pitch + asked->WidthInBytes;
-    bool to_device = range_at(&driver.device, to.start), from_device = range_at(&driver.device, from.start);
-    if (!to_device && !from_device)
-        code = misuse(CUDA_ERROR_INVALID_VALUE, "cuMemcpy2DAsync: neither 0x%llx nor 0x%llx is live device memory",
-                      to.start, from.start);
-    Direction direction = !to_device ? TO_HOST : from_device ? WITHIN_DEVICE : TO_DEVICE;
-    if (!code)
-        code = to_device ? device_touch(op, context, to.start, to_span, PITCHED)
-                         : host_touch(op, to.start, to_span, false, PITCHED);
-    if (!code)
-        code = from_device ? device_touch(op, context, from.start, from_span, PITCHED)
-                           : host_touch(op, from.start, from_span, false, PITCHED);
-    if (code) {
-        op_delete(op);
-        return code;
-    }
-    for (size_t i = 0; i < asked->Height; i++)
-        op->copies[i] = (Copy){to.start + i * to.pitch, from.start + i * from.pitch, asked->WidthInBytes,
-                               direction};
-    op_queue(stream, op);
-    driver.counters.pitched++;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *asked, CUstream stream)
-{
-    Context *context;
-    sleep_ns(settings()->submit_ns);
-    CUresult code = enter(&context);
-    if (code)
-        return code;
-    return leave(settings()->pitched_error ? (CUresult)settings()->pitched_error
-                                           : pitched_queue(context, asked, stream));
-}
-
-API CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *asked, CUstream stream) __attribute__((alias("cuMemcpy2DAsync_v2")));
 
 static CUresult fill_queue(Context *context, CUdeviceptr start, unsigned char value, size_t size, CUstream handle,
                            Stream **stream)

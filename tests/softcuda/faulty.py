@@ -26,6 +26,7 @@ from tests.softcuda.gpu import (
     ok,
     open_raw,
     peer,
+    pitched_batch,
     registered,
     start,
 )
@@ -126,6 +127,18 @@ def delay() -> None:
     assert seconds_of(copy) >= 0.5
 
 
+def held() -> None:
+    """hold=PATH, where there is a file: a copy waits, and goes on when the file is gone."""
+    device, host, stream = _buffers()
+    assert _to_device(device, host, stream) == 0
+    time.sleep(0.1)
+    assert code(driver.cuStreamQuery(stream)) == NOT_READY
+    assert extras().counters().copies == 0
+    os.unlink(os.environ["SOFTCUDA_HOLD"])
+    ok(driver.cuStreamSynchronize(stream))
+    assert extras().counters().copies == 1
+
+
 def jitter() -> float:
     """jitter_ns=20 ms: 20 operations take 200 ms or so; as long as before with the same seed."""
     start()
@@ -202,14 +215,28 @@ def poisoned() -> list[int]:
     return found
 
 
+def pitched_batch_code() -> int:
+    """no_pitched_batch, pitched_batch_error=N"""
+    device, host, stream = _buffers()
+    found = driver.cuGetProcAddress(b"cuMemcpy3DBatchAsync", 12080, 0)
+    if code(found):
+        return code(found)
+    return code(pitched_batch([((device, 1024), (address(host), 1024), 1024, SIZE // 1024)], stream))
+
+
 def early_reads() -> str:
-    """read_early: which of two batches behind a slow copy has the bytes that its source had when it was submitted."""
+    """read_early: which of two batches, and of two of pitched copies, behind a slow copy has the bytes that its source
+    had when it was submitted.
+    """
     device, host, stream = _buffers()
     seen = []
-    for order in (ANY_ORDER, STREAM_ORDER):
+    for number, order in enumerate([ANY_ORDER, STREAM_ORDER] * 2):
         host[:] = 1
         extras().delay(stream, 0.05)
-        ok(batch([device], [address(host)], [SIZE], stream, order))
+        if number < 2:
+            ok(batch([device], [address(host)], [SIZE], stream, order))
+        else:
+            ok(pitched_batch([((device, 1024), (address(host), 1024), 1024, SIZE // 1024)], stream, order))
         host[:] = 2
         ok(driver.cuStreamSynchronize(stream))
         seen.append(ctypes.string_at(device, 1)[0])

@@ -59,6 +59,8 @@
     X(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2)                                                 \
     X(cuMemcpyAsync, 4000, cuMemcpyAsync)                                                            \
     X(cuMemcpy2DAsync, 3020, cuMemcpy2DAsync_v2)                                                     \
+    X(cuMemcpy3DBatchAsync, 12080, cuMemcpy3DBatchAsync)                                             \
+    X(cuMemcpy3DBatchAsync, 13000, cuMemcpy3DBatchAsync_v2)                                          \
     X(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync)                                                 \
     X(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v2)                                              \
     X(cuMemsetD8, 3020, cuMemsetD8_v2)                                                               \

@@ -195,6 +195,21 @@ def pitched(to: tuple[int, int], from_: tuple[int, int], width: int, height: int
     return result
 
 
+def pitched_batch(
+    runs: list[tuple[tuple[int, int], tuple[int, int], int, int]], stream: int, order: Any = STREAM_ORDER
+) -> tuple[Any, ...]:
+    """Pitched copies as one call: of each where it goes and whence it comes (as `pitched`), its width and height."""
+    asked = [driver.CUDA_MEMCPY3D_BATCH_OP() for _ in runs]
+    for one, (to, from_, width, height) in zip(asked, runs, strict=True):
+        for operand, side in ((one.dst, to), (one.src, from_)):
+            operand.type = driver.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+            operand.op.ptr.ptr, operand.op.ptr.rowLength = side
+        one.extent.width, one.extent.height, one.extent.depth = width, height, 1
+        one.srcAccessOrder = order
+    result: tuple[Any, ...] = driver.cuMemcpy3DBatchAsync(len(asked), asked, 0, stream)
+    return result
+
+
 def batch(
     destinations: list[int], sources: list[int], sizes: list[int], stream: int, order: Any = ANY_ORDER
 ) -> tuple[Any, ...]:

@@ -43,11 +43,12 @@ typedef struct {
     uint64_t devices, memory_bytes, driver_version, seed, register_max_bytes, register_ns_per_gib;
     uint64_t context_bytes, context_ns;
     bool misuse_is_error;
+    const char *hold; /* a path; NULL: copies are not held */
     int visible_count, visible[DEVICES_MAX];
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
-    uint64_t pitched_error, read_early, launch_error;
+    uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early, launch_error;
     uint64_t packed, poison, launch_after;
 } Settings;
 
@@ -131,6 +132,7 @@ typedef struct {
     CUdeviceptr to, from;
     size_t size;
     Direction direction;
+    bool any_order; /* its source may be read before the stream comes to it */
 } Copy;
 
 typedef struct Event {
@@ -184,6 +186,11 @@ void sleep_ns(uint64_t ns);
 
 /* copy.c */
 CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t size, const char *call);
+CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call);
+CUresult order_check(int order, const char *call);
+CUresult overlap_check(Op *op, const char *call);
+bool submit_fails(void);
+void read_early(Op *op);
 void copies_run(Stream *stream, Op *op);
 void poison(CUdeviceptr start, size_t size); /* if it is asked for, and this process's own allocation; takes the lock */
 

@@ -27,6 +27,7 @@ from tests.softcuda.gpu import (
     open_raw,
     peer,
     pitched,
+    pitched_batch,
     property_of,
     raw_handle,
     registered,
@@ -167,6 +168,27 @@ def pitched_too_far_apart() -> int:
     start()
     device, host = allocate(SIZE), registered(SIZE)
     return code(pitched((device, 1 << 31), (address(host), 1024), 1024, 2, new_stream()))
+
+
+def pitched_batch_beyond_allocation() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    right = ((device, 4096), (address(host), 4096), 1024, 4)
+    return code(pitched_batch([right, ((device + 4096, 4096), (address(host), 4096), 4096, 16)], new_stream()))
+
+
+def pitched_batch_of_rows_that_overlap() -> int:
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    return code(pitched_batch([((device, 1000), (address(host), 1024), 1024, 16)], new_stream()))
+
+
+def pitched_batch_with_overlap() -> int:
+    """One run writes between the rows of the other, and one row of it again."""
+    start()
+    device, host = allocate(SIZE), registered(SIZE)
+    runs = [((device + at, 4096), (address(host), 1024), 1024, 8) for at in (0, 1000)]
+    return code(pitched_batch(runs, new_stream()))
 
 
 def batch_across_allocations() -> int:

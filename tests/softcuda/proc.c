@@ -6,7 +6,8 @@
 static bool is_missing(const Entry *entry)
 {
     return entry->version > (int)settings()->driver_version ||
-           (settings()->no_batch && !strcmp(entry->name, "cuMemcpyBatchAsync"));
+           (settings()->no_batch && !strcmp(entry->name, "cuMemcpyBatchAsync")) ||
+           (settings()->no_pitched_batch && !strcmp(entry->name, "cuMemcpy3DBatchAsync"));
 }
 
 static void (*lookup(const char *symbol, int version, int *status))(void)

@@ -11,6 +11,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from tests.softcuda.gpu import (
+    ANY_ORDER,
     GRANULE,
     NON_BLOCKING,
     STREAM_ORDER,
@@ -27,6 +28,7 @@ from tests.softcuda.gpu import (
     noise,
     ok,
     pitched,
+    pitched_batch,
     property_of,
     registered,
     start,
@@ -259,6 +261,29 @@ def pitched_copies() -> None:
     assert np.array_equal(bytes_at(device, 300 * 1000)[: 297 * 1000].reshape(99, 3000)[:, :1000], rows[:99])
     assert np.array_equal(returned[:, :999], rows[:, :999])
     assert not returned[:, 999].any(), "bytes between the rows"
+
+
+def pitched_batches() -> None:
+    """As `pitched_copies`, all in one call: 4 runs of 25 rows, the last of them without gaps on the host's side."""
+    start()
+    host, back, stream = registered(100 * 1000), registered(100 * 1000), new_stream()
+    host[:] = noise(100 * 1000)
+    device = allocate(300 * 1000)
+
+    def runs(length: int) -> list[tuple[tuple[int, int], tuple[int, int], int, int]]:
+        return [((device + at * 3000, 3000), (address(host) + at * 1000, length), 1000, 25) for at in range(0, 100, 25)]
+
+    ok(pitched_batch(runs(1000)[:2] + runs(0)[2:], stream, ANY_ORDER))
+    ok(pitched_batch([((address(back), 1000), (device, 3000), 999, 100)], stream))
+    ok(driver.cuStreamSynchronize(stream))
+    counters = extras().counters()
+    assert (counters.pitched, counters.pitched_batches, counters.copies) == (5, 2, 200)
+    assert np.array_equal(back.reshape(100, 1000)[:, :999], host.reshape(100, 1000)[:, :999])
+    assert not back.reshape(100, 1000)[:, 999].any(), "bytes between the rows"
+    assert code(pitched_batch(runs(1000), 0)) == 1, "not on the NULL stream"
+    assert code(pitched_batch([], stream)) == 1
+    for width, height in ((0, 1), (1, 0)):
+        assert code(pitched_batch([((device, 1), (address(host), 1), width, height)], stream)) == 1
 
 
 class Attributes(ctypes.Structure):

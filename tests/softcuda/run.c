@@ -42,6 +42,14 @@ static void link_wait(const Op *op)
         sleep_ns(until - now);
 }
 
+/* For as long as the file is there: a test decides when copies go on. */
+static void hold_wait(void)
+{
+    const char *path = settings()->hold;
+    while (path && !access(path, F_OK))
+        sleep_ns(1000000);
+}
+
 static void shuffle(Op *op, uint64_t *random)
 {
     for (size_t i = op->count; i > 1; i--) {
@@ -116,6 +124,7 @@ static void count(const Op *op)
 void copies_run(Stream *stream, Op *op)
 {
     sleep_ns(settings()->delay_copies_ns);
+    hold_wait();
     link_wait(op);
     if (!host_is_there(op))
         return;

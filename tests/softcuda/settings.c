@@ -57,6 +57,8 @@ static const Name FAULTS[] = {
     {"packed", &read_settings.packed, true},
     {"no_batch", &read_settings.no_batch, true},
     {"pitched_error", &read_settings.pitched_error, false},
+    {"pitched_batch_error", &read_settings.pitched_batch_error, false},
+    {"no_pitched_batch", &read_settings.no_pitched_batch, true},
     {"launch_error", &read_settings.launch_error, false},
     {"launch_after", &read_settings.launch_after, false},
     {"read_early", &read_settings.read_early, true},
@@ -124,6 +126,10 @@ static void read_variable(const char *name, const char *value)
         if (strcmp(value, "abort") && strcmp(value, "error"))
             refuse("SOFTCUDA_MISUSE is abort or error, not", value);
         read_settings.misuse_is_error = !strcmp(value, "error");
+    } else if (!strcmp(name, "HOLD")) {
+        if (!*value)
+            refuse("not a path", value);
+        read_settings.hold = strdup(value);
     } else
         refuse("unknown variable", name);
 }

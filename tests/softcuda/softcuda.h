@@ -53,6 +53,7 @@ typedef struct {
 
 enum { CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1 };
 enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2, CU_MEMORYTYPE_ARRAY = 3, CU_MEMORYTYPE_UNIFIED = 4 };
+enum { CU_MEMCPY_OPERAND_TYPE_POINTER = 1, CU_MEMCPY_OPERAND_TYPE_ARRAY = 2 };
 enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1 };
 enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
 enum { CU_MEM_HANDLE_TYPE_NONE = 0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1, CU_MEM_HANDLE_TYPE_FABRIC = 8 };
@@ -126,6 +127,33 @@ typedef struct {
     size_t WidthInBytes, Height;
 } CUDA_MEMCPY2D;
 
+typedef struct {
+    int type;
+    union {
+        struct {
+            CUdeviceptr ptr;
+            size_t rowLength, layerHeight;
+            CUmemLocation locHint;
+        } ptr;
+        struct {
+            void *array;
+            size_t offset[3];
+        } array;
+    } op;
+} CUmemcpy3DOperand;
+
+typedef struct {
+    size_t width, height, depth;
+} CUextent3D;
+
+typedef struct {
+    CUmemcpy3DOperand src, dst;
+    CUextent3D extent;
+    int srcAccessOrder;
+    unsigned int flags;
+} CUDA_MEMCPY3D_BATCH_OP;
+
+_Static_assert(sizeof(CUDA_MEMCPY3D_BATCH_OP) == 112, "as in cuda.h");
 _Static_assert(sizeof(CUDA_MEMCPY2D) == 128, "as in cuda.h");
 _Static_assert(sizeof(CUmemAllocationProp) == 32, "as in cuda.h");
 _Static_assert(sizeof(CUmemAccessDesc) == 12, "as in cuda.h");
@@ -133,7 +161,7 @@ _Static_assert(sizeof(CUmemcpyAttributes) == 24, "as in cuda.h");
 
 /* What the process has done so far, and what it holds now. tests/softcuda/__init__.py has the same list. */
 struct softcuda_counters {
-    uint64_t copies, batches, pitched, kernels, bytes_to_device, bytes_to_host, bytes_within_device;
+    uint64_t copies, batches, pitched, pitched_batches, kernels, bytes_to_device, bytes_to_host, bytes_within_device;
     uint64_t handles_opened, handles_closed;
     uint64_t live_allocations, live_opened, live_mappings, live_reservations, live_registrations;
     uint64_t live_streams, live_events, misuses;

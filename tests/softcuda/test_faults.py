@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,14 @@ from tests.softcuda.running import result, run
         (faulty.open_code, "dead_exporter", "205"),
         (faulty.slow_close, "close_delay_ns=100000000", "None"),
         (faulty.batch_is_missing, "no_batch", "500"),
-        (faulty.early_reads, "read_early", "12"),
+        (faulty.pitched_batch_code, "no_pitched_batch", "500"),
+        (faulty.pitched_batch_code, "pitched_batch_error=801", "801"),
+        (faulty.pitched_batch_code, "pitched_error=1", "1"),
+        (faulty.pitched_batch_code, "no_batch", "0"),
+        (faulty.early_reads, "read_early", "1212"),
+        (faulty.early_reads, "jitter_ns=1", "2222"),
         (faulty.poisoned, "poison", "[219, 7, 219]"),
         (faulty.poisoned, "jitter_ns=1", "[0, 7, 7]"),
-        (faulty.early_reads, "jitter_ns=1", "22"),
         (faulty.open_code, "", "0"),
         (faulty.corruption, "", "0000"),
         (faulty.failed_submits, "jitter_ns=1,fail_submit_every=3", "001001"),
@@ -48,6 +53,11 @@ def test_jitter() -> None:
     seconds = [float(result(faulty.jitter, "jitter_ns=20000000", {"seed": seed})) for seed in (1, 2)]
     assert all(0.05 <= each <= 5 for each in seconds)
     assert float(result(faulty.jitter)) < min(seconds)
+
+
+def test_copies_are_held_for_as_long_as_the_file_exists(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    result(faulty.held, "", {"hold": str(tmp_path / "hold")})
 
 
 def test_a_registration_may_hold_the_lock() -> None:
@@ -72,6 +82,7 @@ def test_contexts_take_time_and_memory() -> None:
         ("", {"devices": "two"}, "not a number: two"),
         ("", {"devices": 17}, "too many devices: 17"),
         ("", {"misuse": "ignore"}, "is abort or error, not: ignore"),
+        ("", {"hold": ""}, "not a path"),
         ("", {"device": 2}, "unknown variable: "),
     ],
 )

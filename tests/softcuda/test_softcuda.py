@@ -21,8 +21,8 @@ from tests.softcuda.running import ROOT, result
 
 PROGRAMS = [
     programs.devices, programs.contexts, programs.memory, programs.asynchrony, programs.written_values,
-    programs.registrations, programs.batches, programs.pitched_copies, programs.raw_batch_of_cuda_12,
-    programs.raw_batch_of_cuda_13,
+    programs.registrations, programs.batches, programs.pitched_copies, programs.pitched_batches,
+    programs.raw_batch_of_cuda_12, programs.raw_batch_of_cuda_13,
     sharing.shared_with_a_peer, sharing.filled_by_a_peer, sharing.exporter_is_killed, sharing.chunks,
     programs.unusable_after_fork, programs.many_threads, programs.exit_with_all_open,
 ]  # fmt: skip

@@ -16,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.storage import arenafile as module
 from kvoffloadd.storage import arenaowner as owner_module
 from kvoffloadd.storage.arenafile import ATTEMPTS_MAX, NAMES_BYTES, ArenaFile, file_bytes, inherit, open_pool, unfit
+from tests.kernelsettings import reserved_pages
 from tests.server.vanishing import punch
 
 CAPACITY, SLAB = 40 * PAGE_BYTES, 8 * PAGE_BYTES
+RESERVED_PAGES = file_bytes(CAPACITY, SLAB, HUGE_PAGE_BYTES) // HUGE_PAGE_BYTES
 
 
 def fits(_: int) -> None:
@@ -271,6 +273,28 @@ def test_files_of_whole_huge_pages(path: Path, monkeypatch: pytest.MonkeyPatch) 
     second = open_pool(path, CAPACITY, SLAB, full)
     assert (second.is_old, len(second.arena), second.arena[-1], second.slabs[-1]) == (True, CAPACITY, 7, 3)
     second.close()
+
+
+def test_a_kept_pool_of_reserved_pages_needs_no_available_memory() -> None:
+    """Not even for those that are not populated yet: they are promised to it."""
+
+    def full(_: int) -> None:
+        raise ConfigError("only 3 bytes")
+
+    with reserved_pages(RESERVED_PAGES):
+        pool = ArenaFile.make(CAPACITY, SLAB, reserved=True)
+        assert (pool.reserved, pool.size_bytes) == (True, RESERVED_PAGES * HUGE_PAGE_BYTES)
+        pool.arena[-1] = 7
+        other = inherit(os.dup(pool.fd), CAPACITY, SLAB, full)
+        assert other is not None
+        assert (other.reserved, other.arena[-1]) == (True, 7)
+        other.close()
+        pool.close()
+
+
+def test_reserved_pages_that_run_out_are_no_signal_later() -> None:
+    with reserved_pages(RESERVED_PAGES - 1), pytest.raises(ConfigError, match=r"huge pages can't be had"):
+        ArenaFile.make(CAPACITY, SLAB, reserved=True)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("ext4", True), ("tmpfs", False)])

@@ -13,11 +13,16 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.request import RequestStatus
 
@@ -25,6 +30,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
 from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
@@ -571,6 +577,23 @@ def test_canonical_layout_is_refused_where_nobody_tells_of_heads(engine: StartEn
         engine("dense", by_spec, canonical_layout=True)
     with pytest.raises(UsageError, match="canonical_parts"):
         engine(canonical_layout=True, canonical_parts=4)
+
+
+def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngine) -> None:
+    """Where vLLM can map the pages of a group's first layer, and not those of another one."""
+    one = engine(canonical_layout=True)
+    latent = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    longer = dataclasses.replace(latent, head_size=32)
+    compressed = dataclasses.replace(latent, tokens_per_state=4)
+    for other, agree in ((longer, True), (compressed, False)):
+        layers = {"a": latent, "b": other}
+        group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=layers))
+        cache = dataclasses.replace(one.cache, kv_cache_groups=[group])
+        told = build_offloading_config(one.config, generate_scheduler_kv_cache_config([cache]))
+        assert by_heads(told)
+        assert by_heads(build_offloading_config(one.config, cache)) == agree
+        with nullcontext() if agree else pytest.raises(UsageError, match="unlike"):
+            KVOffloaddConnector(one.config, KVConnectorRole.WORKER, cache)
 
 
 def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:

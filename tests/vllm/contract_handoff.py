@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
+from kvoffloadd.integrations.vllm import handoff
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.vllm.engine import by_connector
@@ -140,11 +143,37 @@ def test_the_prompt_of_who_asked_stays_whole(pair: StartPair, asked: Prompts) ->
     """Where states are kept, the engine computes all but its last token."""
     prefill, _ = pair()
     (name,) = prefill.add(asked[2:3], params=PREFILL)
-    request, handoff = prefill.scheduler.requests[name], prefill.scheduler.connector._handoff
+    request = prefill.scheduler.requests[name]
     given = request.prompt_token_ids = [*asked[2]]
-    handoff._keeps_states = True
-    handoff.begin(request)
+    prefill.scheduler.connector._handoff._keeps_states = True
+    prefill.scheduler.connector._handoff.begin(request)
     assert (given, request.prompt_token_ids, request.num_tokens) == (asked[2], asked[2][:-1], 109)
+
+
+@pytest.mark.parametrize("what", ["embeddings", "images"])
+def test_prompts_that_are_not_tokens_alone(
+    pair: StartPair, asked: Prompts, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Where states are kept, nothing is taken off them, and no tail is looked for: both engines compute it."""
+    warnings: list[str] = []
+    monkeypatch.setattr(handoff.logger, "warning", lambda form, *given: warnings.append(form % given))
+    prefill, decode = pair()
+    for one, word in ((prefill, PREFILL), (decode, DECODE)):
+        one.scheduler.connector._handoff._keeps_states = True
+        given: dict[str, Any] = {}
+        if what == "embeddings":
+            given = {"prompt_embeds": torch.ones(110, 8), "prompt_is_token_ids": [False] * 50 + [True] * 60}
+        else:
+            image = MultiModalFeatureSpec(None, "image", "a", PlaceholderRange(100, 10))
+            given = {"mm_features": [image]}
+        for prompt in asked[2:3] * 2:
+            (name,) = one.add([prompt], params=word, **given)
+            request = one.scheduler.requests[name]
+            assert (len(request.prompt_token_ids), request.num_tokens, request.num_prompt_tokens) == (110, 110, 110)
+            assert one.scheduler.connector._handoff.matched(request, 0, 96) == 96
+            assert not one.scheduler.connector._handoff._prompts
+    assert len(warnings) == 2
+    assert "embeddings or images" in warnings[0]
 
 
 def test_no_other_prompt_finds_a_tail(pair: StartPair, asked: Prompts) -> None:
@@ -229,6 +258,25 @@ def test_after_a_reset_old_tails_are_not_found(pair: StartPair, asked: Prompts, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_anew_after_a_reset_is_stored_anew(pair: StartPair, asked: Prompts, kind: str) -> None:
+    """The reset finds the requests running, their tails stored, and preempts them. It leaves the engine names of its
+    own, so that it takes over from itself.
+    """
+    prefill, _ = pair(kind)
+    prefill.add(asked, max_tokens=60, params=PREFILL)
+    computed = prefill.scheduler.connector._handoff._computed
+    while len(computed) < len(asked):
+        prefill.step()
+    assert len(prefill.scheduler.running) == len(asked)
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    prefill.scribble()
+    prefill.generate([])
+    prefill.forget()
+    prefill.scribble()
+    assert prefill.generate(asked, params=DECODE) == ALL
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -> None:
     """At any step of either engine. Nothing stays behind."""
     prefill, decode = pair(kind)
@@ -239,8 +287,8 @@ def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -
                 one.step()
             one.scheduler.finish_requests(names[::2], RequestStatus.FINISHED_ABORTED)
             one.generate([])
-            handoff = one.scheduler.connector._handoff
-            assert not (handoff._prompts or handoff._computing or handoff._computed or handoff._loading)
+            kept = one.scheduler.connector._handoff
+            assert not (kept._prompts or kept._computing or kept._computed or kept._loading)
     prefill.generate(asked, params=PREFILL)
     assert decode.generate(asked, params=DECODE) == ALL
     until(lambda: prefill.daemon.status()["leases"]["keys"] == 0, "nothing is pinned")

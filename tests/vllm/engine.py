@@ -39,6 +39,7 @@ Prompts = list[list[int]]
 _ENVIRONMENT = {
     **ENVIRONMENT,
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for functions that ranks of other processes call
     # Threads that spin while they wait would starve the daemon on a small machine.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
@@ -153,6 +154,11 @@ class Engine:
         self._say(do="metrics")
         return self._answer(ANSWER_S)
 
+    def await_transfers(self) -> None:
+        """Until each rank has heard the end of all that it was told to store and load."""
+        self._say(do="await_transfers")
+        self._answer(ANSWER_S)
+
     def await_connection(self) -> None:
         """Until the scheduler knows that the daemon is back: what it computes before that, it does not have stored."""
 
@@ -230,8 +236,11 @@ def _requests(answer: dict[str, Any]) -> list[Request]:
 
 
 def settle(daemon: Daemon, engine: Engine) -> None:
-    """What was stored last is sent with the next step; wait until it has arrived."""
+    """What was stored last is sent with the next step; wait until it has arrived. Ranks may not even have begun while
+    the daemon has no job.
+    """
     engine.generate(prompts(0, 1, 33))
+    engine.await_transfers()
     until(lambda: daemon.status()["running"]["jobs"] == 0, "all is stored", 60.0)
 
 

@@ -61,6 +61,11 @@ class Served:
                 sums[metric.name] = sums.get(metric.name, 0) + value
         return sums
 
+    def await_transfers(self) -> Answer:
+        """Until each rank has heard the end of all that it was told to store and load."""
+        self._llm.collective_rpc(_await_transfers)
+        return {}
+
     def kill_before_load(self, pid: int) -> Answer:
         """SIGKILL a process when the next load has been promised and is about to be asked for."""
         from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
@@ -118,6 +123,14 @@ class Served:
                 cached = output.num_cached_tokens
                 found[output.request_id] = _request(completion.token_ids, cached, completion.finish_reason or "")
         return [found[name] for name in names]
+
+
+def _await_transfers(_worker: Any) -> None:
+    """In each rank's process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    transfers = get_kv_transfer_group().connector_worker.worker._transfer_thread
+    transfers.wait(set(transfers._open))
 
 
 def _request(tokens: Any, cached: int | None, reason: str) -> Answer:

@@ -113,8 +113,9 @@ class Modelless:
         max_tokens: int = 4,
         salt: str | None = None,
         params: dict[str, Any] | None = None,
+        **given: Any,
     ) -> list[str]:
-        """Requests that steps work on. `params`: their `kv_transfer_params`."""
+        """Requests that steps work on. `params`: their `kv_transfer_params`. `given`: more for a Request."""
         names = []
         for prompt in prompts:
             extra = None if params is None else {"kv_transfer_params": dict(params)}
@@ -124,7 +125,13 @@ class Modelless:
             self._count += 1
             self.scheduler.add_request(
                 Request(
-                    names[-1], list(prompt), sampling, pooling_params=None, cache_salt=salt, block_hasher=self._hasher
+                    names[-1],
+                    list(prompt),
+                    sampling,
+                    pooling_params=None,
+                    cache_salt=salt,
+                    block_hasher=self._hasher,
+                    **given,
                 )
             )
         return names

@@ -9,6 +9,7 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
+from tests.e2e.daemons import Hold
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, settle, tokens
 
@@ -22,7 +23,6 @@ pytestmark = [
 MEMORY = "256MiB"
 KILLS = 20
 RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
-SLOW = "delay_s=0.3"
 
 
 def busy(daemon: Daemon) -> bool:
@@ -81,19 +81,20 @@ def test_between_lookup_and_load(
 
 
 def test_during_a_load(
-    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, hold: Hold, asked: Prompts, kind: str
 ) -> None:
     """Its blocks are half old and half new; nobody reads them."""
-    daemon = start_daemon(memory=MEMORY, faults=SLOW)
+    daemon = start_daemon(memory=MEMORY, faults=hold.fault)
     engine = start_engine(kind, connector=by_connector(daemon.socket))
     expected = reference(kind, asked)
     assert tokens(engine.generate(asked)) == expected
     settle(daemon, engine)
     stored = daemon.status()["transfers"]["store"]["bytes"]
-    engine.begin(asked)
-    until(lambda: busy(daemon), "a load is under way")
-    assert daemon.status()["transfers"]["store"]["bytes"] == stored
-    daemon.kill()
+    with hold:
+        engine.begin(asked)
+        until(lambda: busy(daemon), "a load is under way")
+        assert daemon.status()["transfers"]["store"]["bytes"] == stored
+        daemon.kill()
     assert tokens(engine.finish()) == expected
     assert engine.metrics()[RECOMPUTED] >= 480
     for prompt, tokens_expected in zip(reversed(asked), reversed(expected), strict=True):
@@ -102,15 +103,16 @@ def test_during_a_load(
 
 
 def test_during_a_store(
-    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, hold: Hold, asked: Prompts, kind: str
 ) -> None:
     """It is dropped."""
-    daemon = start_daemon(memory=MEMORY, faults=SLOW)
+    daemon = start_daemon(memory=MEMORY, faults=hold.fault)
     engine = start_engine(kind, connector=by_connector(daemon.socket))
     expected = reference(kind, asked)
-    engine.begin(asked)
-    until(lambda: busy(daemon), "a store is under way", 60.0)
-    daemon.kill()
+    with hold:
+        engine.begin(asked)
+        until(lambda: busy(daemon), "a store is under way", 60.0)
+        daemon.kill()
     assert tokens(engine.finish()) == expected
     check_works_again(daemon, engine, asked, expected)
 

@@ -50,7 +50,7 @@ def test_daemon_restarted(
     """The engine, kept, connects again by itself and hits what is on disk."""
     engine = start_engine(kind, connector=by_connector(lasting.socket))
     assert tokens(engine.generate(asked)) == reference(kind, asked)
-    engine.generate(prompts(0, 1, 33))
+    settle(lasting, engine)
     disk.idle(lasting)
     lasting.stop()
     lasting.start()

@@ -57,6 +57,7 @@ def test_three_rounds(
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
         assert tokens(answer) == reference(kind, asked)
+        settle(daemon, engine)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -93,6 +94,7 @@ def test_a_state_that_is_no_chunk_s_end_is_a_miss(
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
         assert tokens(answer) == reference("conv", asked)
+        settle(daemon, engine)
 
 
 def test_long_chunks_of_states_by_vllms_own_connector_are_warned_of(
@@ -127,6 +129,7 @@ def test_fp8(
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
         assert tokens(answer) == reference(kind, asked, kv_cache_dtype=dtype)
+        settle(daemon, engine)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -155,7 +158,7 @@ def test_other_processes(
     assert cached(computed) == [0] * COUNT
     if not options:
         assert tokens(computed) == reference("dense", asked)
-    settle(daemon, engine)  # a key that one rank has stored, and another is about to, is a miss
+    settle(daemon, engine)
     for _ in range(2):
         answer = engine.generate_anew(asked)
         assert cached(answer) == ALL
@@ -173,6 +176,7 @@ def test_corrupted_loads_are_seen(
     try:
         engine = start_engine(kind, connector=by_spec(daemon.socket))
         assert tokens(engine.generate(asked)) == reference(kind, asked)
+        settle(daemon, engine)
         answer = engine.generate_anew(asked)
         assert cached(answer) == ALL
         assert tokens(answer) != reference(kind, asked)

@@ -42,6 +42,7 @@ def test_other_parts_share_nothing(
     for extra in ({"canonical_layout": True}, other):
         engine = start_engine("dense", connector=by_connector(daemon.socket, **extra))
         assert cached(engine.generate(asked)) == [0] * COUNT
+        settle(daemon, engine)
         answer = engine.generate_anew(asked)
         assert cached(answer) == ALL
         assert tokens(answer) == reference("dense", asked)

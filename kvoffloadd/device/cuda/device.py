@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,18 +18,18 @@ import numpy as np
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, ChunkedCopy, Chunks, Turn, lane_gauges
-from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver, device_side, host_side
+from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
+from kvoffloadd.device.cuda.calibration import Calibrations, find_limits
+from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
-from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
-from kvoffloadd.device.cuda.staging import ROWS_MAX, SLACK_BYTES, Stage, Stages
+from kvoffloadd.device.cuda.pinning import Pinning
+from kvoffloadd.device.cuda.rows import RowCopier
+from kvoffloadd.device.cuda.staging import Stage, Stages
 from kvoffloadd.device.cuda.stream import CopyStream
-from kvoffloadd.device.pitched import Pitched, pitch
-from kvoffloadd.device.plan import Copies, split
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
-from kvoffloadd.model import Direction, U64Array
+from kvoffloadd.model import Direction
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +39,17 @@ THREADS = 2
 """Chunks in flight each way: what is urgent waits for no more."""
 
 WATCH_S = 0.5
+
+PREPARE_S = 10.0
+"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import."""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 """Of the streams; lower goes first. A load is waited for, a store is not."""
 
 
 class CudaDevice:
-    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more."""
+    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more.
+    `cpus`: those that the copy lanes run on; none: any.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class CudaDevice:
         chunk_bytes: int,
         config: CudaConfig,
         fatal: Callable[[str], None],
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         self.kind = f"cuda:{uuid.hex()}"
         self._loop = loop
@@ -67,12 +72,11 @@ class CudaDevice:
         self._context = 0
         self._memory: SharedMemory
         self._pinning: Pinning
-        self._streams: dict[Direction, CopyStream] = {}
-        self._stages = {direction: Stages(partial(self._make_stage, direction)) for direction in Direction}
+        self._copiers: dict[Direction, RowCopier] = {}
         self._kernel: RowKernel | None = None
-        self._kernel_lock = threading.Lock()
+        self._prepare_lane: Lane | None = None
         self._memory_lane = Lane("gpu-memory", 1, loop)
-        self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop) for direction in Direction}
+        self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop, cpus) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[Allocation] = set()
         self._mapped_ends = np.zeros(0, np.uint64)  # replaced, never changed: the copy lanes read it
@@ -80,8 +84,9 @@ class CudaDevice:
         self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(self, pinning: Pinning) -> None:
-        """Makes the context and the streams. `pinning`: the arena's, begun once there is a context.
+    async def open(self, pinning: Pinning, calibrations: Calibrations | None = None) -> None:
+        """Makes the context and the streams, and sees how small rows are best copied. `pinning`: the arena's, begun
+        after that. `calibrations`: what is known of this daemon's GPUs.
 
         Raises:
             DeviceError: the GPU can't be used.
@@ -93,6 +98,7 @@ class CudaDevice:
                 await self._memory_lane.perform(self._make)
         except TimeoutError:
             raise DeviceError(f"its context is not there after {deadline_s:g} s") from None
+        await self._prepare({} if calibrations is None else calibrations)
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
@@ -109,7 +115,12 @@ class CudaDevice:
         self._context = int(driver.call("cuDevicePrimaryCtxRetain", device))
         driver.check("cuCtxSetCurrent", driver.set_current(self._context))
         self._memory = SharedMemory(driver, self._ordinal)
-        self._streams = {direction: self._make_stream(direction) for direction in Direction}
+        self._copiers = {direction: self._make_copier(direction) for direction in Direction}
+
+    def _make_copier(self, direction: Direction) -> RowCopier:
+        stream, stages = self._make_stream(direction), Stages(partial(self._make_stage, direction))
+        ends, config, chunk_bytes = lambda: self._mapped_ends, self._config, self._chunk_bytes
+        return RowCopier(direction, stream, stages, self._pinning, ends, config, chunk_bytes)
 
     def _make_stream(self, direction: Direction) -> CopyStream:
         return CopyStream(
@@ -126,11 +137,44 @@ class CudaDevice:
     def _make_stage(self, direction: Direction) -> Stage:
         """In a lane's thread, when the first small rows come."""
         driver, config = self._driver, self._config
+        if self._kernel is None:
+            raise DeviceError("the kernel is not loaded")
         driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-        with self._kernel_lock:
-            self._kernel = self._kernel or RowKernel(driver, self._ordinal)
         make_stream, ends = partial(self._make_stream, direction), self._pinning.ends
         return Stage(driver, make_stream, self._kernel, config.staging_bytes, ends)
+
+    async def _prepare(self, calibrations: Calibrations) -> None:
+        """In a thread of its own, so that nothing else waits for it. What it finds is used once it is there."""
+        if not (self._config.pitched_row_bytes or self._config.kernel_row_bytes):
+            return
+        self._prepare_lane = Lane("gpu-prepare", 1, self._loop)
+        try:
+            async with asyncio.timeout(PREPARE_S):
+                await self._prepare_lane.perform(partial(self._find_limits, calibrations))
+        except TimeoutError:
+            log.warning("small rows are copied one by one for now: CuPy or the GPU takes more than %g s", PREPARE_S)
+        finally:
+            await self._prepare_lane.close(0.0)  # its thread ends with its work
+
+    def _find_limits(self, calibrations: Calibrations) -> None:
+        """Whatever fails here fails no registration: then small rows are copied one by one."""
+        driver, config = self._driver, self._config
+        try:
+            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+            if config.kernel_row_bytes:
+                self._load_kernel()
+            found = find_limits(driver, self._ordinal, self._make_stream, self._kernel, config, calibrations)
+        except Exception:
+            log.exception("small rows are copied one by one: no other way could be prepared")
+            return
+        for direction, copier in self._copiers.items():
+            copier.limits = found[direction]
+
+    def _load_kernel(self) -> None:
+        try:
+            self._kernel = RowKernel(self._driver, self._ordinal)
+        except DeviceError as error:
+            log.warning("the kernel for small rows does not work: copying without it: %s", error)
 
     # --- memory ---
 
@@ -190,73 +234,35 @@ class CudaDevice:
         """See `Device.submit`. Copies to and from memory that is not yet pinned wait until it is."""
         if self._closed:
             raise UsageError(f"{self.kind}: closed")
-        chunks = Chunks(work, direction, partial(self._cut, direction), self._chunk_bytes)
+        copier = self._copiers[direction]
+        chunks = Chunks(work, direction, copier.cut, self._chunk_bytes, at_once=copier.cuts_quickly(work))
         turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
-        copy = ChunkedCopy(chunks, partial(self._move, direction), turn, deadline_s, done, self._copies)
+        copy = ChunkedCopy(chunks, copier.move, turn, deadline_s, done, self._copies)
         if self._pinning.covers(work.payload_end):
             copy.start()
         else:
             self._pinning.when(work.payload_end, copy.start)
         return copy
 
-    def _cut(self, direction: Direction, copies: Copies) -> list[Copies]:
-        """Chunks of copies that the driver takes: none reaches from one piece of the arena, or from one mapping, into
-        the next.
-        """
-        copies = cut(copies, direction, self._pinning.ends)
-        copies = cut_at(copies, device_side(direction, copies.src, copies.dst), self._mapped_ends)
-        config, chunk_bytes = self._config, self._chunk_bytes
-        if self._takes_kernel(direction, copies):
-            chunk_bytes = min(chunk_bytes, config.staging_bytes)
-            return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=ROWS_MAX)
-        runs, most = self._runs(direction, copies), config.batch_descriptors
-        if runs is not None and len(copies):  # a run takes the driver about as long as a single copy
-            most = min(most * len(copies) // max(len(runs) + len(runs.rest), 1), PIECE_DESCRIPTORS)
-        return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=most)
-
-    def _takes_kernel(self, direction: Direction, copies: Copies) -> bool:
-        """Whether the kernel is to move these rows: they are small, and together worth a kernel."""
-        most = self._config.kernel_row_bytes
-        if not most or not self._stages[direction].works:
-            return False
-        return self._config.kernel_chunk_bytes <= copies.total_bytes <= most * len(copies)
-
-    def _runs(self, direction: Direction, copies: Copies) -> Pitched | None:
-        """The copies in pitched form. None: they are to be made one by one, since rows are large or the driver does
-        not take runs.
-        """
-        most = self._config.pitched_row_bytes
-        if not most or not self._streams[direction].pitched or copies.total_bytes > most * len(copies):
-            return None
-        host, device = self._pinning.ends, self._mapped_ends
-        src_ends, dst_ends = (device, host) if direction is Direction.STORE else (host, device)
-        return pitch(copies, src_ends, dst_ends, pitch_max_bytes=PITCH_MAX_BYTES)
-
-    def _move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> None:
-        if self._pinning.failure and (host_side(direction, src, dst) + size).max() > self._pinning.pinned_to:
-            raise DeviceError(self._pinning.failure)
-        copies = Copies(src, dst, size, len(size))
-        if self._takes_kernel(direction, copies):
-            fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
-            if fits and self._stages[direction].move(direction, src, dst, size):
-                return
-        runs = self._runs(direction, copies)
-        self._streams[direction].move(src, dst, size, runs)
-
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float]:
-        """As the host device's, and `pinned_bytes`, `batch_failures`, `pitched_copies`, `kernel_chunks`."""
+        """As the host device's, and `pinned_bytes`, `batch_failures`, `pitched_copies`, `kernel_chunks`, and of each
+        direction `pitched_row_bytes` and `kernel_row_bytes`.
+        """
+        copiers = self._copiers.values()
         gauges: dict[str, int | float] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
             "pinned_bytes": self._pinning.pinned_bytes,
-            "batch_failures": sum(stream.batch_failures for stream in self._streams.values()),
-            "pitched_copies": sum(stream.pitched_copies for stream in self._streams.values()),
-            "kernel_chunks": sum(stages.chunks for stages in self._stages.values()),
+            "batch_failures": sum(copier.stream.batch_failures for copier in copiers),
+            "pitched_copies": sum(copier.stream.pitched_copies for copier in copiers),
+            "kernel_chunks": sum(copier.stages.chunks for copier in copiers),
         }
+        for direction, copier in self._copiers.items():
+            gauges |= {f"{direction.value}_{name}": value for name, value in copier.limits._asdict().items()}
         return gauges | lane_gauges(self._lanes)
 
     def lanes(self) -> list[Lane]:
@@ -287,18 +293,17 @@ class CudaDevice:
         self._closed = True
         for copy in self._copies:
             copy.cancel()
-        lanes = [*self._lanes.values()]
+        lanes = [*self._lanes.values(), *filter(None, [self._prepare_lane])]
         if not all(await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))):
             return False
-        if self._streams:
+        if self._copiers:
             await self._perform(self._destroy)
         if self._watch is not None:
             self._watch.cancel()
         return await self._memory_lane.close(deadline_s)
 
     def _destroy(self) -> None:
-        for stages in self._stages.values():
-            stages.destroy()
-        for stream in self._streams.values():
-            stream.destroy()
+        for copier in self._copiers.values():
+            copier.stages.destroy()
+            copier.stream.destroy()
         self._memory.close()

@@ -16,10 +16,13 @@ PITCH_MAX_BYTES = 0x7FFFFFFF
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far."""
 
 _BATCH_VERSION = 12080
-"""The first cuMemcpyBatchAsync, with `failIdx`; newer drivers still serve it, so one form does for all."""
+"""The first cuMemcpyBatchAsync and cuMemcpy3DBatchAsync, with `failIdx`; newer drivers still serve them, so one form
+of each does for all.
+"""
 
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder: the source is read in the stream's order, or before
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address tells which memory it is
+_POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 
 
 class _Attributes(ctypes.Structure):
@@ -46,6 +49,19 @@ _MEMCPY_2D = np.dtype(
 """CUDA_MEMCPY2D: `type` has 4 bytes and 4 of padding; `x` and `y` stay 0."""
 
 
+_MEMCPY_3D = np.dtype(
+    [
+        (f"{side}_{name}", "<u8")
+        for side in ("src", "dst")
+        for name in ("type", "address", "row_length", "layer_height", "hint")
+    ]
+    + [("width", "<u8"), ("height", "<u8"), ("depth", "<u8"), ("order", "<u4"), ("flags", "<u4")]
+)
+"""CUDA_MEMCPY3D_BATCH_OP, of pointers. Lengths are in elements, which are bytes between pointers: a row's length is the
+distance of rows. `type` has 4 bytes and 4 of padding; a layer of height 0 is as high as the copy.
+"""
+
+
 class Driver(CudaDriver):
     """As `CudaDriver`, with what copies need. Raises DeviceError also for a driver that lacks any of it."""
 
@@ -59,6 +75,8 @@ class Driver(CudaDriver):
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = self.entry("cuMemcpyBatchAsync", _BATCH_VERSION, *batch)
         self._pitched = self.entry("cuMemcpy2DAsync", 3020, pointer, pointer)
+        runs = (size, pointer, pointer, ctypes.c_ulonglong, pointer)
+        self._pitched_batch = self.entry("cuMemcpy3DBatchAsync", _BATCH_VERSION, *runs)
         self._attributes = {final: _Attributes(order=_ANY_ORDER if final else _STREAM_ORDER) for final in (True, False)}
         self._attribute_starts = ctypes.c_size_t(0)
 
@@ -113,6 +131,30 @@ class Driver(CudaDriver):
         first = asked.ctypes.data
         for address in range(first, first + asked.nbytes, asked.itemsize):
             status: int = self._pitched(address, stream)
+            if status != SUCCESS:
+                return status
+        return SUCCESS
+
+    @property
+    def pitched_batches(self) -> bool:
+        """Whether the driver has batches of pitched copies."""
+        return self._pitched_batch is not None
+
+    def copy_pitched_batch(self, runs: Pitched, most: int, stream: int, *, sources_final: bool = False) -> int:
+        """Submits the runs, without the rest, in calls of at most `most` each, until one is refused. Returns the last
+        CUresult. `sources_final`, and the order: as `copy_batch`.
+        """
+        if self._pitched_batch is None:
+            raise DeviceError("this driver has no cuMemcpy3DBatchAsync")
+        asked, failed_at = np.zeros(len(runs), _MEMCPY_3D), ctypes.c_size_t()
+        asked["src_type"] = asked["dst_type"] = _POINTER
+        asked["src_address"], asked["dst_address"] = runs.src, runs.dst
+        asked["src_row_length"], asked["dst_row_length"] = runs.src_pitch, runs.dst_pitch
+        asked["width"], asked["height"], asked["depth"] = runs.width, runs.height, 1
+        asked["order"] = _ANY_ORDER if sources_final else _STREAM_ORDER
+        for begin in range(0, len(asked), most):
+            some = asked[begin : begin + most]
+            status: int = self._pitched_batch(len(some), some.ctypes.data, ctypes.byref(failed_at), 0, stream)
             if status != SUCCESS:
                 return status
         return SUCCESS

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError, holds_gil
 from kvoffloadd.device.base import Device
+from kvoffloadd.device.cuda.calibration import Calibrations
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
@@ -27,8 +29,17 @@ _HINTS = {
 """What to look at, by the error with which a GPU can't be made usable."""
 
 
+class _Gpu(NamedTuple):
+    """One that this process sees. `cpus`: those on its NUMA node; none: any."""
+
+    ordinal: int
+    cpus: frozenset[int]
+
+
 class CudaGpus:
-    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. Event loop only."""
+    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. `near`: the CPUs on the NUMA
+    node of a GPU, by its PCI address; none: any. Event loop only.
+    """
 
     def __init__(
         self,
@@ -37,16 +48,19 @@ class CudaGpus:
         chunk_bytes: int,
         config: CudaConfig,
         fatal: Callable[[str], None],
+        near: Callable[[str], frozenset[int]] = lambda _: frozenset(),
     ) -> None:
         self._loop = loop
         self._arena = arena
         self._chunk_bytes = chunk_bytes
         self._config = config
         self._fatal = fatal
+        self._near = near
         self._lock = asyncio.Lock()
         self._driver: Driver | None = None
-        self._ordinals: dict[bytes, int] = {}
+        self._gpus: dict[bytes, _Gpu] = {}
         self._pinning: Pinning | None = None
+        self._calibrations: Calibrations = {}
         self._devices: dict[bytes, CudaDevice] = {}
 
     async def device(self, uuid: bytes) -> CudaDevice:
@@ -64,15 +78,17 @@ class CudaGpus:
     async def _open(self, uuid: bytes) -> CudaDevice:
         try:
             driver = self._driver or await self._load()
-            ordinal = self._ordinals.get(uuid)
-            if ordinal is None:
+            gpu = self._gpus.get(uuid)
+            if gpu is None:
                 raise MemoryKindError(
-                    f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._ordinals)} others: start it with "
+                    f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._gpus)} others: start it with "
                     "all GPUs visible; parts of a GPU (MIG) can't be shared between processes"
                 )
-            device = CudaDevice(self._loop, driver, uuid, ordinal, self._chunk_bytes, self._config, self._fatal)
+            device = CudaDevice(
+                self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
+            )
             try:
-                await device.open(self._pin(driver))
+                await device.open(self._pin(driver), self._calibrations)
             except BaseException:
                 await device.close(self._config.stuck_s)
                 raise
@@ -81,13 +97,14 @@ class CudaGpus:
             log.warning("no use of a GPU: %s%s", error, hint)
             raise MemoryKindError(f"the daemon can't use this GPU: {error}{hint}") from error
         self._devices[uuid] = device
-        log.info("using GPU %d, %s", ordinal, uuid.hex())
+        near = f", with copy threads on the {len(gpu.cpus)} CPUs of its NUMA node" if gpu.cpus else ""
+        log.info("using GPU %d, %s%s", gpu.ordinal, uuid.hex(), near)
         return device
 
     async def _load(self) -> Driver:
         try:
             async with asyncio.timeout(self._config.stuck_s):
-                driver, self._ordinals = await self._loop.run_in_executor(None, _load)
+                driver, self._gpus = await self._loop.run_in_executor(None, _load, self._near)
         except TimeoutError:
             raise DeviceError(f"the driver does not answer within {self._config.stuck_s} s") from None
         if holds_gil(driver.bindings_version):
@@ -115,8 +132,15 @@ class CudaGpus:
         return True
 
 
-def _load() -> tuple[Driver, dict[bytes, int]]:
-    """The driver, and the GPUs' ordinals by UUID. Blocks."""
+def _load(near: Callable[[str], frozenset[int]]) -> tuple[Driver, dict[bytes, _Gpu]]:
+    """The driver, and the GPUs by UUID. Blocks."""
     driver = Driver()
     count = int(driver.call("cuDeviceGetCount"))
-    return driver, {driver.uuid(ordinal): ordinal for ordinal in range(count)}
+    return driver, {driver.uuid(ordinal): _Gpu(ordinal, _cpus(driver, ordinal, near)) for ordinal in range(count)}
+
+
+def _cpus(driver: Driver, ordinal: int, near: Callable[[str], frozenset[int]]) -> frozenset[int]:
+    try:
+        return near(driver.pci_address(ordinal))
+    except DeviceError:
+        return frozenset()  # a GPU that does not say where it is can be used all the same

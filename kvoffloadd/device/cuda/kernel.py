@@ -47,6 +47,8 @@ class RowKernel:
             self._cupy: Any = importlib.import_module("cupy")
         except ImportError as error:
             raise DeviceError(f"CuPy is not installed ({error}): pip install kvoffloadd[cuda13]") from None
+        except Exception as error:  # whatever a package raises that does not fit another one
+            raise DeviceError(f"CuPy can't be imported: {error!r}") from error
         attribute, device = driver.api.CUdevice_attribute, driver.call("cuDeviceGet", ordinal)
         processors, major, minor = (
             int(driver.call("cuDeviceGetAttribute", attribute(which), device))

@@ -13,7 +13,6 @@ Ownership: a `Stage` is one lane thread's while it moves a chunk; `Stages` hands
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -22,12 +21,12 @@ import numpy as np
 
 from kvoffloadd.cudadriver import SUCCESS
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.pinned import PinnedBuffer
 from kvoffloadd.device.cuda.pinning import cut
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.plan import Copies, coalesce
 from kvoffloadd.errors import DeviceError, ResourceError
 from kvoffloadd.model import Direction, U64Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
 
 log = logging.getLogger(__name__)
 
@@ -65,17 +64,10 @@ class Stage:
         self._ends = ends
         rows_max = ROWS_MAX + (buffer_bytes + SLACK_BYTES) // LONGEST_BYTES
         rows_bytes = rows_max * _ROW_BYTES
-        fd = create_memfd("kvoffloadd-rows", rows_bytes)
-        try:
-            self._mapping = Mapping.map_fd(fd, rows_bytes)
-        finally:
-            os.close(fd)
-        self._rows = self._mapping.array().view(np.uint64).reshape(rows_max, _ROW_WORDS)
+        self._pinned = PinnedBuffer(driver, "kvoffloadd-rows", rows_bytes)
+        self._rows = self._pinned.array.view(np.uint64).reshape(rows_max, _ROW_WORDS)
         self._device_rows = self._buffer = 0
-        self._pinned = False
         try:
-            driver.call("cuMemHostRegister", self._mapping.address, rows_bytes, 0)
-            self._pinned = True
             self._device_rows = int(driver.call("cuMemAlloc", rows_bytes))
             self._buffer = int(driver.call("cuMemAlloc", buffer_bytes + SLACK_BYTES))
             self._stream = make_stream()
@@ -101,7 +93,7 @@ class Stage:
         refused: list[DeviceError] = []
 
         def run_kernel(stream: int) -> int:
-            status = self._driver.copy(self._mapping.address, self._device_rows, count * _ROW_BYTES, stream)
+            status = self._driver.copy(self._pinned.address, self._device_rows, count * _ROW_BYTES, stream)
             if status == SUCCESS:
                 self._kernel.launch(self._device_rows, count, longest_bytes, stream)
             return status
@@ -131,9 +123,7 @@ class Stage:
         for address in (self._buffer, self._device_rows):
             if address:
                 self._driver.call("cuMemFree", address)
-        if self._pinned:
-            self._driver.call("cuMemHostUnregister", self._mapping.address)
-        self._mapping.close()
+        self._pinned.free()
 
 
 def shorten(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U64Array, U64Array]:
@@ -169,20 +159,39 @@ class Stages:
             stage = stage or self._make()
             stage.move(direction, src, dst, size)
         except (DeviceError, ResourceError) as error:
-            if self.works:
+            with self._lock:
+                first, self.works = self.works, False
+            if first:
                 log.warning("the kernel for small rows does not work: copying without it from now on: %s", error)
-            self.works = False
             return False
+        else:
+            with self._lock:
+                self.chunks += 1
+            return True
         finally:
-            if stage is not None:
-                with self._lock:
-                    self._idle.append(stage)
+            self._put_back(stage)
+
+    def _put_back(self, stage: Stage | None) -> None:
+        """For the next chunk; where none is to come, the memory of all that are idle is given back."""
         with self._lock:
-            self.chunks += 1
-        return True
+            if stage is not None:
+                self._idle.append(stage)
+            if self.works:
+                return
+        try:
+            self.destroy()
+        except DeviceError as error:
+            log.warning("memory for small rows is not given back: %s", error)
 
     def destroy(self) -> None:
-        """Blocks; the context must be current, and no thread in `move`."""
-        for stage in self._idle:
+        """Destroys those that are idle. Blocks; the context must be current.
+
+        Raises:
+            CudaError: the GPU can't be used any more.
+        """
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return
+                stage = self._idle.pop()
             stage.destroy()
-        self._idle.clear()

@@ -82,6 +82,7 @@ class CopyStream:
         """
         self._sources_final = sources_final
         self.batch = batch and driver.batches
+        self.pitched_batch = batch and driver.pitched_batches
         self._batch_descriptors = batch_descriptors
         self.pitched = driver.pitches
         self.pitched_copies = 0
@@ -137,14 +138,9 @@ class CopyStream:
         the driver refuses in one way is submitted in the next, since copying twice does no harm.
         """
         driver = self._driver
-        if runs is not None and self.pitched:
-            status = driver.copy_pitched(runs, stream)
-            if status == SUCCESS:
-                self.pitched_copies += len(runs)
-                src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
-            else:
-                self.pitched = False
-                log.warning("cuMemcpy2DAsync failed with %d: copying row by row from now on", status)
+        if runs is not None and self.pitched and self._submit_runs(runs, stream):
+            self.pitched_copies += len(runs)
+            src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
         if not len(size):
             return SUCCESS
         src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
@@ -159,6 +155,25 @@ class CopyStream:
             if self.batch_failures == 1:
                 log.warning("cuMemcpyBatchAsync failed with %d: copying one by one", status)
         return driver.copy_each(src, dst, size, stream)
+
+    def _submit_runs(self, runs: Pitched, stream: int) -> bool:
+        """All in one call, or one by one. False: the driver takes neither, and is not asked again."""
+        driver, most, final = self._driver, self._batch_descriptors, self._sources_final
+        if self.pitched_batch:
+            status = driver.copy_pitched_batch(runs, most, stream, sources_final=final)
+            if status != SUCCESS and final:
+                status = driver.copy_pitched_batch(runs, most, stream)
+                self._sources_final = status != SUCCESS
+            if status == SUCCESS:
+                return True
+            self.pitched_batch = False
+            log.warning("cuMemcpy3DBatchAsync failed with %d: making pitched copies one by one from now on", status)
+        status = driver.copy_pitched(runs, stream)
+        if status == SUCCESS:
+            return True
+        self.pitched = False
+        log.warning("cuMemcpy2DAsync failed with %d: copying row by row from now on", status)
+        return False
 
     def _submit_batches(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
         """Until one is refused. The last CUresult."""

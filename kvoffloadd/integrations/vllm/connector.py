@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
-from kvoffloadd.integrations.vllm.parts import HEADS, head_repeats, heads_of
+from kvoffloadd.integrations.vllm.parts import HEADS, check_scheduler, head_repeats, heads_of
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ class KVOffloaddConnector(OffloadingConnector):
     _handoff: HandOff  # the scheduler's side has one
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises UsageError where vLLM would end requests whose loads fail, or take the KV cache away untold."""
+        """Raises UsageError where vLLM would end requests whose loads fail, or take the KV cache away untold, and where
+        a rank and its scheduler do not agree what a part of a key is.
+        """
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != _POLICY:
             raise UsageError(
@@ -97,6 +101,8 @@ class KVOffloaddConnector(OffloadingConnector):
         self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
+            told = generate_scheduler_kv_cache_config([kv_cache_config])
+            check_scheduler(self.connector_worker.spec.config, build_offloading_config(vllm_config, told))
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
             self.connector_worker = self._results
 

@@ -54,10 +54,10 @@ class HandOff:
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._keeps_states = any(group.requires_cow_source for group in self._groups)
         self._refusal = _refusal(scheduler, vllm_config, kv_cache_config)
-        self._told = False
+        self._told: set[str] = set()  # refusals that were logged
         self._prompts: dict[str, HandedPrompt] = {}
-        self._computing: set[str] = set()  # prompts for other engines, until their last token is scheduled
-        self._computed: set[str] = set()  # and then, until they are finished
+        self._computing: set[str] = set()  # prompts for other engines, until they are finished
+        self._computed: set[str] = set()  # those of them whose last token a step has computed
         self._loading: set[str] = set()  # who was promised a tail, until vLLM plans the load
 
     # --- the engine that computes --------------------------------------------------------------------
@@ -69,7 +69,7 @@ class HandOff:
         if not self._asks(request, REMOTE_DECODE) or request.num_prompt_tokens < 2:
             return
         if self._keeps_states:
-            if request.prompt_token_ids is None or request.skip_reading_prefix_cache:
+            if request.skip_reading_prefix_cache:
                 return
             self._prompt_of(request)  # the name is that of the whole prompt
             # A list of its own: in one process with its front end, an engine has the very one that it was asked with.
@@ -80,14 +80,15 @@ class HandOff:
         self._computing.add(request.request_id)
 
     def store(self, output: SchedulerOutput, metadata: OffloadingConnectorMetadata) -> None:
-        """Have the tails stored of prompts whose last token this step computes."""
+        """Have the tails stored of prompts whose last token this step computes: once more after a preemption, since
+        there may have been a reset, after which nothing old is found.
+        """
         for name in self._computing & output.num_scheduled_tokens.keys():
             status = self._scheduler._req_status[name]
-            if status.req.num_computed_tokens + output.num_scheduled_tokens[name] < status.req.num_prompt_tokens:
-                continue
-            self._computing.discard(name)
-            self._computed.add(name)
-            self._store(status, output.kv_connector_block_state.get_block_ids(name), metadata)
+            begin = status.req.num_computed_tokens
+            if begin < status.req.num_prompt_tokens <= begin + output.num_scheduled_tokens[name]:
+                self._computed.add(name)
+                self._store(status, output.kv_connector_block_state.get_block_ids(name), metadata)
 
     def _store(
         self, status: RequestOffloadState, table: tuple[list[int], ...], metadata: OffloadingConnectorMetadata
@@ -219,12 +220,17 @@ class HandOff:
         params = request.kv_transfer_params
         if not params or not params.get(word):
             return False
-        if self._refusal and not self._told:
-            self._told = True
-            logger.warning(
-                "kvoffloadd: the last, partial chunks of prompts are computed by both engines: %s", self._refusal
-            )
-        return not self._refusal
+        refusal = self._refusal or self._refusal_of(request)
+        if refusal and refusal not in self._told:
+            self._told.add(refusal)
+            logger.warning("kvoffloadd: the last, partial chunks of prompts are computed by both engines: %s", refusal)
+        return not refusal
+
+    def _refusal_of(self, request: Request) -> str:
+        """Why a prompt has no tail, on either engine; empty: it has."""
+        if self._keeps_states and (request.prompt_embeds is not None or request.mm_features):
+            return "of a model that keeps states, the last token can't be taken off prompts with embeddings or images"
+        return ""
 
     def _prompt_of(self, request: Request) -> HandedPrompt:
         prompt = self._prompts.get(request.request_id)

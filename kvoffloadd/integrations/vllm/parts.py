@@ -63,6 +63,21 @@ def by_heads(config: Any) -> bool:
     return not why_one_size(config)
 
 
+def check_scheduler(config: Any, told: Any) -> None:
+    """With `canonical_layout` scheduler and ranks each work out what a part is. Where layers of one group are unlike,
+    vLLM tells its scheduler of the first one alone, which may be one that it can map: nothing would ever hit.
+
+    `config`: a rank's OffloadingConfig; `told`: what it would be of what the scheduler is told. Raises UsageError.
+    """
+    known, said = ((by_heads(one), one.replicated_layout) for one in (config, told))
+    if config.canonical_layout and known != said:
+        raise UsageError(
+            "canonical_layout: layers that share block tables are unlike, and vLLM can't map the pages of some; its "
+            "scheduler is not told, and would look for other parts than the ranks store; take canonical_layout out of "
+            "kv_connector_extra_config, and engines of one tensor-parallel size share"
+        )
+
+
 def share(config: Any) -> Share:
     """What this rank has of each key. `config`: vLLM's OffloadingConfig; a scheduler's says rank 0.
 

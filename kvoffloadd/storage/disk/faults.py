@@ -67,11 +67,11 @@ class FaultyFiles(Files):
         return super().names(dir_fd)
 
     def _plant(self, operation: str) -> None:
+        began = time.monotonic()
         errors, delays = self._faults()
-        until = time.monotonic() + delays.get(operation, 0.0)
-        while operation in delays and (left := until - time.monotonic()) > 0:
+        while (left := began + delays.get(operation, 0.0) - time.monotonic()) > 0:
             time.sleep(min(left, 0.05))
-            errors, delays = self._faults()  # they may go meanwhile
+            errors, delays = self._faults()  # they may change meanwhile
         if operation in errors:
             self.planted += 1
             number = errors[operation]

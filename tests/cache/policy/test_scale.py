@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ from kvoffloadd.cache.policy import POLICIES, create_policy
 from kvoffloadd.cache.policy.s3fifo import CHANCES_MIN
 from kvoffloadd.cache.policy.selection import BLOCK_MAX, IN_USE_MAX
 from kvoffloadd.model import BoolArray, U32Array
+from tests.calls import Calls, assert_short
 
 ROWS, PROMPT = 1_000_000, 500
 CALL_S_MAX = 0.1
@@ -22,89 +20,91 @@ CALL_S_MAX = 0.1
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_calls_stay_short_with_a_million_rows(name: str) -> None:
-    random = np.random.default_rng(0)
     positions = np.arange(PROMPT, dtype=np.uint32)
-    slowest: dict[str, float] = {}
-    asked = 0
 
-    @contextmanager
-    def timed(what: str) -> Iterator[None]:
-        before = time.thread_time()
-        yield
-        slowest[what] = max(slowest.get(what, 0.0), time.thread_time() - before)
+    def trial() -> Calls:
+        random = np.random.default_rng(0)
+        calls = Calls()
+        asked = 0
 
-    def evictable(rows: U32Array) -> BoolArray:
-        nonlocal asked
-        asked += len(rows)
-        free: BoolArray = rows % 64 != 0
-        return free
+        def evictable(rows: U32Array) -> BoolArray:
+            nonlocal asked
+            asked += len(rows)
+            free: BoolArray = rows % 64 != 0
+            return free
 
-    with timed("construct"):
-        policy = create_policy(name, ROWS, ROWS)
-    for start in range(0, ROWS, PROMPT):
-        rows = np.arange(start, start + PROMPT, dtype=np.uint32)
-        hashes = random.integers(0, 1 << 64, PROMPT, dtype=np.uint64)
-        with timed("insert"):
-            policy.insert(rows, hashes, positions)
-    evicted = 0
-    for _ in range(300):
-        rows = positions + np.uint32(PROMPT * random.integers(0, ROWS // PROMPT))
-        with timed("touch"):
-            policy.touch(rows, positions)
-        scattered = np.unique(random.integers(0, ROWS, PROMPT)).astype(np.uint32)
-        with timed("touch scattered"):
-            policy.touch(scattered, positions[: len(scattered)])
-        wanted = int(random.integers(1, PROMPT))
-        with timed("victims"):
-            victims = policy.victims(wanted, evictable)
-        assert len(victims) == wanted
-        evicted += wanted
-        with timed("remove"):
-            policy.remove(victims)
-        hashes = random.integers(0, 1 << 64, wanted, dtype=np.uint64)
-        with timed("insert"):
-            policy.insert(victims, hashes, positions[:wanted])
-    assert max(slowest.values()) < CALL_S_MAX, slowest
-    assert asked <= 4 * evicted + 300 * 2 * 64
+        with calls.timed("construct"):
+            policy = create_policy(name, ROWS, ROWS)
+        for start in range(0, ROWS, PROMPT):
+            rows = np.arange(start, start + PROMPT, dtype=np.uint32)
+            hashes = random.integers(0, 1 << 64, PROMPT, dtype=np.uint64)
+            with calls.timed("insert"):
+                policy.insert(rows, hashes, positions)
+        evicted = 0
+        for _ in range(300):
+            rows = positions + np.uint32(PROMPT * random.integers(0, ROWS // PROMPT))
+            with calls.timed("touch"):
+                policy.touch(rows, positions)
+            scattered = np.unique(random.integers(0, ROWS, PROMPT)).astype(np.uint32)
+            with calls.timed("touch scattered"):
+                policy.touch(scattered, positions[: len(scattered)])
+            wanted = int(random.integers(1, PROMPT))
+            with calls.timed("victims"):
+                victims = policy.victims(wanted, evictable)
+            assert len(victims) == wanted
+            evicted += wanted
+            with calls.timed("remove"):
+                policy.remove(victims)
+            hashes = random.integers(0, 1 << 64, wanted, dtype=np.uint64)
+            with calls.timed("insert"):
+                policy.insert(victims, hashes, positions[:wanted])
+        assert asked <= 4 * evicted + 300 * 2 * 64
+        return calls
+
+    assert_short(trial, CALL_S_MAX)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_calls_stay_short_while_nearly_all_of_a_million_rows_are_in_use(name: str) -> None:
     """One row of each 20,000 may go: it is found, and no call looks at more than some of the others."""
-    random = np.random.default_rng(0)
-    in_use = np.arange(ROWS) % 20_000 != 13
-    asked: list[int] = []
 
-    def evictable(rows: U32Array) -> BoolArray:
-        asked.append(len(rows))
-        free: BoolArray = ~in_use[rows]
-        return free
+    def trial() -> Calls:
+        random = np.random.default_rng(0)
+        calls = Calls()
+        in_use = np.arange(ROWS) % 20_000 != 13
+        asked: list[int] = []
 
-    policy = create_policy(name, ROWS, ROWS)
-    for start in range(0, ROWS, PROMPT):
-        rows = np.arange(start, start + PROMPT, dtype=np.uint32)
-        policy.insert(rows, random.integers(0, 1 << 64, PROMPT, dtype=np.uint64), rows - np.uint32(start))
-    found, most, longest = [], 0, 0.0
-    for _ in range(200):
+        def evictable(rows: U32Array) -> BoolArray:
+            asked.append(len(rows))
+            free: BoolArray = ~in_use[rows]
+            return free
+
+        policy = create_policy(name, ROWS, ROWS)
+        for start in range(0, ROWS, PROMPT):
+            rows = np.arange(start, start + PROMPT, dtype=np.uint32)
+            policy.insert(rows, random.integers(0, 1 << 64, PROMPT, dtype=np.uint64), rows - np.uint32(start))
+        found, most = [], 0
+        for _ in range(200):
+            asked.clear()
+            with calls.timed("victims"):
+                victims = policy.victims(1, evictable)
+            most = max(most, sum(asked))
+            policy.remove(victims)
+            found += victims.tolist()
+        assert sorted(found) == np.flatnonzero(~in_use).tolist()
+        assert policy.num_aside == len(policy) == ROWS - len(found)
+        assert most < IN_USE_MAX + 2 * BLOCK_MAX + CHANCES_MIN, "one call looks at some of them"
         asked.clear()
-        before = time.thread_time()
-        victims = policy.victims(1, evictable)
-        longest = max(longest, time.thread_time() - before)
-        most = max(most, sum(asked))
-        policy.remove(victims)
-        found += victims.tolist()
-    assert sorted(found) == np.flatnonzero(~in_use).tolist()
-    assert policy.num_aside == len(policy) == ROWS - len(found)
-    assert most < IN_USE_MAX + 2 * BLOCK_MAX + CHANCES_MIN, "one call looks at some of them"
-    assert longest < CALL_S_MAX
-    asked.clear()
-    for _ in range(100):
-        assert not len(policy.victims(500, evictable))
-    assert not asked, "what was met once is not met again"
-    in_use[7000:7500] = False
-    policy.readmit(np.arange(7000, 7500, dtype=np.uint32))
-    assert policy.victims(500, evictable).tolist() == list(range(7499, 6999, -1))
-    assert sum(asked) <= 1000
+        for _ in range(100):
+            assert not len(policy.victims(500, evictable))
+        assert not asked, "what was met once is not met again"
+        in_use[7000:7500] = False
+        policy.readmit(np.arange(7000, 7500, dtype=np.uint32))
+        assert policy.victims(500, evictable).tolist() == list(range(7499, 6999, -1))
+        assert sum(asked) <= 1000
+        return calls
+
+    assert_short(trial, CALL_S_MAX)
 
 
 @pytest.mark.parametrize("name", POLICIES)

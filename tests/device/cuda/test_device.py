@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -10,12 +11,19 @@ import numpy as np
 import pytest
 
 from kvoffloadd.config import CudaConfig
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.cuda import device as device_module
+from kvoffloadd.device.cuda import rows as rows_module
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
-from kvoffloadd.device.plan import Copies
+from kvoffloadd.device.pitched import Pitched, pitch
+from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
+from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, Outcome, Ref
 from scripts.harness.gpu import Gpu
+from scripts.harness.wait import until
+from tests.device.cuda.test_stream import SIZE, Memory
 
 STUCK_S, CONTEXT_S = 0.1, 0.4
 
@@ -36,9 +44,14 @@ class Pinned:
         self.mapping_s = mapping_s
         self.ends = np.array([1 << 62], np.uint64)
         self.started = False
+        self.pinned_bytes = 0
+        self.failure = ""
 
     def start(self, context: int) -> None:
         self.started = True
+
+    def covers(self, end: int) -> bool:
+        return True
 
 
 async def open_with(mapping_s: float) -> bool:
@@ -89,8 +102,90 @@ async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: in
     device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 30, config, print)
     await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
     number = np.arange(100 * rows, dtype=np.uint64)
-    address = number * np.uint64(4096) + number // np.uint64(rows) * np.uint64(1 << 30)
+    block = np.random.default_rng(1).permutation(100).astype(np.uint64)[number // np.uint64(rows)]
+    address = number * np.uint64(4096) + block * np.uint64(1 << 30)
     copies = Copies(address, address + np.uint64(1 << 50), np.full(len(number), 512, np.uint64), len(number))
-    chunks = device._cut(Direction.LOAD, copies)
+    chunks = device._copiers[Direction.LOAD].cut(copies)
     assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
+    nothing = np.zeros(0, np.uint64)
+    assert device._copiers[Direction.LOAD].cut(Copies(nothing, nothing, nothing, 0)) == []
     await device.close(10.0)
+
+
+LIMITS = [f"{direction.value}_{way}_row_bytes" for direction in Direction for way in ("pitched", "kernel")]
+
+
+async def test_a_kernel_that_takes_long_to_load_keeps_nobody_waiting(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Small rows are copied one by one until it is there."""
+    go_on = threading.Event()
+
+    def load(_driver: Driver, _ordinal: int) -> object:
+        assert go_on.wait(60)
+        return object()
+
+    monkeypatch.setattr(device_module, "RowKernel", load)
+    monkeypatch.setattr(device_module, "PREPARE_S", 0.05)
+    loop, config = asyncio.get_running_loop(), CudaConfig(pitched_row_bytes=5, kernel_row_bytes=7)
+    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
+    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
+    assert [device.gauges()[name] for name in LIMITS] == [0] * 4
+    assert "one by one for now" in caplog.text
+    go_on.set()
+    await asyncio.to_thread(until, lambda: device.gauges()[LIMITS[-1]] != 0, "the kernel is there")
+    assert [device.gauges()[name] for name in LIMITS] == [5, 7] * 2
+    await device.close(10.0)
+
+
+async def test_what_fails_before_the_first_copy_costs_no_registration(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other packages fail in ways of their own when they are imported."""
+
+    def load(_driver: Driver, _ordinal: int) -> object:
+        raise AttributeError("a package that does not fit another")
+
+    monkeypatch.setattr(device_module, "RowKernel", load)
+    loop, config = asyncio.get_running_loop(), CudaConfig(kernel_row_bytes=7)
+    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
+    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
+    assert [device.gauges()[name] for name in LIMITS] == [0] * 4
+    assert "does not fit another" in caplog.text
+    await device.close(10.0)
+
+
+@pytest.mark.parametrize("row_bytes", [512, 4096])
+async def test_the_event_loop_looks_for_no_runs(
+    gpu: Gpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, row_bytes: int
+) -> None:
+    """That takes milliseconds where rows are many. The loop cuts what has none, since its rows are large."""
+    threads: list[str] = []
+
+    def recorded(copies: Copies, *ends: Any, pitch_max_bytes: int) -> Pitched:
+        threads.append(threading.current_thread().name)
+        return pitch(copies, *ends, pitch_max_bytes=pitch_max_bytes)
+
+    monkeypatch.setattr(rows_module, "pitch", recorded)
+    memory, layers, keys = Memory(gpu, driver), 16, 20
+    memory.host[:] = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
+    layer_bytes = SIZE // layers
+    tensors = [Tensor(memory.buffer.address + at * layer_bytes, keys, row_bytes, row_bytes) for at in range(layers)]
+    plan = GroupPlan.build(tensors, [Ref(layer, 0, row_bytes) for layer in range(layers)], 1)
+    numbers = np.arange(keys)
+    slots = np.uint64(memory.mapping.address) + numbers.astype(np.uint64) * np.uint64(plan.payload_bytes)
+    blocks = np.random.default_rng(2).permutation(keys).astype(np.uint32)
+    work = BlockWork([BlockList((plan,), blocks.reshape(-1, 1), numbers, np.zeros(keys, np.int64), slots)])
+    loop, config = asyncio.get_running_loop(), CudaConfig(pitched_row_bytes=512)
+    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
+    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
+    ended: asyncio.Future[CopyResult] = loop.create_future()
+    device.submit(Direction.LOAD, work, deadline_s=loop.time() + 60, urgent=True, done=ended.set_result)
+    assert (await ended).outcome is Outcome.DONE
+    rows = memory.host[: keys * plan.payload_bytes].reshape(keys, layers, row_bytes)
+    on_gpu = memory.buffer.download(0, SIZE).reshape(layers, -1)[:, : keys * row_bytes].reshape(layers, keys, row_bytes)
+    assert (on_gpu[:, blocks] == rows.transpose(1, 0, 2)).all()
+    assert {name.rpartition("-")[0] for name in threads} == ({"kvo-gpu-load"} if row_bytes == 512 else set())
+    assert device.gauges()["pitched_copies"] == (keys if row_bytes == 512 else 0)
+    await device.close(10.0)
+    memory.close()

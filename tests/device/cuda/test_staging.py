@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -56,3 +58,49 @@ def test_a_stage_that_can_not_be_made_is_tried_once(error: Exception) -> None:
     stages, row = Stages(make), np.ones(1, np.uint64)
     assert not stages.move(Direction.LOAD, row, row, row)
     assert (stages.works, stages.chunks, len(tried)) == (False, 0, 1)
+
+
+class FakeStage:
+    """Moves when it may, and fails if it is to. `events`: what has been done, in order."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name = name
+        self.entered, self.may_move = threading.Event(), threading.Event()
+        self.fails = False
+        self._events = events
+
+    def move(self, *_: object) -> None:
+        self.entered.set()
+        assert self.may_move.wait(60)
+        if self.fails:
+            raise DeviceError("refused")
+        self._events.append(f"{self.name} moved")
+
+    def destroy(self) -> None:
+        self._events.append(f"{self.name} destroyed")
+
+
+def test_what_does_not_work_gives_its_memory_back() -> None:
+    """That of a stage which is in use as soon as it is not, in the thread that used it."""
+    events: list[str] = []
+    made = [FakeStage(name, events) for name in ("idle", "busy", "failing")]
+    waiting = iter(made)
+    stages = Stages(lambda: next(waiting))  # type: ignore[arg-type, return-value]  # fakes
+    row = np.ones(1, np.uint64)
+    threads = [threading.Thread(target=stages.move, args=(Direction.LOAD, row, row, row)) for _ in made]
+    idle, busy, failing = made
+    for thread, stage in zip(threads, made, strict=True):
+        thread.start()
+        assert stage.entered.wait(60)
+    idle.may_move.set()
+    threads[0].join(60)
+    failing.fails = True
+    failing.may_move.set()
+    threads[2].join(60)
+    assert sorted(events) == ["failing destroyed", "idle destroyed", "idle moved"]
+    busy.may_move.set()
+    threads[1].join(60)
+    assert events[-2:] == ["busy moved", "busy destroyed"]
+    assert (stages.works, stages.chunks) == (False, 2)
+    stages.destroy()
+    assert len(events) == 5

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import U8Array, U64Array
@@ -195,6 +196,85 @@ def test_a_refused_order_leaves_batches(gpu: Gpu, driver: Driver, memory: Memory
         made.move(*runs(memory.copies(rng, 100, to_gpu=True)))
     assert int((memory.buffer.download(0, SIZE) == 5).sum()) >= 100 * ROW
     assert made.batch_failures == 0
+    made.destroy()
+
+
+class Taking(Driver):
+    """Takes pitched copies in the ways that it is told alone; `asked` has all that were tried, with their runs."""
+
+    def __init__(self, *ways: str) -> None:
+        super().__init__()
+        self._ways = ways
+        self.asked: list[tuple[str, int]] = []
+
+    def copy_pitched_batch(self, runs: Pitched, most: int, stream: int, *, sources_final: bool = False) -> int:
+        way = "batch, any order" if sources_final else "batch"
+        self.asked.append((way, len(runs)))
+        done = super().copy_pitched_batch(runs, most, stream, sources_final=sources_final)
+        return done if way in self._ways else 1  # some may have been begun
+
+    def copy_pitched(self, runs: Pitched, stream: int) -> int:
+        self.asked.append(("one by one", len(runs)))
+        return super().copy_pitched(runs, stream) if "one by one" in self._ways else 1
+
+
+@pytest.mark.parametrize(
+    ("takes", "first", "then"),
+    [
+        (("batch, any order",), ["batch, any order"], ["batch, any order"]),
+        (("batch",), ["batch, any order", "batch"], ["batch"]),
+        (("one by one",), ["batch, any order", "batch", "one by one"], ["one by one"]),
+        ((), ["batch, any order", "batch", "one by one"], []),
+    ],
+    ids=["any order", "stream order", "no batches", "row by row"],
+)
+def test_runs_go_in_the_first_way_that_the_driver_takes(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, takes: tuple[str, ...], first: list[str],
+    then: list[str],
+) -> None:  # fmt: skip
+    """What is refused once is not tried again, and all rows arrive, those of no run too."""
+    host = rng.integers(0, 256, SIZE, dtype=np.uint8)
+    memory.host[:] = host
+    columns, half = 32, SIZE // 2
+    row = np.arange(half // ROW, dtype=np.uint64)  # columns of the device's half: one row of each side by side
+    place = row % np.uint64(columns) * np.uint64(half // columns) + row // np.uint64(columns) * np.uint64(ROW)
+    place = np.append(place, np.uint64(half + 5))
+    src = np.append(row * np.uint64(ROW), np.uint64(half + 77)) + np.uint64(memory.mapping.address)
+    copies = Copies(src, place + np.uint64(memory.buffer.address), np.full(len(src), ROW, np.uint64), len(src))
+    ends = np.zeros(0, np.uint64)
+    paired = pitch(copies, ends, ends, pitch_max_bytes=PITCH_MAX_BYTES)
+    assert (len(paired), len(paired.rest)) == (half // ROW // columns, 1)
+    taking, context = Taking(*takes), int(driver.call("cuCtxGetCurrent"))
+    made = CopyStream(taking, context, 0, batch=True, on_broken=lambda _: None, sources_final=True, batch_descriptors=9)
+    for ways in (first, then):
+        memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
+        taking.asked.clear()
+        made.move(*runs(copies), paired)
+        assert taking.asked == [(way, len(paired)) for way in ways]
+        found = memory.buffer.download(0, SIZE)
+        rows = host[:half].reshape(-1, columns, ROW).transpose(1, 0, 2).reshape(-1)
+        assert (found[:half] == rows).all()
+        assert (found[half + 5 : half + 5 + ROW] == host[half + 77 : half + 77 + ROW]).all()
+    assert made.pitched_copies == len(takes) * 2 * len(paired)
+    assert made.batch_failures == 0
+    made.destroy()
+
+
+def test_runs_go_one_by_one_where_batches_are_off(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator
+) -> None:
+    """The setting holds for both kinds of batches."""
+    taking, ends = Taking("batch", "one by one"), np.zeros(0, np.uint64)
+    at = np.arange(0, 16 * ROW, ROW, dtype=np.uint64)
+    copies = Copies(
+        at + np.uint64(memory.mapping.address),
+        at * np.uint64(2) + np.uint64(memory.buffer.address),
+        np.full(16, ROW, np.uint64),
+        16,
+    )
+    made = CopyStream(taking, int(driver.call("cuCtxGetCurrent")), 0, batch=False, on_broken=lambda _: None)
+    made.move(*runs(copies), pitch(copies, ends, ends, pitch_max_bytes=PITCH_MAX_BYTES))
+    assert taking.asked == [("one by one", 1)]
     made.destroy()
 
 

@@ -23,7 +23,7 @@ class Link:
     """A driver with one stream, its clock, and what was asked of them."""
 
     batches = True
-    pitches = False
+    pitches = pitched_batches = False
 
     def __init__(self, bytes_per_s: float = LINK_BYTES_PER_S) -> None:
         self.now_s = 1000.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvoffloadd.client import Ref
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm.parts import by_heads, head_repeats, held_refs, share, why_one_size
+from kvoffloadd.integrations.vllm.parts import by_heads, check_scheduler, head_repeats, held_refs, share, why_one_size
 from kvoffloadd.layout import Share
 from kvoffloadd.model import U8Array
 from tests.integrations.vllm.fakes import CacheRef, CopyRun, PageMapping, Parallel, of_size
@@ -171,3 +171,15 @@ def test_why_sizes_do_not_share() -> None:
     for changed in ({"world_size": 4, "pp_size": 2}, {"dcp_size": 2}):
         parallel = replace(Parallel(is_parallelism_agnostic=True), **changed)  # type: ignore[arg-type]
         assert "pipeline or context parallelism" in why_one_size(replace(config, parallel=parallel))
+
+
+def test_a_rank_and_its_scheduler_agree() -> None:
+    """Else the engine does not start: nothing would hit."""
+    alike, unlike = of_size(2, 8), of_size(2, 8, agnostic=False)
+    rows = replace(unlike, kv_cache_layout="BLHNC")  # not by heads, for either
+    for one, other in ((alike, unlike), (unlike, alike), (rows, replace(rows, replicated_layout=True))):
+        check_scheduler(one, one)
+        with pytest.raises(UsageError, match="are unlike"):
+            check_scheduler(one, other)
+        plain = [replace(config, canonical_layout=False) for config in (one, other)]
+        check_scheduler(*plain)  # without the option nobody is kept from starting

@@ -14,6 +14,7 @@ from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, Transf
 from kvoffloadd.model import Direction
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout, until
+from tests.e2e.daemons import Hold
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 from tests.integrations.vllm.conftest import Lines
 
@@ -106,18 +107,21 @@ def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start,
 
 
 @pytest.mark.parametrize("direction", [STORE, LOAD])
-def test_a_daemon_that_dies_at_work(start_daemon: Start, lines: Make, keys: Keys, direction: Direction) -> None:
+def test_a_daemon_that_dies_at_work(
+    start_daemon: Start, lines: Make, hold: Hold, keys: Keys, direction: Direction
+) -> None:
     """In several jobs, of which some run, and some may not have been asked for."""
-    daemon = start_daemon("limits.keys_per_request=2", "copy.threads=1", faults="delay_s=0.05")
+    daemon = start_daemon("limits.keys_per_request=2", faults=hold.fault)
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
     fill(rank, wanted)
     if direction is LOAD:
         transfer_thread.submit(Transfer(1, STORE, wanted))
         ended(transfer_thread, 1)
-    transfer_thread.submit(Transfer(2, direction, wanted))
-    until(lambda: daemon.status()["running"]["jobs"] > 0, "it is at work")
-    daemon.kill()
+    with hold:
+        transfer_thread.submit(Transfer(2, direction, wanted))
+        until(lambda: daemon.status()["running"]["jobs"] > 0, "it is at work")
+        daemon.kill()
     (lost,) = ended(transfer_thread, 2)
     assert (lost.success, lost.partial) == (direction is STORE, False)
     daemon.start()
@@ -137,13 +141,15 @@ def test_a_load_that_fails_whole_is_not_partial(start_daemon: Start, lines: Make
     assert (lost.success, lost.partial) == (False, False)
 
 
-def test_a_load_that_expires_is_not_partial(start_daemon: Start, lines: Make, keys: Keys) -> None:
+def test_a_load_that_expires_is_not_partial(start_daemon: Start, lines: Make, hold: Hold, keys: Keys) -> None:
     """Its deadline passes while another one is copied."""
-    daemon = start_daemon("copy.threads=1", faults="delay_s=0.6")
+    daemon = start_daemon("copy.threads=1", faults=hold.fault)
     transfer_thread, _rank = lines(daemon).transfer_thread(job_deadline_s=0.2)
     lines(daemon).rank().store_keys(keys)
-    for number in (1, 2):
-        transfer_thread.submit(Transfer(number, LOAD, chunks(keys, 0)))
+    with hold:
+        for number in (1, 2):
+            transfer_thread.submit(Transfer(number, LOAD, chunks(keys, 0)))
+        until(lambda: jobs(daemon, "load") >= 1, "the second has expired")
     lost = ended(transfer_thread, 1, 2)[1]
     assert (lost.success, lost.partial) == (False, False)
 
@@ -174,16 +180,17 @@ def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys)
     throughout(lambda: not daemon.sessions(), "who has closed does not come back", 0.3)
 
 
-def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, keys: Keys) -> None:
+def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, hold: Hold, keys: Keys) -> None:
     """vLLM stays awake then, and wakes nobody."""
-    daemon = start_daemon(faults="delay_s=0.6")
+    daemon = start_daemon(faults=hold.fault)
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
     fill(rank, wanted)
-    transfer_thread.submit(Transfer(1, STORE, wanted))
-    until(lambda: daemon.status()["running"]["jobs"] == 1, "it has begun")
-    with pytest.raises(DeadlineError, match="can't sleep"):
-        transfer_thread.sleep(0.1)
+    with hold:
+        transfer_thread.submit(Transfer(1, STORE, wanted))
+        until(lambda: daemon.status()["running"]["jobs"] == 1, "it has begun")
+        with pytest.raises(DeadlineError, match="can't sleep"):
+            transfer_thread.sleep(0.1)
     assert ended(transfer_thread, 1)[0].success
     rank.wipe()
     transfer_thread.submit(Transfer(2, LOAD, wanted))

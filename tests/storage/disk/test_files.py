@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvoffloadd.storage.disk import files as disk_files
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name, probe_direct
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
+from scripts.harness.wait import HANG_S
 from tests.conftest import OTHER_UID
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of, header_of
 
@@ -236,6 +238,22 @@ def test_delays(folder: Folder, switch: Path) -> None:
     began = time.monotonic()
     files.read(fd, 0, [bytearray(1)])
     assert time.monotonic() - began >= 0.05
+    os.close(fd)
+
+
+def test_a_delay_can_be_replaced_while_a_call_waits(folder: Folder, switch: Path) -> None:
+    switch.write_text("read_delay_s=3600\n", encoding="utf-8")
+    files = FaultyFiles(switch)
+    fd = Files().open(folder.fd, NAME, create=True, direct=False, write=True)
+    reader = threading.Thread(target=files.read, args=(fd, 0, [bytearray(1)]), daemon=True)
+    reader.start()
+    time.sleep(0.1)
+    assert reader.is_alive()
+    new = switch.with_suffix(".new")
+    new.write_text("read_delay_s=0.05\n", encoding="utf-8")
+    new.replace(switch)
+    reader.join(HANG_S)
+    assert not reader.is_alive()
     os.close(fd)
 
 

@@ -5,8 +5,6 @@ Numbers alone, each from the `config.json` that its publisher has on Hugging Fac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 Config = dict[str, object]
 
 BF16 = {"torch_dtype": "bfloat16"}
@@ -53,17 +51,6 @@ def gemma_4(layers: int, hidden: int, heads: int, kv_heads: int, full_kv_heads: 
             use_bidirectional_attention="vision", layer_types=SIXTH_FULL[:layers],
         ),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Group:
-    """`payload`: bytes of a block of the group on one rank."""
-
-    kind: str
-    layers: int
-    payload: int
-    window: int = 0
-    block: int = 0
 
 
 MAMBA_8B = "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"

@@ -1,0 +1,132 @@
+"""NUMA nodes: which this machine has, which are near a GPU, and memory that is spread over them.
+
+What the kernel tells is read below a `root`, where proc and sys are mounted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvoffloadd.errors import ConfigError, ResourceError
+
+_NODES = Path("sys/devices/system/node")
+_PCI_DEVICES = Path("sys/bus/pci/devices")
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy: libc has neither
+_DEFAULT, _INTERLEAVE = 0, 3
+_NODES_MAX = 1024
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One that is online: its CPUs that are online, and its memory. It may lack either."""
+
+    number: int
+    cpus: frozenset[int]
+    memory_bytes: int
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """Numbers in the kernel's notation, such as "0-3,8"; ascending. Raises ValueError."""
+    found: set[int] = set()
+    for piece in filter(None, text.strip().split(",")):
+        first, _, last = piece.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def nodes(root: Path = Path("/")) -> tuple[Node, ...]:
+    """All that are online. None: this kernel knows no NUMA."""
+    found = []
+    for number in parse_list(_text(root / _NODES / "online")):
+        folder = root / _NODES / f"node{number}"
+        memory = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo"))
+        cpus = frozenset(parse_list(_text(folder / "cpulist")))
+        found.append(Node(number, cpus, int(memory[1]) << 10 if memory else 0))
+    return tuple(found)
+
+
+def memory_nodes(asked: str | tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
+    """The nodes that memory is to be spread over. Empty: it is left to the kernel. `asked`: "off", a list of nodes, or
+    "auto": all with memory that this process may use. Of those without CPUs none is meant: their memory is a GPU's, or
+    slow (CXL).
+
+    Raises:
+        ConfigError: a node that is asked for has no memory that this process may use.
+    """
+    if asked == "off":
+        return ()
+    found = re.search(r"^Mems_allowed_list:\s*(\S*)$", _text(root / "proc/self/status"), re.MULTILINE)
+    allowed = parse_list(found[1]) if found else ()
+    usable = [node for node in nodes(root) if node.memory_bytes and node.number in allowed]
+    if isinstance(asked, str):
+        near = tuple(node.number for node in usable if node.cpus)
+        return near if len(near) > 1 else ()
+    known = [node.number for node in usable]
+    for number in asked:
+        if number not in known:
+            raise ConfigError(
+                f"memory.numa = {list(asked)}: node {number} has no memory that this process may use; "
+                f"these have: {', '.join(map(str, known)) or 'none'}"
+            )
+    return asked
+
+
+def cpus_near(pci_address: str, allowed: Iterable[int], root: Path = Path("/")) -> frozenset[int]:
+    """Those `allowed` CPUs that are on the node of a PCI device, like "0000:41:00.0". Empty: on none, or the machine
+    has one node, or does not say where the device is.
+    """
+    with_cpus = [node for node in nodes(root) if node.cpus]
+    if len(with_cpus) < 2:
+        return frozenset()
+    number = _text(root / _PCI_DEVICES / pci_address / "numa_node").strip()
+    near = [node.cpus for node in with_cpus if str(node.number) == number]
+    return near[0] & frozenset(allowed) if near else frozenset()
+
+
+def interleave(chosen: Iterable[int]) -> None:
+    """From now on the kernel takes pages from these nodes in turn, for whatever this thread, and threads that it makes
+    later, touch first.
+
+    Raises:
+        ResourceError: the kernel refuses.
+    """
+    mask = (ctypes.c_ulong * (_NODES_MAX // 64))()
+    for number in chosen:
+        mask[number // 64] |= 1 << number % 64
+    _call(0, _INTERLEAVE, mask, ctypes.c_ulong(_NODES_MAX))
+
+
+def has_policy() -> bool:
+    """Whether whoever started this process has chosen where its memory comes from, as with numactl.
+
+    Raises:
+        ResourceError: the kernel does not tell.
+    """
+    mode = ctypes.c_int()
+    _call(1, ctypes.byref(mode), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
+    return mode.value != _DEFAULT
+
+
+def _call(which: int, *arguments: object) -> None:
+    numbers = _CALLS.get(platform.machine())
+    if numbers is None:
+        raise ResourceError(f"the number of the system call is not known for {platform.machine()}")
+    if _libc.syscall(ctypes.c_long(numbers[which]), *arguments) != 0:
+        raise ResourceError(os.strerror(ctypes.get_errno()))
+
+
+def _text(path: Path) -> str:
+    """A small file of the kernel's; empty where this kernel has none."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
