@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 100
 """Width in a file or a pipe, where there is no terminal to ask."""
 
+OPERATIONS_NOTES = (
+    "one by one: copies; batches: calls with up to 1,024 of them each (the default)",
+    "runs: pitched copies of 8 rows or more (cuda.pitched_row_bytes); rest: copies in no run",
+    "payloads: copies to a staging buffer, from which the kernel moves rows (cuda.kernel_row_bytes)",
+)
+
 Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
 """Title, headings and rows of a table."""
@@ -49,7 +55,10 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
         "page_bytes": _page_bytes(plan),
         "row_bytes": layout.plan.block_bytes,
         "groups": [_group(plan, group) for group in range(layout.num_groups)],
-        "layouts": [_layout(plan, one) for one in plan.layouts],
+        "layouts": [
+            _layout(plan, one) | {"prompt_load_operations": dataclasses.asdict(operations)}
+            for one, operations in zip(plan.layouts, plan.operations, strict=True)
+        ],
         "impossible": plan.refused,
         "rows_by_default": plan.rows_by_default,
         "recommended": {"layout": plan.recommended.name, "why": plan.why},
@@ -118,6 +127,8 @@ def print_plan(plan: CapacityPlan) -> None:
         names = " and ".join(f'"{name}"' for name, why in plan.refused.items() if why == reason)
         notes.append(f"not possible: {names}: {reason}")
     _indented(console, notes)
+    _print(console, *_operations(plan))
+    _indented(console, OPERATIONS_NOTES)
     if plan.rank.model.is_hybrid:
         _print(console, *_packs(plan))
     _print(console, *_held(plan), left=2)
@@ -248,6 +259,15 @@ def _spread(numbers: Sequence[int]) -> str:
     """Of all groups: one number, or from the least to the most."""
     least, most = min(numbers), max(numbers)
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _operations(plan: CapacityPlan) -> Section:
+    rows: list[Row] = []
+    for layout, found in zip(plan.layouts, plan.operations, strict=True):
+        numbers = (found.copies, found.batches, found.runs, found.rest, found.payload_copies, found.launches)
+        rows.append((layout.name, *(f"{number:,}" for number in numbers)))
+    title = f"what a load of {plan.prompts[0].tokens:,} tokens asks of a GPU's driver, on each rank"
+    return title, ("layout", "one by one", "batches", "runs", "and rest", "payloads", "and launches"), rows
 
 
 def _packs(plan: CapacityPlan) -> Section:

@@ -1,7 +1,7 @@
 """What a model's KV cache will be, before anything runs: groups, pages, descriptors, and how much the tiers hold.
 
 `read_model` understands a Hugging Face config.json, `make_plan` works out the rest with `kvoffloadd.layout`'s own
-geometry; `kvoffloadd plan` shows it. Importing this loads no torch, and nothing of the daemon.
+geometry; `kvoffloadd plan` shows it. Importing this loads no torch, and of the daemon only what plans copies.
 """
 
 from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of

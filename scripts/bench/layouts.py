@@ -27,7 +27,7 @@ from scripts.harness.figures import KEY_BYTES, at_most, judged, median_ratio, p5
 from scripts.harness.models import NAMES, named
 from scripts.harness.output import Live
 from scripts.harness.places import GpuLine, HostPlace
-from scripts.harness.planned import LAYOUTS, planned_geometries, possible
+from scripts.harness.planned import planned_geometries, possible
 from scripts.harness.process import private_folder
 from scripts.harness.program import benchmark_line, show_result, size
 from scripts.harness.workload import WAIT_S, Workload
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MODELS = ("gpt-oss-20b", "qwen3-next-80b-a3b")
 """Attention alone on small blocks; states, which make blocks long."""
+COMPARED = ("by-layer", "cross-layer", "packed-pages", "packed-rows")
+"""Of the harness's layouts."""
 SETS = 3
 """How often the bytes of a job fit into the arena."""
 SLAB_BYTES, SLABS = 64 << 20, 8
@@ -75,10 +77,10 @@ class Case:
 
 
 def cases_of(model: str) -> list[Case]:
-    """In all layouts that the model can have."""
+    """In those that the model can have."""
     geometries = planned_geometries(model, named(model), 0)
     possible_names = {layout for geometry in geometries for layout in geometry.layouts}
-    return [Case(model, layout) for layout in LAYOUTS if layout in possible_names]
+    return [Case(model, layout) for layout in COMPARED if layout in possible_names]
 
 
 class Bench(Workload):

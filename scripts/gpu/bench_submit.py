@@ -1,21 +1,32 @@
 #!/usr/bin/env python3
-"""The processor's cost of one descriptor, in this process, with the daemon's own code: planned, split, submitted.
+"""The processor's cost of a row by each way of copying, in this process, with the daemon's own code.
 
-`submit` is `Driver.copy_batch` timed around the call, with nothing else in flight; `one by one` is `copy_each`. `plan`
-is from block ids to chunks of copies. The bound holds plan and submit together. Copies are of 4 KiB.
+`plan` is from block ids to chunks, on one row of 4 KiB in each layer for each block; `build` is what a thread makes of
+a chunk before it calls the driver: runs of rows, lists for the kernel; `calls` is within the driver's calls, CuPy's
+among them. Waiting is not counted. Times are the thread's own, so that other programs add little. Each layer's rows lie
+together, the layers evenly apart. The bound holds batches alone.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.config import CudaConfig
+from kvoffloadd.device.chunked import PIECE_DESCRIPTORS
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
+from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.pinning import Arena, cut, piece_ends
+from kvoffloadd.device.cuda.staging import ROWS_MAX, Stage
+from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import GroupPlan, make_copies, split
+from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Ref
 from scripts.gpu.bench import LAYERS, MIB, done, parse, parser, table, tell
 from scripts.harness.figures import at_most, p50
@@ -23,84 +34,232 @@ from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from kvoffloadd.device.pitched import Pitched
     from kvoffloadd.device.plan import Copies
+    from kvoffloadd.model import U64Array
 
 ROW_BYTES = 4096
-BATCHES = (256, 1024, 4096)
+CHUNK_BYTES = 64 * MIB
 COST_MAX_US = 0.7
-COST_BATCH = 1024
+SINGLE, BATCH, PITCHED, KERNEL = "one by one", "batch", "runs", "kernel"
+PARTS = ("plan", "build", "calls")
+COLUMNS = ("way", "direction", *PARTS, "in all")
+TITLE = f"microseconds of processor time for each row of {ROW_BYTES:,} bytes"
 
 
-class Planner:
-    """Jobs of `keys` keys between the GPU and an arena; made anew each time, as the daemon does."""
+class Timer:
+    """Processor time of this thread within, in seconds."""
 
-    def __init__(self, arena: Arena, device_address: int, keys: int, batch: int) -> None:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.thread_time() - self._began_s
+
+    def take(self) -> float:
+        """What it has counted; it counts from 0 again."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class TimedDriver(Driver):
+    """Counts its calls that copy in `calls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Timer()
+
+    def copy_batch(
+        self, src: U64Array, dst: U64Array, size: U64Array, stream: int, *, sources_final: bool = False
+    ) -> int:
+        with self.calls:
+            return super().copy_batch(src, dst, size, stream, sources_final=sources_final)
+
+    def copy(self, src: int, dst: int, size_bytes: int, stream: int) -> int:
+        with self.calls:
+            return super().copy(src, dst, size_bytes, stream)
+
+    def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
+        with self.calls:
+            return super().copy_each(src, dst, size, stream)
+
+    def copy_pitched(self, runs: Pitched, stream: int) -> int:
+        with self.calls:
+            return super().copy_pitched(runs, stream)
+
+    def copy_pitched_batch(self, runs: Pitched, most: int, stream: int, *, sources_final: bool = False) -> int:
+        with self.calls:
+            return super().copy_pitched_batch(runs, most, stream, sources_final=sources_final)
+
+
+class TimedStream(CopyStream):
+    """Counts all of `run` in `ran`, and in `submitted` what of it is no waiting."""
+
+    ran: Timer
+    submitted: Timer
+
+    def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
+        with self.ran:
+            super().run(total_bytes, partial(self._submit, submit))
+
+    def _submit(self, submit: Callable[[int], int], stream: int) -> int:
+        with self.submitted:
+            return submit(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedKernel:
+    """As `RowKernel`, its launches counted with the driver's calls."""
+
+    kernel: RowKernel
+    calls: Timer
+
+    def launch(self, rows_address: int, count: int, longest_bytes: int, stream: int) -> None:
+        """See `RowKernel.launch`."""
+        with self.calls:
+            self.kernel.launch(rows_address, count, longest_bytes, stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How rows are copied: cut into chunks, each of which is moved."""
+
+    name: str
+    cut: Callable[[Copies], list[Copies]]
+    move: Callable[[Direction, Copies], None]
+
+
+class Costs:
+    """Jobs of so many `rows` between the GPU and an arena, made anew each time, as the daemon does. `ways`: those that
+    there are here; `skipped`: why others are not.
+    """
+
+    def __init__(self, gpu: Gpu, job_bytes: int) -> None:
+        keys = max(1, job_bytes // (LAYERS * ROW_BYTES))
+        self.rows = keys * LAYERS
+        self.skipped: list[str] = []
+        self._total_bytes = self.rows * ROW_BYTES
+        self._config = CudaConfig()
+        self._memory, self._buffer = Pinned(self._total_bytes), GpuBuffer(gpu, self._total_bytes)
+        self._arena = Arena(self._memory.address, self._total_bytes, self._total_bytes)
+        self._ends = piece_ends(self._arena, 1 << 30)
+        self._device_ends = np.array([self._buffer.address + self._total_bytes], np.uint64)
         per_layer = keys * ROW_BYTES
-        tensors = [(device_address + layer * per_layer, keys, ROW_BYTES, ROW_BYTES) for layer in range(LAYERS)]
+        tensors = [(self._buffer.address + at * per_layer, keys, ROW_BYTES, ROW_BYTES) for at in range(LAYERS)]
         self._plan = GroupPlan.build(tensors, [Ref(layer, 0, ROW_BYTES) for layer in range(LAYERS)], 1)
         self._ids = np.random.default_rng(1).permutation(keys).astype(np.uint32)[:, None]
-        self._slots = np.arange(keys, dtype=np.uint64) * np.uint64(LAYERS * ROW_BYTES) + np.uint64(arena.address)
-        self._ends = piece_ends(arena, 1 << 30)
-        self._batch = batch
+        self._slots = np.arange(keys, dtype=np.uint64) * np.uint64(LAYERS * ROW_BYTES)
+        self._slots += np.uint64(self._arena.address)
+        self._driver = TimedDriver()
+        self._context = int(self._driver.call("cuCtxGetCurrent"))
+        self._ran, self._submitted = Timer(), Timer()
+        self.ways = list(self._all_ways(gpu))
 
-    def chunks(self, direction: Direction) -> list[Copies]:
-        """From block ids to what `CopyStream.move` is given."""
-        memory, payload, size = self._plan.expand(self._ids, self._slots)
-        copies = cut(make_copies(direction, memory, payload, size, len(size)), direction, self._ends)
-        return split(copies, 1, 1, chunk_bytes=64 * MIB, chunk_descriptors=self._batch)
+    def _all_ways(self, gpu: Gpu) -> Iterator[Way]:
+        yield Way(SINGLE, self._cut, self._mover(self._stream(batch=False)))
+        batched = self._stream(batch=True)
+        if batched.batch:
+            yield Way(BATCH, self._cut, self._mover(batched))
+        else:
+            self.skipped.append(f"{BATCH}: this driver has no cuMemcpyBatchAsync")
+        if self._driver.pitches:
+            yield Way(PITCHED, self._cut_runs, self._run_mover(batched))
+        else:
+            self.skipped.append(f"{PITCHED}: this driver has no cuMemcpy2DAsync")
+        try:
+            kernel = TimedKernel(RowKernel(self._driver, gpu.ordinal), self._driver.calls)
+            make_stream = partial(self._stream, batch=True)
+            stage = Stage(self._driver, make_stream, kernel, self._config.staging_bytes, self._ends)
+        except DeviceError as error:
+            self.skipped.append(f"{KERNEL}: {error}")
+            return
+        yield Way(KERNEL, self._cut_staged, lambda way, chunk: stage.move(way, chunk.src, chunk.dst, chunk.size))
+
+    def _stream(self, *, batch: bool) -> TimedStream:
+        stream = TimedStream(self._driver, self._context, 0, batch=batch, on_broken=sys.exit)
+        stream.ran, stream.submitted = self._ran, self._submitted
+        return stream
+
+    @staticmethod
+    def _mover(stream: CopyStream) -> Callable[[Direction, Copies], None]:
+        return lambda _, chunk: stream.move(chunk.src, chunk.dst, chunk.size)
+
+    def _run_mover(self, stream: CopyStream) -> Callable[[Direction, Copies], None]:
+        return lambda way, chunk: stream.move(chunk.src, chunk.dst, chunk.size, self._runs(way, chunk))
+
+    def _runs(self, direction: Direction, copies: Copies) -> Pitched:
+        host, device = self._ends, self._device_ends
+        src_ends, dst_ends = (device, host) if direction is Direction.STORE else (host, device)
+        return pitch(copies, src_ends, dst_ends, pitch_max_bytes=PITCH_MAX_BYTES)
+
+    def _cut(self, copies: Copies) -> list[Copies]:
+        most = self._config.batch_descriptors
+        return split(copies, 1, 1, chunk_bytes=CHUNK_BYTES, chunk_descriptors=most)
+
+    def _cut_runs(self, copies: Copies) -> list[Copies]:
+        """The direction matters for nothing but where memories end, and here both are one."""
+        runs = pitch(copies, self._ends[-1:], self._ends[-1:], pitch_max_bytes=PITCH_MAX_BYTES)
+        most = self._config.batch_descriptors * len(copies) // max(len(runs) + len(runs.rest), 1)
+        return split(copies, 1, 1, chunk_bytes=CHUNK_BYTES, chunk_descriptors=min(most, PIECE_DESCRIPTORS))
+
+    def _cut_staged(self, copies: Copies) -> list[Copies]:
+        return split(copies, 1, 1, chunk_bytes=self._config.staging_bytes, chunk_descriptors=ROWS_MAX)
+
+    def measure(self, way: Way, direction: Direction) -> dict[str, float]:
+        """Of one job, in microseconds for each row, by PARTS and "in all"."""
+        planned, moved = Timer(), Timer()
+        with planned:
+            memory, payload, size = self._plan.expand(self._ids, self._slots)
+            chunks = way.cut(cut(make_copies(direction, memory, payload, size, len(size)), direction, self._ends))
+        for chunk in chunks:
+            with moved:
+                way.move(direction, chunk)
+        calls_s = self._driver.calls.take()
+        submitted_s = moved.seconds - self._ran.take() + self._submitted.take()
+        seconds = dict(zip(PARTS, (planned.seconds, submitted_s - calls_s, calls_s), strict=True))
+        seconds["in all"] = planned.seconds + submitted_s
+        return {part: spent / len(size) * 1e6 for part, spent in seconds.items()}
 
 
-def measure(gpu: Gpu, driver: Driver, planner: Planner, direction: Direction, rounds: int) -> dict[str, float]:
-    """Microseconds for each descriptor: medians over the rounds."""
-    found: dict[str, list[float]] = {"plan": [], "submit": [], "one by one": []}
-    for _ in range(rounds + 1):
-        begun = time.perf_counter()
-        chunks = planner.chunks(direction)
-        found["plan"].append(time.perf_counter() - begun)
-        found["submit"].append(submission(gpu, driver.copy_batch, chunks) if driver.batches else float("nan"))
-        found["one by one"].append(submission(gpu, driver.copy_each, chunks))
-    descriptors = sum(len(chunk) for chunk in chunks)
-    return {name: round(p50(seconds[1:]) / descriptors * 1e6, 3) for name, seconds in found.items()}
+def measured(costs: Costs, rounds: int) -> list[dict[str, Any]]:
+    """All ways, each direction, interleaved; medians over the rounds, the first of which warms up."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for number in range(rounds + 1):
+        for way in costs.ways:
+            for direction in Direction:
+                figures = costs.measure(way, direction)
+                if number:
+                    found.setdefault((way.name, direction.value), []).append(figures)
+    return [
+        {"way": way, "direction": direction, "us": {part: round(p50(one[part] for one in all_), 3) for part in all_[0]}}
+        for (way, direction), all_ in found.items()
+    ]
 
 
-def submission(gpu: Gpu, submit: Callable[..., int], chunks: list[Copies]) -> float:
-    """Seconds within the calls. The stream is empty before each, so that none waits for room."""
-    seconds = 0.0
-    for chunk in chunks:
-        begun = time.perf_counter()
-        src, dst, size = (np.ascontiguousarray(column) for column in (chunk.src, chunk.dst, chunk.size))
-        status = submit(src, dst, size, gpu.stream)
-        seconds += time.perf_counter() - begun
-        if status:
-            raise SystemExit(f"a submission failed with {status}")
-        gpu.synchronize()
-    return seconds
+def rows_of(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Under COLUMNS."""
+    return [[one["way"], one["direction"], *(f"{us:.3f}" for us in one["us"].values())] for one in cases]
 
 
 def main() -> int:
     arguments = parse(parser(__doc__ or "", "64MiB"), 8 * MIB)
-    gpu, driver = Gpu(), Driver()
-    keys = max(1, arguments.bytes // (LAYERS * ROW_BYTES))
-    total = keys * LAYERS * ROW_BYTES
-    memory, buffer = Pinned(total), GpuBuffer(gpu, total)
-    arena = Arena(memory.address, total, total)
-    costs: list[dict[str, Any]] = []
-    for batch in BATCHES:
-        planner = Planner(arena, buffer.address, keys, batch)
-        for direction in Direction:
-            figures = measure(gpu, driver, planner, direction, arguments.rounds)
-            done({"batch": batch, "direction": direction.value, "us": figures}, costs)
-    lines = [[f"{one['batch']:,}", one["direction"], *one["us"].values()] for one in costs]
-    columns = ("copies in a call", "direction", "plan", "submit", "one by one")
-    title = f"microseconds of processor time for each descriptor of {ROW_BYTES:,} bytes"
+    costs = Costs(Gpu(), arguments.bytes)
+    cases: list[dict[str, Any]] = []
+    for case in measured(costs, arguments.rounds):
+        done(case, cases)
     bounds = [
-        at_most(f"{one['direction']}: plan and submit, us", one["us"]["plan"] + one["us"]["submit"], COST_MAX_US)
-        for one in costs
-        if one["batch"] == COST_BATCH
+        at_most(f"{one['direction']}: a row of a batch, us", one["us"]["in all"], COST_MAX_US)
+        for one in cases
+        if one["way"] == BATCH
     ]
-    return tell(arguments, {"costs": costs, "tables": [table(title, columns, lines)]}, bounds)
+    result = {"costs": cases, "skipped": costs.skipped, "tables": [table(TITLE, COLUMNS, rows_of(cases))]}
+    return tell(arguments, result, bounds)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvoffloadd.model import I64Array
 
-VERIFIED_LAYOUTS = (RANDOM, "by-layer", "cross-layer", "packed-pages", "packed-rows")
+VERIFIED_LAYOUTS = (RANDOM, "by-layer", "cross-layer", "heads-first", "kv-apart", "packed-pages", "packed-rows")
 
 
 def verified_in(layout: str) -> str:

@@ -24,7 +24,7 @@ FILES = {path.stem: path for path in sorted((ROOT / "tests" / "planner" / "data"
 NAMES = tuple(sorted({*FILES, *CONFIGS}))
 """Those in `tests/planner/data` and `published`."""
 EACH_KIND = 3
-"""Layers of each kind that a small model has; and one layer more, so that groups are uneven."""
+"""Layers of each kind that a small model has unless told; and one layer more, so that groups are uneven."""
 HEADS, HEAD_SIZE, STATE_HEADS = 2, 16, 4
 WINDOW_TOKENS, CHUNK_TOKENS = 72, 64
 """A window that ends within a block; a chunk of whole ones."""
@@ -41,9 +41,9 @@ def named(name: str) -> ModelConfig:
         return read_model(path)
 
 
-def small(model: ModelConfig, kv_heads: int = HEADS) -> ModelConfig:
+def small(model: ModelConfig, kv_heads: int = HEADS, each_kind: int = EACH_KIND) -> ModelConfig:
     """Its first layers, with few small heads and states, a short window. DeepSeek V4's entries stay as they are."""
-    layers = _few_layers(model)
+    layers = _few_layers(model, each_kind)
     return replace(
         model,
         kinds=model.kinds[:layers],
@@ -58,11 +58,11 @@ def small(model: ModelConfig, kv_heads: int = HEADS) -> ModelConfig:
     )
 
 
-def _few_layers(model: ModelConfig) -> int:
-    """The fewest with EACH_KIND of each kind, or all there are; and one more."""
+def _few_layers(model: ModelConfig, each_kind: int) -> int:
+    """The fewest with so many of each kind, or all there are; and one more."""
     indexed = [at in model.indexed for at in range(len(model.kinds))]
     kinds = list(zip(model.kinds, model.ratios or model.kinds, indexed, strict=True))
-    wanted = {kind: min(EACH_KIND, count) for kind, count in Counter(kinds).items()}
+    wanted = {kind: min(each_kind, count) for kind, count in Counter(kinds).items()}
     layers = next(at for at in range(len(kinds) + 1) if Counter(kinds[:at]) >= Counter(wanted))
     return min(layers + 1, len(kinds))
 

@@ -35,8 +35,9 @@ ODD_BYTES = (0, 1, 7, 64, 333, 4097)
 """How far apart tensors lie in one memory; the first of them from its beginning."""
 
 
-KINDS = {"one": (True, 0), "each": (False, 0), "chunks": (True, CHUNK_BYTES)}
-"""One allocation for all tensors, one for each, or chunks of virtual memory."""
+KINDS = {"one": (True, 0), "dense": (True, 0), "each": (False, 0), "chunks": (True, CHUNK_BYTES)}
+"""One allocation for all tensors (dense: without gaps, as engines have it), one for each, or chunks of virtual memory.
+"""
 
 
 class Layout(NamedTuple):
@@ -185,10 +186,11 @@ def _set(view: U8Array, ids: I64Array, values: U8Array) -> None:
 
 
 class GpuLine:
-    """A stream of a GPU, with a context of its own."""
+    """A stream of a GPU, with a context of its own. `kind`: of its places, one of KINDS; "": any."""
 
-    def __init__(self, ordinal: int = 0) -> None:
+    def __init__(self, ordinal: int = 0, kind: str = "") -> None:
         self.gpu = Gpu(ordinal)
+        self._kind = kind
         self.timeline = Timeline(self.gpu.stream)
 
     def hold_up(self, seconds: float) -> None:
@@ -202,7 +204,7 @@ class GpuLine:
         self.gpu.synchronize()
 
     def place(self, layouts: Sequence[Layout], rng: np.random.Generator, name: str) -> GpuPlace:
-        return GpuPlace(self.gpu, layouts, rng)
+        return GpuPlace(self.gpu, layouts, rng, self._kind)
 
 
 class GpuPlace:
@@ -213,8 +215,11 @@ class GpuPlace:
     def __init__(self, gpu: Gpu, layouts: Sequence[Layout], rng: np.random.Generator, kind: str = "") -> None:
         self.gpu = gpu
         self.rows = _staging(gpu, layouts)
-        together, chunk_bytes = KINDS[kind or str(rng.choice(list(KINDS)))]
+        kind = kind or str(rng.choice(list(KINDS)))
+        together, chunk_bytes = KINDS[kind]
         gaps = [int(rng.choice(ODD_BYTES)) for _ in layouts]
+        if kind == "dense":
+            gaps[1:] = [0] * (len(gaps) - 1)
         sizes = [gap + layout.size_bytes for gap, layout in zip(gaps, layouts, strict=True)]
         if together:
             buffers = [GpuBuffer(gpu, sum(sizes), chunk_bytes=chunk_bytes)] * len(layouts)

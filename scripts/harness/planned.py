@@ -12,9 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvoffloadd.client import GroupKind
-from kvoffloadd.layout import LayerKind, Mamba, share_of
+from kvoffloadd.layout import Attention, LayerKind, Mamba, share_of
 from kvoffloadd.layout.spec import item_bytes
-from kvoffloadd.planner.layouts import BLOCKS, CROSS_LAYER, PAGES, PER_LAYER, ROWS, possible_layouts
+from kvoffloadd.planner.layouts import (
+    BLOCKS,
+    CROSS_LAYER,
+    HEADS_FIRST,
+    KV_APART,
+    PAGES,
+    PER_LAYER,
+    ROWS,
+    possible_layouts,
+)
 from kvoffloadd.planner.rank import Rank
 from scripts.harness.arrangement import Arrangement, Piece
 from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape, blocks_in
@@ -22,18 +31,21 @@ from scripts.harness.models import named, small
 from scripts.harness.places import Layout as Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
 
     from kvoffloadd.client import Group, Ref
     from kvoffloadd.layout import LayerSpec, View
+    from kvoffloadd.layout.geometry import Rows
     from kvoffloadd.planner import Layout, ModelConfig
 
 PACK_SIZE = 2
 LAYOUTS = {
     "by-layer": PER_LAYER,
     "cross-layer": CROSS_LAYER,
+    "heads-first": HEADS_FIRST,
+    "kv-apart": KV_APART,
     "packed-pages": PAGES.format(PACK_SIZE),
     "packed-rows": ROWS,
 }
@@ -111,14 +123,16 @@ def planned_geometries(
 
 
 def _payload_order(layout: Layout) -> object:
-    """What two layouts must have in common for the same payloads: blocks, groups, and their layers' order in memory.
+    """What two layouts must have in common for the same payloads: blocks, groups, their layers' order in memory, and
+    the order of what a layer has.
 
-    By where the layers' views begin, not by the refs: those are to be checked.
+    By backends and where the layers' views begin, not by the refs: those are to be checked.
     """
     plan = layout.plan
     begin = {name: min((view.memory, view.offset) for view in views) for name, views in plan.views.items()}
     groups = tuple(tuple(sorted(group.layers, key=begin.__getitem__)) for group in plan.groups)
-    return groups, tuple(sorted((name, spec.block_size) for name, spec in plan.specs.items()))
+    backends = frozenset(spec.backend for spec in plan.specs.values() if isinstance(spec, Attention))
+    return groups, backends, tuple(sorted((name, spec.block_size) for name, spec in plan.specs.items()))
 
 
 def _geometry(
@@ -161,41 +175,49 @@ def _part(kind: LayerKind, rank: Rank, number: int) -> int:
 def _arranged(geometry: PlannedGeometry, rank: int, name: str, layout: Layout) -> Arrangement:
     """Tensors, refs and views are the plan's."""
     plan = layout.plan
-    rows = {row.memory: row for row in plan.canonical.rows}
-    tensors = tuple(
-        Tensor(plan.num_blocks, rows[at].page_bytes, tensor.bytes // plan.num_blocks)
-        for at, tensor in enumerate(plan.tensors)
-    )
+    registered = plan.canonical.rows
+    rows = sorted(registered, key=lambda one: (one.memory, one.offset))
+    tensors = tuple(Tensor(plan.num_blocks, one.page_bytes, one.stride_bytes) for one in rows)
     shapes = {shape.number: shape for shape in geometry.groups}
     groups = tuple(
         replace(group, parts=len(shapes[group.group].parts), part=shapes[group.group].part_of_rank[rank] or 0)
         for group in plan.canonical.groups
     )
     if geometry.plant:
-        groups = _with_wrong_refs(groups, [row.page_bytes for row in plan.canonical.rows], geometry.plant)
+        groups = _with_wrong_refs(groups, [one.page_bytes for one in registered], geometry.plant)
     return Arrangement(
         name=name,
         num_blocks=plan.num_blocks,
         layouts=tensors,
-        order=tuple(row.memory for row in plan.canonical.rows),
+        order=tuple(rows.index(one) for one in registered),
         groups=groups,
         pieces={
-            group.group: tuple(_piece(view, plan.specs[layer]) for layer in group.layers for view in plan.views[layer])
+            group.group: tuple(
+                piece
+                for layer in group.layers
+                for view in plan.views[layer]
+                for piece in _pieces(view, plan.specs[layer], rows)
+            )
             for group in plan.groups
         },
     )
 
 
-def _piece(view: View, spec: LayerSpec) -> Piece:
+def _pieces(view: View, spec: LayerSpec, rows: Sequence[Rows]) -> Iterator[Piece]:
     """What a layer's view, or that of one of its states, has of each block: kernel blocks, the other dimensions in the
-    order in which the backend indexes them, and the bytes of an element.
+    order in which the backend indexes them, and the bytes of an element. K and V are two, where they lie apart.
     """
     item = item_bytes(view.dtype)
     dims = [(size, stride * item) for size, stride in zip(view.shape, view.strides, strict=True)]
     count, pitch = dims.pop(0 if isinstance(spec, Mamba) else spec.block_dim)
     blocks, kernel_blocks = count // spec.kernel_blocks, spec.kernel_blocks
-    shape, strides = zip((blocks, kernel_blocks * pitch), (kernel_blocks, pitch), *dims, (item, 1), strict=True)
-    return Piece(view.memory, view.offset, shape, strides)
+    apart = next((dim for dim in dims if dim[0] > 1 and dim[1] > pitch), (1, 0))
+    within = [dim for dim in dims if dim is not apart]
+    shape, strides = zip((blocks, kernel_blocks * pitch), (kernel_blocks, pitch), *within, (item, 1), strict=True)
+    for number in range(apart[0]):
+        offset = view.offset + number * apart[1]
+        at = max(at for at, one in enumerate(rows) if (one.memory, one.offset) <= (view.memory, offset))
+        yield Piece(at, offset - rows[at].offset, shape, strides)
 
 
 def _with_wrong_refs(groups: tuple[Group, ...], pages: list[int], plant: str) -> tuple[Group, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import ClientError
+from scripts.harness.copies import counted
 from scripts.harness.process import rss_anon_bytes
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class DaemonCounters:
     errors: int = 0
     peers_killed: int = 0
     faults_planted: int = 0
+    pitched_copies: int = 0
+    kernel_chunks: int = 0
 
     @classmethod
     def of(cls, status: dict[str, Any]) -> DaemonCounters:
         """One run's."""
-        known = {**status["cache"], **status["server"], **status["devices"].get("host", {})}
+        known = {**status["cache"], **status["server"], **status["devices"].get("host", {}), **counted(status)}
         return cls(**{item.name: int(known.get(item.name, 0)) for item in fields(cls)})
 
 

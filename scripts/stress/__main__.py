@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.units import format_bytes
+from scripts.harness.copies import WAYS
 from scripts.harness.disk import disk_folder
 from scripts.harness.models import NAMES
 from scripts.harness.planned import NoSuchLayoutError
@@ -102,6 +103,9 @@ def _arguments() -> tuple[Options, bool]:
         "--driver-faults", default="", metavar="FAULTS",
         help="what the software driver does wrong in the daemon, such as sticky_after=5000,jitter_ns=100000",
     )  # fmt: skip
+    add("--copies", choices=tuple(WAYS), default="",
+        help="how the daemon copies on a GPU: single copies, runs of rows, the kernel, or by the rows' "
+        "size in all of these ways (default: as its config says)")  # fmt: skip
     add_seed(parser)
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     given = parser.parse_args()
@@ -113,10 +117,10 @@ def _arguments() -> tuple[Options, bool]:
         parser.error(
             "--kill-daemon, --warm, --plant-corruption, --slow-copies, --disk need a daemon of their own, no --socket"
         )
-    if given.device != "cuda" and (given.software_driver or given.driver_faults):
-        parser.error("--software-driver and --driver-faults are for --device cuda")
-    if given.socket and given.driver_faults:
-        parser.error("--driver-faults needs a daemon of its own, no --socket")
+    if given.device != "cuda" and (given.software_driver or given.driver_faults or given.copies):
+        parser.error("--software-driver, --driver-faults and --copies are for --device cuda")
+    if given.socket and (given.driver_faults or given.copies):
+        parser.error("--driver-faults and --copies need a daemon of their own, no --socket")
     given.working_set_bytes = given.working_set_bytes or 10 * given.memory_bytes
     wants_disk = given.kill_daemon or given.disk_folder or given.plant_corruption == "disk"
     share = (DISK_SHARE if wants_disk else 0.0) if given.disk_share is None else given.disk_share

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from scripts.harness.copies import COUNTERS, WAYS
 from scripts.harness.gpu import gpu_is_usable, software_driver
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after"}
+_REFUSES = {"fail_submit_every", "no_batch", "pitched_error", "launch_error"}
 CORRUPT_EVERY_COPIES = 2000
 STUCK_S = 2
 
@@ -26,11 +28,13 @@ class NoDriverError(Exception):
 class Driver:
     """Variables for the daemon and for workers beside the process's own; what the driver does wrong. `ends_daemon`:
     something that no daemon survives: it has to exit with status 70, soon; `fails_jobs`: what ends jobs as failed.
+    `copies`: the way that the daemon is forced to.
     """
 
     daemon: Mapping[str, str] = field(default_factory=dict)
     workers: Mapping[str, str] = field(default_factory=dict)
     faults: Sequence[str] = ()
+    copies: str = ""
 
     @property
     def ends_daemon(self) -> bool:
@@ -42,8 +46,15 @@ class Driver:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of the daemon: it is to notice soon."""
-        return {"cuda.stuck_s": str(STUCK_S)} if self.ends_daemon else {}
+        """Of the daemon: it is to notice soon, and to copy as it is told."""
+        stuck = {"cuda.stuck_s": str(STUCK_S)} if self.ends_daemon else {}
+        return {**stuck, **(WAYS[self.copies] if self.copies else {})}
+
+    def unused(self, counted: Mapping[str, int]) -> list[str]:
+        """Counters of the ways that it is forced to, which are 0 though nothing was refused."""
+        if not self.copies or self._does(_REFUSES):
+            return []
+        return [name for name in COUNTERS[self.copies] if not counted[name]]
 
     def _does(self, names: set[str]) -> bool:
         return any(fault.partition("=")[0] in names for fault in self.faults)
@@ -58,14 +69,15 @@ def driver_of(options: Options) -> Driver:
         from tests import softcuda  # which builds it: not for a run on a GPU
 
         try:
-            return Driver(softcuda.environment(",".join(faults)), softcuda.environment(), faults)
+            daemon = softcuda.environment(",".join(faults), cupy=True)
+            return Driver(daemon, softcuda.environment(), faults, options.copies)
         except softcuda.SoftCudaError as error:
             raise NoDriverError(f"--software-driver: {error}") from None
     if not gpu_is_usable():
         raise NoDriverError("--device cuda: no GPU, or no driver or cuda-bindings for it; --software-driver needs none")
     if faults and software_driver() is None:
         raise NoDriverError(f"{', '.join(faults)}: a GPU does nothing wrong on purpose; use --software-driver")
-    return Driver({"SOFTCUDA_FAULTS": ",".join(faults)} if faults else {}, {}, faults)
+    return Driver({"SOFTCUDA_FAULTS": ",".join(faults)} if faults else {}, {}, faults, options.copies)
 
 
 def _faults(options: Options) -> list[str]:

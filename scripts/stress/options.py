@@ -14,7 +14,8 @@ class Options:
     """The command line. `layout`: of KV caches, or "mixed"; `model`: "" for some. `warm`: memory outlives the daemon.
     `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads", "disk", "refs" or "slots". `socket`: of a running
     daemon; None: start one. `device`: where KV caches lie, "host" or "cuda"; on the latter `software_driver`: without a
-    GPU, with these `driver_faults` for the daemon alone.
+    GPU, with these `driver_faults` for the daemon alone. `copies`: one of `harness.copies.WAYS`, which the daemon is
+    forced to; "": as it does by default.
     """
 
     seconds: float
@@ -35,6 +36,7 @@ class Options:
     device: str
     software_driver: bool
     driver_faults: str
+    copies: str
 
     @property
     def planted_refs(self) -> str:

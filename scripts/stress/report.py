@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Report:
-    """All figures of one run.
+    """All figures of one run. `copies`: the way that the daemon was forced to.
 
     `taken_over`: share of the keys in memory at a kill that the next daemon had. `fatal_ends`: of the daemon, because
     of faults of its driver. `private_bytes`: the daemon's RssAnon, warm and at the end. `said`: what workers wrote.
@@ -46,6 +46,7 @@ class Report:
     daemon: DaemonCounters = field(default_factory=DaemonCounters)
     private_bytes: tuple[int, int] | None = None
     disk: DiskReport | None = None
+    copies: str = ""
     metrics_compared: bool = False
     interrupted: bool = False
 
@@ -120,6 +121,9 @@ class Report:
             "keys_without_space": self.daemon.keys_without_space,
             "busy": self.daemon.busy,
             "faults_planted": self.daemon.faults_planted,
+            "copies": self.copies,
+            "pitched_copies": self.daemon.pitched_copies,
+            "kernel_chunks": self.daemon.kernel_chunks,
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
             "daemon_kills": self.daemon_kills,
@@ -181,7 +185,15 @@ def _found(report: Report) -> list[tuple[str, str, str]]:
         ("pending", f"{total('block_pending'):,}", f"{total('block_promoting'):,} on disk, others being stored"),
         ("evictions", f"{report.daemon.keys_evicted:,}", f"{memory} for {working_set}"),
         ("busy", f"{report.daemon.busy:,}", ""),
+        *_ways(report),
     ]
+
+
+def _ways(report: Report) -> list[tuple[str, str, str]]:
+    daemon = report.daemon
+    if report.device != "cuda":
+        return []
+    return [("pitched, kernel", f"{daemon.pitched_copies:,}, {daemon.kernel_chunks:,}", "copies of runs, chunks")]
 
 
 def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:

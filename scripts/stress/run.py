@@ -95,6 +95,7 @@ class Run:
             self._counters,
             options.layout,
             options.model,
+            copies=options.copies,
         )
         self._disk: StressDisk | None = None
         self._patience_s = self._draw_patience()
@@ -160,6 +161,8 @@ class Run:
         self._end_workers(observer, watch)
         watch.look(now_due=True)
         self._report.daemon = watch.counters()
+        unused = self._driver.unused(asdict(self._report.daemon))
+        self._report.errors += [f"--copies {self._options.copies}: {name} is 0" for name in unused]
         self._compare_metrics(observer)
         if self._plants_in_daemon and not self._report.daemon.faults_planted:
             self._report.errors.append("no corruption could be planted: too few loads")

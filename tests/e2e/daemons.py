@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from scripts.harness.copies import WAYS
 from scripts.harness.daemon import Daemon
 from tests import softcuda
 from tests.e2e import gpu_rank
+
+COPIES_VARIABLE = "KVOFFLOADD_TEST_COPIES"
+"""The way in which daemons copy on GPUs, one of WAYS, where tests don't say: for runs of all tests by each of them."""
 
 PATIENT = {"copy.worker_drain_s": "600", "cuda.stuck_s": "600"}
 """However long a test holds copies, the daemon takes none of them for one that never ends."""
@@ -50,7 +55,12 @@ def make_daemon(
     daemon = Daemon(
         folder,
         memory,
-        {"memory.slab_bytes": "1MiB", **(PATIENT if "hold=" in faults else {}), **chosen(*settings)},
+        {
+            "memory.slab_bytes": "1MiB",
+            **WAYS.get(_way(), {}),
+            **(PATIENT if "hold=" in faults else {}),
+            **chosen(*settings),
+        },
         faults,
         environment=_driver(faults, driver),
         **options,
@@ -74,10 +84,14 @@ def gpu_mappings(daemon: Daemon) -> int:
     return Path(f"/proc/{daemon.pid}/maps").read_text(encoding="utf-8", errors="replace").count("/memfd:softcuda-")
 
 
+def _way() -> str:
+    return os.environ.get(COPIES_VARIABLE, "")
+
+
 def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
     if driver is None and gpu_rank.device() == "host":
         return {}
-    asked = dict(driver or {})
+    asked = {"cupy": True, **(driver or {})} if _way() else dict(driver or {})
     planted = [one for one in [asked.pop("faults", "")] if one]
     planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
     if held := re.search(r"hold=([^,]+)", faults):

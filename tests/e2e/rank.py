@@ -34,6 +34,9 @@ ANYWHERE = Where()
 SIMPLE = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, PAGE),)),)
 """One tensor whose rows are stored whole."""
 
+ROWS = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 3, 257, 16, 300),)),)
+"""A block is 16 rows of an odd size, evenly apart."""
+
 HYBRID = (
     Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 3000), Ref(1, 64, 32, 8, 128))),
     Group(1, GroupKind.SLIDING, 32, refs=(Ref(2, 4, 100, 3, 200), Ref(0, 3001, 77)), window_keys=2, blocks_per_key=2),

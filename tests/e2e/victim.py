@@ -1,6 +1,6 @@
 """A worker that is killed in the middle of a job: registers memory named "victim", starts one slow job, says so.
 
-python -m tests.e2e.victim SOCKET (store | load) KEYS_HEX [fork]
+python -m tests.e2e.victim SOCKET (store | load) KEYS_HEX [fork] [rows]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.e2e.rank import Rank
+from tests.e2e.rank import ROWS, SIMPLE, Rank
 
 FOREVER_S = 1000.0
 
@@ -20,7 +20,8 @@ FOREVER_S = 1000.0
 def main() -> None:
     path, what, packed, *options = sys.argv[1:]
     keys = np.frombuffer(bytes.fromhex(packed), np.uint8).reshape(-1, 32)
-    rank = Rank(Path(path), name="victim", num_blocks=len(keys) + 8)
+    groups = ROWS if "rows" in options else SIMPLE
+    rank = Rank(Path(path), groups, name="victim", num_blocks=len(keys) + 8)
     if "fork" in options and os.fork() == 0:
         time.sleep(FOREVER_S)  # holds the socket and the memory open
     wanted = {0: (keys, rank.blocks_of(0, 0, len(keys)))}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scripts.running import run_script
+from tests.scripts.test_stress import needs_cuda
 
 
 def result_of(script: str, *arguments: str) -> dict[str, Any]:
@@ -74,6 +75,18 @@ def test_bench_layouts() -> None:
                 assert min(figures["ms"], figures["gb_per_s"], figures["time_to_by_layer"]) > 0
 
 
+@needs_cuda
+def test_bench_submit() -> None:
+    found = result_of("bench_submit.py", "--bytes", "1MiB", "--rounds", "1")
+    cases = {(one["way"], one["direction"]) for one in found["costs"]}
+    assert cases == {(way, to) for way in ("one by one", "batch", "runs", "kernel") for to in ("store", "load")}
+    assert (found["rows"], found["row_bytes"], found["skipped"]) == (256, 4096, [])
+    for one in found["costs"]:
+        parts = one["us"]
+        assert min(parts.values()) > 0
+        assert parts["in all"] == pytest.approx(parts["plan"] + parts["build"] + parts["calls"], abs=0.01)
+
+
 def test_a_missed_bound_is_an_error_when_asked() -> None:
     done = run_script("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
     assert done.status == (0 if done.figures["within_budget"] else 1)
@@ -89,6 +102,7 @@ def test_a_missed_bound_is_an_error_when_asked() -> None:
         ("bench_copy.py", ("--bytes", "many")),
         ("bench_copy.py", ("--layout", "packed-pages")),
         ("bench_layouts.py", ("--submit-ns", "-1")),
+        ("bench_submit.py", ("--rounds", "0")),
     ],
 )
 def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None:

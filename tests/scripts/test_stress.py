@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.disk import disk_settings
-from scripts.harness.planned import LAYOUTS
 from scripts.stress.run import STILL_S
 from tests.e2e import gpu_rank
 from tests.scripts.running import run_script
@@ -38,7 +37,7 @@ def test_metrics_are_what_the_workers_counted() -> None:
 LAYOUT_MODELS = {"by-layer": "", "cross-layer": "deepseek-v3.2", "packed-pages": "", "packed-rows": "llama-4-scout"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_MODELS)
 def test_each_layout_of_the_planner_is_stored_and_loaded(layout: str) -> None:
     model = LAYOUT_MODELS[layout]
     done = run_script(
@@ -156,6 +155,8 @@ def test_workers_outlive_daemons_that_their_gpus_end() -> None:
     [
         (("--software-driver",), "--device cuda"),
         (("--driver-faults", "no_batch"), "--device cuda"),
+        (("--copies", "kernel"), "--device cuda"),
+        (("--copies", "backwards", "--device", "cuda"), "--copies"),
         (("--socket", "/nowhere/kvo.sock", "--kill-daemon"), "--socket"),
         (("--socket", "/nowhere/kvo.sock", "--disk", "/tmp"), "--socket"),
         (("--disk-share", "0", "--plant-corruption", "disk"), "--disk-share"),

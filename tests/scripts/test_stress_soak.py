@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from scripts.harness.copies import COUNTERS, WAYS
 from scripts.harness.counters import VERIFIED_LAYOUTS
 from tests.scripts.running import Done, run_script
 from tests.scripts.test_stress import ON_GPU, needs_cuda
 
 pytestmark = [pytest.mark.soak, needs_cuda]
 
-LONG_S, FAULT_S, END_S = 180, 20, 90
+LONG_S, WAY_S, FAULT_S, END_S = 180, 60, 20, 90
 VERIFIED_MIN = 10_000
 
 FAULTS = {
@@ -62,3 +64,27 @@ def test_a_faulty_driver(fault: str) -> None:
     done = stress(FAULT_S, "--workers", "3", "--driver-faults", fault, "--kill-workers")
     assert_clean(done)
     assert (done.figures["fatal_ends"] > 0) == FAULTS[fault]
+
+
+@pytest.mark.timeout(WAY_S + 2 * END_S)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_minute_of_each_way_of_copying(way: str, seed: int) -> None:
+    """With kills of workers and daemons, and a driver that refuses now and then what it is asked for."""
+    rng = np.random.default_rng([seed, *way.encode()])
+    refusals = f"launch_error=719,launch_after={rng.integers(50, 300)},fail_submit_every={rng.integers(500, 20_000)}"
+    faults = f"poison,packed,read_early,jitter_ns=200000,{refusals}"
+    done = stress(
+        WAY_S, "--workers", "3", "--kill-workers", "--kill-daemon", "--copies", way, "--driver-faults", faults
+    )
+    assert_clean(done)
+    assert (done.figures["copies"], done.figures["fatal_ends"]) == (way, 0)
+    assert all(done.figures[name] > 0 for name in COUNTERS[way])
+
+
+@pytest.mark.timeout(FAULT_S + 2 * END_S)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_of_copying_that_nothing_refuses(way: str) -> None:
+    """All of it goes that way: else the run has an error."""
+    done = stress(FAULT_S, "--workers", "3", "--kill-workers", "--copies", way, "--driver-faults", "poison,packed")
+    assert_clean(done)
+    assert all((done.figures[name] > 0) == (name in COUNTERS[way]) for name in COUNTERS["mixed"])

@@ -202,6 +202,19 @@ def context_code() -> int:
     return code(driver.cuDevicePrimaryCtxRetain(0))
 
 
+def poisoned() -> list[int]:
+    """poison: what new memory holds, what it holds that was written, and what after it was read."""
+    device, host, stream = _buffers()
+    found = []
+    for written in (None, 7, None):
+        if written is not None:
+            ok(driver.cuMemsetD8Async(device, written, SIZE, stream))
+        assert _to_host(device, host, stream) == 0
+        ok(driver.cuStreamSynchronize(stream))
+        found += np.unique(host).tolist()
+    return found
+
+
 def pitched_batch_code() -> int:
     """no_pitched_batch, pitched_batch_error=N"""
     device, host, stream = _buffers()

@@ -14,6 +14,7 @@
 #define DEVICES_MAX 16
 #define GRANULE ((size_t)2 << 20)
 #define PITCH_MAX 0x7fffffff
+#define POISON 0xdb /* of bytes that nobody may rely on */
 
 static inline size_t rounded(size_t size)
 {
@@ -48,7 +49,7 @@ typedef struct {
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
     uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early, launch_error;
-    uint64_t packed;
+    uint64_t packed, poison, launch_after;
 } Settings;
 
 const Settings *settings(void);
@@ -191,6 +192,7 @@ CUresult overlap_check(Op *op, const char *call);
 bool submit_fails(void);
 void read_early(Op *op);
 void copies_run(Stream *stream, Op *op);
+void poison(CUdeviceptr start, size_t size); /* if it is asked for, and this process's own allocation; takes the lock */
 
 /* kernel.c */
 void kernel_run(const Op *op);
@@ -214,7 +216,7 @@ typedef struct {
     CUdeviceptr next_address;
     Table device, reserved, host; /* of Range: usable device addresses, reserved ones, registrations */
     Table chunks, streams, events;
-    uint64_t copies_begun, begun[DIRECTIONS], submits; /* for faults */
+    uint64_t copies_begun, begun[DIRECTIONS], submits, launches; /* for faults */
     uint64_t link_free_ns[DIRECTIONS];
     struct softcuda_counters counters;
 } Driver;

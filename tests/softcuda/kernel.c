@@ -34,8 +34,13 @@ void kernel_run(const Op *op)
     if (!may)
         break_context(CUDA_ERROR_ILLEGAL_ADDRESS);
     pthread_mutex_unlock(&driver.lock);
-    if (may)
-        move_rows((const Row *)(uintptr_t)op->address, op->size, (u32)op->value);
+    if (!may)
+        return;
+    const Row *rows = (const Row *)(uintptr_t)op->address;
+    move_rows(rows, op->size, (u32)op->value);
+    for (uint64_t i = 0; i < op->size; i++)
+        poison(rows[i].from, rows[i].size);
+    poison(op->address, op->size * sizeof(Row));
 }
 
 static CUresult launch(Context *context, CUstream handle, CUdeviceptr rows, uint64_t count, uint32_t pieces)
@@ -63,8 +68,9 @@ API CUresult softcuda_move_rows(CUstream stream, CUdeviceptr rows, uint64_t coun
     CUresult code = enter(&context);
     if (code)
         return code;
-    return leave(settings()->launch_error ? (CUresult)settings()->launch_error
-                                          : launch(context, stream, rows, count, pieces));
+    const Settings *s = settings();
+    bool refused = s->launch_error && ++driver.launches >= s->launch_after;
+    return leave(refused ? (CUresult)s->launch_error : launch(context, stream, rows, count, pieces));
 }
 
 /* Modules: every binary is taken for the daemon's kernel, in each form that a driver loads. */

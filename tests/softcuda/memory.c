@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -123,6 +124,8 @@ static CUresult allocate(Context *context, CUdeviceptr *address, size_t size)
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
     madvise(memory, rounded(size), MADV_DONTFORK);
+    if (settings()->poison)
+        memset(memory, POISON, size);
     Range *range = range_new(&driver.device, ALLOCATED, (uintptr_t)memory, size);
     range->context = context;
     range->nonce = nonce;

@@ -76,6 +76,19 @@ static bool host_is_there(const Op *op)
     return true;
 }
 
+/* Bytes that nobody may rely on: of new memory, and of buffers that have done their work. */
+void poison(CUdeviceptr start, size_t size)
+{
+    if (!settings()->poison)
+        return;
+    pthread_mutex_lock(&driver.lock);
+    const Range *range = range_at(&driver.device, start);
+    bool own = range && range->kind == ALLOCATED;
+    pthread_mutex_unlock(&driver.lock);
+    if (own)
+        memset((void *)(uintptr_t)start, POISON, size);
+}
+
 static bool copy_run(Stream *stream, const Copy *copy)
 {
     const Settings *s = settings();
@@ -119,5 +132,8 @@ void copies_run(Stream *stream, Op *op)
     for (size_t i = 0; i < op->count; i++)
         if (!copy_run(stream, &op->copies[i]))
             return;
+    for (size_t i = 0; i < op->count; i++)
+        if (op->copies[i].direction == TO_HOST)
+            poison(op->copies[i].from, op->copies[i].size);
     count(op);
 }

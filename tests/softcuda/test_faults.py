@@ -38,6 +38,8 @@ from tests.softcuda.running import result, run
         (faulty.pitched_batch_code, "no_batch", "0"),
         (faulty.early_reads, "read_early", "1212"),
         (faulty.early_reads, "jitter_ns=1", "2222"),
+        (faulty.poisoned, "poison", "[219, 7, 219]"),
+        (faulty.poisoned, "jitter_ns=1", "[0, 7, 7]"),
         (faulty.open_code, "", "0"),
         (faulty.corruption, "", "0000"),
         (faulty.failed_submits, "jitter_ns=1,fail_submit_every=3", "001001"),

@@ -1,0 +1,38 @@
+"""The ways in which a daemon copies to and from a GPU: settings that force one of them, and what it says of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MIXED = "mixed"
+_NEVER = {"cuda.pitched_row_bytes": "0", "cuda.kernel_row_bytes": "0"}
+_KERNEL = {"cuda.kernel_chunk_bytes": "1B", "cuda.staging_bytes": "1MiB"}
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "dma": _NEVER,
+    "pitched": {**_NEVER, "cuda.pitched_row_bytes": "1GiB"},
+    "kernel": {**_NEVER, **_KERNEL, "cuda.kernel_row_bytes": "1GiB"},
+    MIXED: {
+        **_KERNEL,
+        "cuda.kernel_chunk_bytes": "64KiB",
+        "cuda.kernel_row_bytes": "2KiB",
+        "cuda.pitched_row_bytes": "8KiB",
+    },
+}
+"""Settings of a daemon. MIXED: by size, so that all of them have some of the rows."""
+
+COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "dma": (),
+    "pitched": ("pitched_copies",),
+    "kernel": ("kernel_chunks",),
+    MIXED: ("pitched_copies", "kernel_chunks"),
+}
+"""Of a way, what the daemon counts of it for each GPU. The others' stay 0."""
+
+
+def counted(status: Mapping[str, Any]) -> dict[str, int]:
+    """Those of all ways, of all GPUs together, by a daemon's status."""
+    gpus = [device for kind, device in status["devices"].items() if kind.startswith("cuda:")]
+    return {name: sum(int(gpu[name]) for gpu in gpus) for name in COUNTERS[MIXED]}
