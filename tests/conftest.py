@@ -59,7 +59,7 @@ HOST_ONLY = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """End-to-end tests with ranks run once with these in shared memory, and once with them on a GPU in software."""
     package, _, name = metafunc.module.__name__.rpartition(".")
-    uses_ranks = any(one in vars(metafunc.module).values() for one in (Rank, roundtrip))
+    uses_ranks = any(value is Rank or value is roundtrip for value in vars(metafunc.module).values())
     if package != "tests.e2e" or name in HOST_ONLY or not uses_ranks:
         return
     missing = gpu_rank.why_no_cuda()

@@ -4,8 +4,8 @@
     store   kernel: rows -> buffer,   DMA: buffer -> payloads
 
 A kernel moves 64 MiB within the GPU's memory in some 50 us (reckoned, not measured), where the DMA of so many bytes
-takes over a millisecond: the engine, whose kernels wait meanwhile, loses little. Each buffer has a stream of its own, so
-that the kernel of one chunk and the DMA of another overlap, and nothing waits for a worker.
+takes over a millisecond: the engine, whose kernels wait meanwhile, loses little. Each buffer has a stream of its own,
+so that the kernel of one chunk and the DMA of another overlap, and nothing waits for a worker.
 
 Ownership: a `Stage` is one lane thread's while it moves a chunk; `Stages` hands them out.
 """
