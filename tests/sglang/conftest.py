@@ -46,7 +46,7 @@ def asked() -> Prompts:
 
 
 @pytest.fixture(scope="session")
-def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]:
+def reference(folder: Path, model: Callable[[str], Path]) -> Reference:
     """`reference(kind, prompts)` -> what an engine without storage answers."""
     answers: dict[str, list[list[int]]] = {}
     logs = (folder / f"reference-{number}.log" for number in count())

@@ -89,6 +89,10 @@ with one KV head for all, sliding windows of 128 tokens beside full attention, o
 linear attention and of short convolutions beside full attention.
 """
 
+OTHER = "dense-other"
+"""As "dense", with other weights."""
+KINDS[OTHER] = KINDS["dense"]
+
 
 def write(kind: str, folder: Path) -> Path:
     """The model's folder. A process of its own writes it: the libraries take seconds to load and warn a lot."""
@@ -123,7 +127,7 @@ def _write(kind: str, path: Path) -> None:
         tie_word_embeddings=False,
         **shape,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(int(kind == OTHER))
     model = getattr(transformers, model_class)(config).to(torch.bfloat16)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
