@@ -68,6 +68,7 @@ class PageStore:
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
         self._suspended = False
+        self._clearing = False
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
         self._keep()
@@ -79,7 +80,7 @@ class PageStore:
     def restorable(self, keys: Sequence[str], needed: Sequence[Needed] = ()) -> Restorable:
         """`keys`: of consecutive pages of one prompt. What of them is on disk begins to be read."""
         nothing = Restorable(0, (), {})
-        if self._suspended or not keys or not self.connected:
+        if self._paused or not keys or not self.connected:
             return nothing
         packed = self._packed(keys)
         every = [KV, *(one.pool for one in needed)]
@@ -126,9 +127,10 @@ class PageStore:
         self._generation = generation
         self._suspended = False
 
-    def clear(self) -> bool:
-        """Drop every key of the namespace. False: no daemon has done so."""
-        return self._lookups.ask(Client.clear) is not None
+    def clear(self) -> None:
+        """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss."""
+        self._clearing = True
+        self._clear()
 
     def close(self) -> None:
         """End the sessions. Idempotent."""
@@ -149,11 +151,21 @@ class PageStore:
     def _keep(self) -> None:
         """A daemon that hangs is waited for by the lookups alone, whose deadline is short."""
         self._lookups.keep()
+        if self._clearing:
+            self._clear()
         if self._lookups.connected:
             self._loads.keep()
             self._stores.keep()
 
     # --- helpers -----------------------------------------------------------------------------------
+
+    @property
+    def _paused(self) -> bool:
+        return self._suspended or self._clearing
+
+    def _clear(self) -> None:
+        if self._lookups.ask(Client.clear) is not None:
+            self._clearing = False
 
     def _packed(self, keys: Iterable[str]) -> U8Array:
         """u8 (keys, KEY_BYTES): SGLang's hexadecimal names, as this generation calls them. Raises ValueError."""
@@ -200,7 +212,7 @@ class PageStore:
         done = {pages.pool: np.zeros(len(pages.keys), np.bool_) for pages in transfers}
         chunks: dict[int, tuple[bytes, U32Array]] = {}
         pools = {}
-        if self._suspended or not self._lookups.connected:
+        if self._paused or not self._lookups.connected:
             return done
         for pages in transfers:
             pool = self._pools.pools[pages.pool]

@@ -20,7 +20,7 @@ class Suspendable(Protocol):
     def renew(self, generation: int) -> None:
         """They have changed, and SGLang has nothing left of what was computed before. `generation`: u64."""
 
-    def clear(self) -> object:
+    def clear(self) -> None:
         """What others have of the weights before is not wanted any more."""
 
 

@@ -103,7 +103,7 @@ def test_what_one_engine_stored_another_loads(start_daemon: StartDaemon, start_r
     assert done.tolist() == other.holds(keys, at=20) == [True] * 6 + [False] * 4
     assert [moved.pages for moved in other.store.moved(Direction.LOAD)] == [6]
     assert other.store.moved(Direction.LOAD) == []
-    assert one.store.clear()
+    one.store.clear()
     assert other.store.restorable(keys).pages == 0
 
 
@@ -194,11 +194,25 @@ def test_without_a_daemon_nothing_is_asked_and_it_is_found_again(
     assert not rank.store.connected
     assert not rank.store.load([rank.pages(keys)])["kv"].any()
     assert not rank.store.store([rank.pages(keys)])["kv"].any()
-    assert not rank.store.clear()
     daemon.start()
     until(lambda: rank.store.connected, "it is connected again", 30.0)
     assert rank.store.store([rank.pages(keys)])["kv"].all()
     assert rank.store.restorable(keys).pages == 5
+
+
+def test_a_clear_waits_for_a_daemon(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
+    """SGLang tells its user that it was done."""
+    daemon, keys = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB")), names(5)
+    rank, other = start_rank(daemon), start_rank(daemon)
+    rank.store.store([rank.fill(keys)])
+    with Client(daemon.socket, namespace=NAMESPACE, role="observer") as observer:
+        observer.drain(60.0)
+    daemon.stop()
+    rank.store.clear()
+    daemon.start()
+    until(lambda: rank.store.connected and other.store.connected, "both are connected", 30.0)
+    until(lambda: rank.store.store([rank.fill(keys[:1])])["kv"].all(), "it has cleared", 30.0)
+    assert other.store.restorable(keys).pages == 1
 
 
 def test_a_daemon_that_comes_later(start_daemon: StartDaemon, start_rank: StartRank) -> None:
