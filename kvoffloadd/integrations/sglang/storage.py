@@ -98,9 +98,18 @@ class KVOffloaddStorage(HiCacheStorage):
         pools = host_pools(self._host_pools, config.tp_rank, config.tp_size, replicated=config.is_mla_model)
         namespace = namespace_of(engine.arguments(), pools, config.tp_size, versions.check())
 
+        instance = secrets.token_bytes(16)
+
         def client(role: Literal["scheduler", "worker"]) -> Client:
             deadline_s = options.timeout_s if role == "scheduler" else max(_WORKER_S, options.timeout_s)
-            return Client(options.socket, namespace=namespace, role=role, deadline_s=deadline_s, connect_deadline_s=0.0)
+            return Client(
+                options.socket,
+                namespace=namespace,
+                role=role,
+                instance=instance,
+                deadline_s=deadline_s,
+                connect_deadline_s=0.0,
+            )
 
         known = engine.WEIGHTS.engine
         number = engine.agreed(secrets.randbits(64)) if known is None else known

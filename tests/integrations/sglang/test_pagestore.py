@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
+from kvoffloadd.integrations.sglang import line
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore
 from kvoffloadd.integrations.sglang.prefixes import Needed
@@ -225,8 +226,11 @@ def test_a_daemon_that_comes_later(start_daemon: StartDaemon, start_rank: StartR
     assert rank.store.store([rank.fill(keys)])["kv"].all()
 
 
-def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
+    start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a stopped daemon has begun it may go on with: its pages are not given back while it lives."""
+    monkeypatch.setattr(line, "_WAIT_WARNING_S", SHORT_S / 10)
     daemon, keys = start_daemon(memory="64MiB"), names(5)
     rank = start_rank(daemon, timeout_s=SHORT_S)
     rank.store.store([rank.fill(keys)])
@@ -241,6 +245,8 @@ def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(start_daemon: StartD
         assert rank.store.restorable(keys).pages == 0
     spent_s = time.monotonic() - begun
     assert spent_s < 1000 * SHORT_S, "a thousand lookups did not each wait"
+    loading.join(3 * SHORT_S)
+    assert loading.is_alive()
     daemon.kill()
     loading.join(60.0)
     assert not answers[0]["kv"].any()
