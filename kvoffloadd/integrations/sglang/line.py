@@ -118,6 +118,8 @@ class Line:
                 self._registration = self._client.register(self._caches)  # from now on after every reconnect again
             self._client.ping()  # a connection that still stands does not prove that anybody answers
         except KvOffloadError as error:
+            if isinstance(error, RemoteError):
+                self._tell_refusal(error)
             self._lost(error)
         else:
             self._daemon.succeeded()
@@ -164,9 +166,13 @@ class Line:
             done[group][some] = copied
 
     def _failed(self, error: KvOffloadError) -> None:
-        if not isinstance(error, RemoteError):
+        if isinstance(error, RemoteError):
+            self._tell_refusal(error)
+        else:
             self._lost(error)
-        elif monotonic() - self._refusal_told_at >= _REFUSAL_TOLD_S:
+
+    def _tell_refusal(self, error: RemoteError) -> None:
+        if monotonic() - self._refusal_told_at >= _REFUSAL_TOLD_S:
             self._refusal_told_at = monotonic()
             logger.warning("kvoffloadd: the daemon has refused a request: %s", error)
 

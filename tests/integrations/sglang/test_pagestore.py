@@ -201,6 +201,15 @@ def test_without_a_daemon_nothing_is_asked_and_it_is_found_again(
     assert rank.store.restorable(keys).pages == 5
 
 
+def test_a_daemon_that_refuses_the_memory_is_told_of(
+    start_daemon: StartDaemon, start_rank: StartRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = start_rank(start_daemon("limits.mapped_bytes=64KiB", memory="64MiB"))
+    assert rank.store.restorable(names(3)).pages == 0
+    assert not rank.store.store([rank.fill(names(3))])["kv"].any()
+    assert any("has refused a request" in message and "mapped_bytes" in message for message in caplog.messages)
+
+
 def test_a_clear_waits_for_a_daemon(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
     """SGLang tells its user that it was done."""
     daemon, keys = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB")), names(5)
