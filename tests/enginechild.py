@@ -84,6 +84,9 @@ class EngineChild:
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait(STOP_S)
+        if self.child.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.child.stdin.close()
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
