@@ -19,6 +19,8 @@ PAGE = 64
 COUNT = 8
 ALL = [448] * COUNT
 """Cached tokens of prompts of 500 tokens, where each page of 64 was."""
+SESSIONS = 3
+"""Of a rank with the daemon: for lookups, loads and stores."""
 
 _SHIM = Path(__file__).parent / "shim"
 _ENVIRONMENT = {

@@ -10,6 +10,7 @@ import pytest
 from tests.enginechild import EngineError
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, Prompts, cached, settle, stored_at, tokens
+from tests.vllm.models import OTHER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -51,11 +52,11 @@ def test_weights_changed_in_place(
     """What the old weights have computed is neither found nor served; other engines' pages go, too."""
     daemon = start_daemon(memory="256MiB")
     engine = start_engine("dense", storage=stored_at(daemon.socket))
-    before, after, nothing = reference("dense", asked), reference("dense-other", asked), [0] * len(asked)
+    before, after, nothing = reference("dense", asked), reference(OTHER, asked), [0] * len(asked)
     assert before != after
     assert tokens(engine.generate(asked)) == before
     settle(daemon)
-    done = engine.do("update_weights", model=str(model("dense-other")), flush=True)
+    done = engine.do("update_weights", model=str(model(OTHER)), flush=True)
     assert done["success"], done
     assert daemon.status()["cache"]["keys"] == 0
     found = engine.generate(asked)

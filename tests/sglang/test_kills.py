@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -12,13 +13,11 @@ from scripts.harness.wait import until
 from tests.conftest import SEED
 from tests.e2e import disk
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
-from tests.sglang.engine import ALL, Prompts, cached, settle, stored_at, tokens
+from tests.sglang.engine import ALL, SESSIONS, Prompts, cached, settle, stored_at, tokens
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
 
 KILLS = 20
-SESSIONS = 3
-"""Of a rank: for lookups, loads and stores."""
 
 
 def test_killed_at_any_time(
@@ -70,5 +69,33 @@ def test_daemon_restarted(
     daemon.start()
     engine.flush()
     until(lambda: len(daemon.sessions()) == SESSIONS, "all lines are up again", 60.0)
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (expected, ALL)
+
+
+def test_daemon_hangs(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
+) -> None:
+    """Requests that come meanwhile are computed; those whose pages it has begun to move wait until it goes on."""
+    daemon = start_daemon(memory="256MiB")
+    expected = reference("dense", asked)
+    engine = start_engine("dense", storage=stored_at(daemon.socket, timeout_s=2.0))
+    assert tokens(engine.generate(asked)) == expected
+    settle(daemon)
+    engine.begin(asked, together=True)
+    daemon.signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    daemon.signal(signal.SIGCONT)
+    assert tokens(engine.finish()) == expected
+    settle(daemon)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        found = engine.generate(asked)
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert tokens(found) == expected
+    until(lambda: len(daemon.sessions()) == SESSIONS, "all lines are up again", 60.0)
+    settle(daemon)
+    engine.flush()
     found = engine.generate(asked)
     assert (tokens(found), cached(found)) == (expected, ALL)
