@@ -37,9 +37,12 @@ UNITS := kvoffloadd@.service kvoffloadd@.socket
 VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEXT := build/vllm-0.33
+SGLANG_VENV := build/sglang-venv
+SGLANG_READY := $(SGLANG_VENV)/.ready
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test test-vllm test-service soak mutants lint shape bench kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo test test-vllm test-sglang test-service soak mutants lint shape bench kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -97,6 +100,18 @@ $(VLLM_READY): pyproject.toml requirements-vllm.lock $(C_SOURCES)
 	@$(VLLM_PIP) install -qq --no-deps --requirement requirements-vllm.lock
 	@$(VLLM_PIP) uninstall -qq --yes triton
 	@$(VLLM_PIP) install -qq --no-deps --editable .
+	@touch $@
+
+test-sglang: $(SGLANG_READY) ## the tests with a real SGLang on the CPU, in a venv of its own
+	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang
+
+# As above; the wheel is the one for GPUs, see tests/sglang/shim.
+$(SGLANG_READY): pyproject.toml requirements-sglang.lock $(C_SOURCES)
+	@echo "test-sglang: making $(SGLANG_VENV) (3 GB, some minutes)"
+	@$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	@$(SGLANG_PIP) install -qq --constraint requirements-sglang.lock torch
+	@$(SGLANG_PIP) install -qq --no-deps --requirement requirements-sglang.lock
+	@$(SGLANG_PIP) install -qq --no-deps --editable .
 	@touch $@
 
 test-service: $(READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap

@@ -160,3 +160,18 @@ def test_importing_the_client_loads_little() -> None:
         "client", "cudadriver", "errors", "model", "protocol", "sharedmem", "sockets",
     }  # fmt: skip
     assert loaded.isdisjoint({"torch", "cupy", "cuda", "rich", "uvloop"})
+
+
+def test_memory_that_another_library_has_mapped() -> None:
+    """Several tensors of it are attached once; the descriptor stays that library's."""
+    fd = os.memfd_create("theirs")
+    os.ftruncate(fd, 8192)
+    memory = np.frombuffer(mmap.mmap(fd, 8192), np.uint8)
+    halves = memory.reshape(2, 4, 1024)
+    one, other = (SharedTensor.of_fd(fd, memory, half) for half in halves)
+    os.close(fd)
+    other.array[:] = np.arange(4, dtype=np.uint8)[:, None]
+    assert seen_by_another(other) == memory[4096:].tobytes()
+    assert one.allocation is other.allocation
+    with pytest.raises(UsageError, match="do not lie in the memory"):
+        SharedTensor.of_fd(one.allocation.fd, memory, np.zeros((2, 8), np.uint8))

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
 from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.integrations.vllm.keys import KEY_BYTES
+from kvoffloadd.integrations.common.keys import KEY_BYTES
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
 from scripts.harness.daemon import Daemon

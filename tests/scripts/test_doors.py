@@ -37,7 +37,7 @@ def test_a_door_does_nothing_but_open(door: Path) -> None:
 
 def test_a_door_opens_from_any_directory(tmp_path: Path) -> None:
     """It is what its usage names; the package need not be installed, and other packages are not hidden by ours."""
-    for door in ("stress.py", "vllm_smoke.py"):
+    for door in ("stress.py", "vllm_smoke.py", "sglang_smoke.py"):
         command = [sys.executable, str(ROOT / "scripts" / door), "--help"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=50)
         assert done.stdout.startswith(f"usage: {door} ")

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import select
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from scripts.vllm import ENVIRONMENT, transfer_config
+from tests.enginechild import EngineChild
 from tests.vllm.models import VOCABULARY
 
-ROOT = Path(__file__).parents[2]
-START_S = 240.0
 ANSWER_S = 400.0
-STOP_S = 30.0
-LOG_TAIL = 6000
 OUTPUT_TOKENS = 8
 COUNT = 12
 ALL = [480] * COUNT
@@ -56,11 +45,7 @@ class Request(NamedTuple):
     reason: str
 
 
-class EngineError(AssertionError):
-    """The engine did not do what it was asked; the message ends with its log."""
-
-
-class Engine:
+class Engine(EngineChild):
     """Started by the constructor, which returns when it can be asked.
 
     `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map.
@@ -75,7 +60,6 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        self.log_path = log
         given = {
             "model": str(model),
             "enforce_eager": True,
@@ -88,32 +72,7 @@ class Engine:
             "seed": 0,
             "connector": connector,
         } | options
-        answers, theirs = os.pipe()
-        with log.open("ab") as stream:
-            self.child = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engineprocess", json.dumps(given), str(theirs)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=stream,
-                pass_fds=(theirs,),
-                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
-                start_new_session=True,
-            )
-        os.close(theirs)
-        self._answers = answers
-        self._rest = b""
-        try:
-            self._answer(START_S)
-        except EngineError:
-            self.kill()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__("tests.vllm.engineprocess", given, log, {**_ENVIRONMENT, **(environment or {})})
 
     # --- what may be asked ---
 
@@ -133,7 +92,7 @@ class Engine:
 
     def busy(self) -> bool:
         """Has what was begun not ended?"""
-        return b"\n" not in self._rest and not select.select([self._answers], [], [], 0)[0]
+        return not self._has_answer()
 
     def finish(self) -> list[Request]:
         """What became of what was begun."""
@@ -177,58 +136,6 @@ class Engine:
         """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
         self._say(do="damage_loads", pid=pid, which=which)
         self._answer(ANSWER_S)
-
-    # --- its life ---
-
-    @property
-    def alive(self) -> bool:
-        return self.child.poll() is None
-
-    def log(self) -> str:
-        return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    def close(self) -> None:
-        """End it in order, with its children; nothing if it has ended."""
-        if self.child.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.child.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(STOP_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL, with all processes that it has started: they share its session."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait(STOP_S)
-        if self._answers >= 0:
-            os.close(self._answers)
-            self._answers = -1
-
-    # --- lines ---
-
-    def _say(self, **command: Any) -> None:
-        assert self.child.stdin is not None
-        try:
-            self.child.stdin.write(json.dumps(command).encode() + b"\n")
-            self.child.stdin.flush()
-        except BrokenPipeError:
-            raise EngineError(f"the engine is gone:\n{self.log()[-LOG_TAIL:]}") from None
-
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
-        end = time.monotonic() + deadline_s
-        while b"\n" not in self._rest:
-            if not select.select([self._answers], [], [], max(end - time.monotonic(), 0))[0]:
-                raise EngineError(f"no answer within {deadline_s} s:\n{self.log()[-LOG_TAIL:]}")
-            more = os.read(self._answers, 1 << 20)
-            if not more:
-                raise EngineError(f"the engine has ended:\n{self.log()[-LOG_TAIL:]}")
-            self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise EngineError(f"{answer['error']}\n{self.log()[-LOG_TAIL:]}")
-        return answer
 
 
 def _requests(answer: dict[str, Any]) -> list[Request]:

@@ -1,18 +1,13 @@
-"""The child of `engine.Engine`: a vLLM engine that obeys one JSON command a line, and answers each with one line."""
+"""The child of `engine.Engine`, which has the vLLM engine."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
-Answer = dict[str, Any]
+from tests.enginecommands import Answer, main
 
 
 class Served:
@@ -137,47 +132,5 @@ def _request(tokens: Any, cached: int | None, reason: str) -> Answer:
     return {"tokens": list(tokens), "cached": cached, "reason": reason}
 
 
-def _commands() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
-def _answered(call: Callable[[], Answer]) -> Answer:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001  the parent is told, whatever it was
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def main(options: dict[str, Any], answers: TextIO) -> int:
-    """Serve until the end of the input."""
-    served: list[Served] = []
-
-    def say(answer: Answer) -> Answer:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-        return answer
-
-    def start() -> Answer:
-        served.append(Served(options))
-        return {}
-
-    if "error" in say(_answered(start)):
-        return 1
-    with suppress(BrokenPipeError):
-        for command in _commands():
-            method = getattr(served[0], command.pop("do"))
-            say(_answered(lambda method=method, command=command: method(**command)))  # type: ignore[misc]
-        served[0].shutdown()
-    return 0
-
-
 if __name__ == "__main__":
-    os.nice(10)  # ranks spin while they wait for each other: on a machine with as few processors the daemon goes first
-    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as stream:
-        status = main(json.loads(sys.argv[1]), stream)
-        # Not by way of the interpreter: torch's threads can hang there, which is not what is tested here.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    main(Served)

@@ -34,6 +34,26 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         },
     ),
+    "windows": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 512,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 2,
+            # SGLang's names for heads of sliding layers.
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 64,
+            "swa_v_head_dim": 64,
+        },
+    ),
     "mla": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
@@ -85,9 +105,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """Name -> config class and model class of `transformers`, and what they are given: full attention with grouped heads,
-with one KV head for all, sliding windows of 128 tokens beside full attention, one latent vector a token, and states of
+with one KV head for all, sliding windows of 128 tokens beside full
+attention (Gemma 3, which SGLang keeps in one pool, and 4, which it does not), one latent vector a token, and states of
 linear attention and of short convolutions beside full attention.
 """
+
+OTHER = "dense-other"
+"""As "dense", with other weights."""
+KINDS[OTHER] = KINDS["dense"]
 
 
 def write(kind: str, folder: Path) -> Path:
@@ -123,7 +148,7 @@ def _write(kind: str, path: Path) -> None:
         tie_word_embeddings=False,
         **shape,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(int(kind == OTHER))
     model = getattr(transformers, model_class)(config).to(torch.bfloat16)
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))

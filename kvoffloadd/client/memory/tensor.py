@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client.memory.adopt import Extent, gpu_extent, numpy_extent, torch_extent
+from kvoffloadd.client.memory.adopt import Extent, gpu_extent, numpy_extent, rows_extent, torch_extent
 from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.client.memory.gpu import GpuAllocation, gpu_allocation
 from kvoffloadd.errors import UsageError
@@ -45,7 +46,7 @@ class SharedTensor(CanonicalTensor):
     """A canonical tensor in shared memory.
 
     `array`: u8 (num_blocks, page_bytes), a view with row stride `stride_bytes`; it keeps the memory alive. Made by
-    `allocate` or `adopt`.
+    `allocate`, `adopt` or `of_fd`.
     """
 
     allocation: Allocation
@@ -91,6 +92,22 @@ class SharedTensor(CanonicalTensor):
                 "(GpuTensor.adopt takes those of a GPU)"
             )
         extent, allocation, rows = torch_extent(tensor)
+        return cls(allocation, extent, rows)
+
+    @classmethod
+    def of_fd(cls, fd: int, memory: U8Array, rows: U8Array) -> SharedTensor:
+        """Share memory that another library has mapped. `memory`: u8 (bytes,), what `fd` names, from its first byte on;
+        `rows`: u8 (num_blocks, page_bytes), a view of it. The descriptor is duplicated.
+
+        Unless it is a memfd with seals only a daemon of the same uid takes it. Raises UsageError for rows that lie
+        elsewhere, or are none.
+        """
+        extent = rows_extent(rows.ctypes.data, rows.shape, rows.strides, rows.itemsize)
+        address = memory.ctypes.data
+        if extent.address < address or extent.address + extent.size_bytes > address + memory.size:
+            raise UsageError(f"{extent.size_bytes} bytes at {extent.address:#x} do not lie in the memory given")
+        known = Allocation.around(address, memory.size)
+        allocation = Allocation(os.dup(fd), address, memory.size, memory) if known is None else known
         return cls(allocation, extent, rows)
 
     def torch(self) -> Any:

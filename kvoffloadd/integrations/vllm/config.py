@@ -7,15 +7,14 @@ be in it that they do not all know alike.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffloadd.client import NamespaceSpec
-from kvoffloadd.config import ServerConfig
-from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm.keys import KEY_BYTES
+from kvoffloadd.integrations.common.keys import KEY_BYTES
+from kvoffloadd.integrations.common.naming import digest_of, files_of, fitting
+from kvoffloadd.integrations.common.options import DEFAULT_SOCKET, seconds_of, socket_of
 from kvoffloadd.integrations.vllm.parts import by_heads, share
 
 IDENTITY = "kvoffloadd_identity"
@@ -26,12 +25,10 @@ STATES = "kvoffloadd_states"
 the model remembers at its end, and blocks in the middle of a request hold nothing.
 """
 
-_FIELD_MAX = 512
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 
-DEFAULT_SOCKET = str(ServerConfig().socket)
+_WHERE = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +48,13 @@ class Options:
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Options:
         """Raises UsageError, naming the key, for a value that can't be."""
-        socket = extra_config.get("socket", DEFAULT_SOCKET)
-        if not isinstance(socket, str | os.PathLike):
-            raise UsageError(f"kv_connector_extra_config: socket is a path, not {socket!r}")
         standard = cls()
         return cls(
-            socket=os.fspath(socket),
-            timeout_s=_seconds(extra_config, "timeout_s", standard.timeout_s),
-            wait_s=_seconds(extra_config, "wait_s", standard.wait_s),
-            job_deadline_s=_seconds(extra_config, "job_deadline_s", standard.job_deadline_s),
+            socket=socket_of(extra_config, _WHERE),
+            timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, _WHERE),
+            wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, _WHERE),
+            job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, _WHERE),
         )
-
-
-def _seconds(extra_config: Mapping[str, Any], key: str, default: float) -> float:
-    value = extra_config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
-        raise UsageError(
-            f"kv_connector_extra_config: {key} is a number of seconds above 0, at most 3600, not {value!r}"
-        )
-    return float(value)
 
 
 def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> NamespaceSpec:
@@ -81,12 +66,12 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
     identity: Mapping[str, Any] = config.extra_config.get(IDENTITY, {})
     revision = str(identity.get("revision") or config.extra_config.get("revision") or "")
     return NamespaceSpec(
-        model=_fits(str(config.model.name)),
-        revision=_fits(revision + files_of(str(config.model.name))),
-        dtype=_fits(f"{config.model.dtype} {identity.get('dtype', '')}".strip()),
+        model=fitting(str(config.model.name)),
+        revision=fitting(revision + files_of(str(config.model.name))),
+        dtype=fitting(f"{config.model.dtype} {identity.get('dtype', '')}".strip()),
         layout=_layout(config, platform, release),
         parallel=_parallel(config),
-        salt=_fits(_salt(config, identity, seed)),
+        salt=fitting(_salt(config, identity, seed)),
         key_bytes=KEY_BYTES,
     )
 
@@ -109,7 +94,7 @@ def identity_of(vllm_config: Any) -> dict[str, str]:
     return {
         "revision": str(model.revision or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "model": _digest(sorted((name, repr(value)) for name, value in said.items() if value)),
+        "model": digest_of(sorted((name, repr(value)) for name, value in said.items() if value)),
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
     }
 
@@ -129,19 +114,6 @@ def unstable_hashes(config: Any, seed: str | None) -> bool:
 def instance_of(engine_id: str) -> bytes:
     """16 bytes that a scheduler and its ranks share, and other engines do not."""
     return hashlib.blake2b(engine_id.encode(), digest_size=16, person=b"kvoffloadd").digest()
-
-
-def files_of(model: str) -> str:
-    """Names weights in a local directory by their files' sizes and times: there, nobody else notes a new revision.
-
-    Empty for a name that is no directory.
-    """
-    try:
-        entries = [entry for entry in os.scandir(model) if entry.is_file() and entry.name.endswith(_WEIGHTS)]
-        said = [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries]
-    except OSError:
-        return ""
-    return "files:" + _digest(sorted(said))
 
 
 def _parallel(config: Any) -> str:
@@ -173,7 +145,7 @@ def _layout(config: Any, platform: str, release: str) -> str:
     )
     if config.cache.blocks_per_chunk > 1 and config.extra_config.get(STATES):
         said += (("states", *config.extra_config[STATES]),)
-    return f"vllm {release} {platform} {config.kv_cache_layout} {_digest(said)}"
+    return f"vllm {release} {platform} {config.kv_cache_layout} {digest_of(said)}"
 
 
 def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
@@ -186,11 +158,3 @@ def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
 
 def _hash_of(identity: Mapping[str, Any]) -> str:
     return str(identity.get("hash", ""))
-
-
-def _fits(text: str) -> str:
-    return text if len(text) <= _FIELD_MAX else "blake2b:" + _digest(text)
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()

@@ -6,6 +6,7 @@ and published keys; the scheduler's thread queues commands and takes news.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections import deque
@@ -16,7 +17,9 @@ from functools import partial
 
 from kvoffloadd.client import Client, Event, EventGap
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.common.availability import Availability
+
+logger = logging.getLogger("vllm.kvoffloadd")
 
 _EVENTS_S = 0.1
 _ROOM_S = 0.05
@@ -125,7 +128,7 @@ class EventThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._news: deque[News] = deque()
         self._gap = True
-        self._daemon = Availability()
+        self._daemon = Availability(logger)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-events", daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Keys: from vLLM's to the daemon's, one packed list for each group, and how many of them fit one request.
+"""Keys: from vLLM's to the daemon's, one packed list for each group.
 
 An offload key is a block hash and the index of a KV cache group, big-endian in its last four bytes. The protocol has
 groups of its own, so the index goes; what is left gets the namespace's width.
@@ -6,25 +6,11 @@ groups of its own, so the index goes; what is left gets the namespace's width.
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable
 
-from kvoffloadd.client import KvCache
-from kvoffloadd.model import KEY_BYTES_MAX, key_price
-from kvoffloadd.protocol.messages import Limits
+from kvoffloadd.integrations.common.keys import KEY_BYTES, key_of_name, mask_of
 
-KEY_BYTES = KEY_BYTES_MAX
 _GROUP_BYTES = 4
-
-Piece = dict[int, slice]
-"""Group -> which of its keys."""
-
-_BLOCK_BYTES = 4
-_FRAME_BYTES = 1024
-_GROUP_FRAME_BYTES = 64
-"""What a frame has beside keys and blocks, at most."""
 
 
 def group_of(offload_key: bytes) -> int:
@@ -40,9 +26,9 @@ def key_of(offload_key: bytes, generation: int = 0) -> bytes:
     """
     name = offload_key[:-_GROUP_BYTES]
     if len(name) > KEY_BYTES:
-        return _digest(generation, name)
+        return key_of_name(generation, name)
     padded = name.ljust(KEY_BYTES, b"\0")
-    return _masked(padded, _mask(generation)) if generation else padded
+    return _masked(padded, mask_of(generation)) if generation else padded
 
 
 def offload_key_of(key: bytes, group: int, generation: int, hash_bytes: int) -> bytes | None:
@@ -53,7 +39,7 @@ def offload_key_of(key: bytes, group: int, generation: int, hash_bytes: int) -> 
     """
     if hash_bytes > KEY_BYTES:
         return None
-    padded = _masked(key, _mask(generation)) if generation else key
+    padded = _masked(key, mask_of(generation)) if generation else key
     if padded.count(0, hash_bytes) != KEY_BYTES - hash_bytes:
         return None
     return padded[:hash_bytes] + group.to_bytes(_GROUP_BYTES, "big")
@@ -74,41 +60,3 @@ def by_group(offload_keys: Iterable[bytes], generation: int = 0) -> dict[int, li
 
 def _masked(padded: bytes, mask: int) -> bytes:
     return (int.from_bytes(padded, "little") ^ mask).to_bytes(KEY_BYTES, "little")
-
-
-@lru_cache(maxsize=4)
-def _mask(generation: int) -> int:
-    """32 bytes for each generation, none for 0: names differ as long as no two hashes differ by just that."""
-    return int.from_bytes(_digest(generation, b""), "little") if generation else 0
-
-
-def _digest(generation: int, name: bytes) -> bytes:
-    salt = generation.to_bytes(8, "little")
-    return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()
-
-
-def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_key: int = 0) -> int:
-    """How many keys of `caches` fit one request that names so many groups, and so many blocks with each key."""
-    if limits is None:
-        return sys.maxsize
-    parts = max((group.parts for group in caches.groups), default=1)
-    bytes_per_key = KEY_BYTES + blocks_per_key * _BLOCK_BYTES
-    room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_FRAME_BYTES
-    return max(1, min(limits.keys_per_request // key_price(parts, 1), room // bytes_per_key))
-
-
-def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
-    """All keys of all groups, in order, `most` at once. `counts`: how many each group has."""
-    dealt: list[Piece] = []
-    room = 0
-    for group, count in counts.items():
-        at = 0
-        while at < count:
-            if not room:
-                dealt.append({})
-                room = most
-            taken = min(room, count - at)
-            dealt[-1][group] = slice(at, at + taken)
-            at += taken
-            room -= taken
-    return dealt

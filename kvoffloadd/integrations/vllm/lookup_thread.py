@@ -19,8 +19,8 @@ from time import monotonic
 
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
-from kvoffloadd.integrations.vllm.availability import Availability
-from kvoffloadd.integrations.vllm.keys import Piece, most_keys, pieces
+from kvoffloadd.integrations.common.availability import Availability
+from kvoffloadd.integrations.common.keys import Piece, most_keys, pieces
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
@@ -65,7 +65,7 @@ class LookupThread:
         self._unreleased: list[int] = []
         self._clearing = False
         self._closing = False
-        self._daemon = Availability()
+        self._daemon = Availability(logger)
         self._refusal_told_at = -_REFUSAL_TOLD_S
         self._weigh_at = 0.0
         # Both written by the thread, read by anybody.

@@ -27,9 +27,9 @@ from kvoffloadd.client import (
     Registration,
 )
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
-from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.common.availability import Availability
+from kvoffloadd.integrations.common.keys import KEY_BYTES, Piece, most_keys, pieces
 from kvoffloadd.integrations.vllm.blocks import Chunks
-from kvoffloadd.integrations.vllm.keys import KEY_BYTES, Piece, most_keys, pieces
 from kvoffloadd.model import Direction
 
 logger = logging.getLogger("vllm.kvoffloadd")
@@ -130,7 +130,7 @@ class TransferThread:
         self._open: set[int] = set()
         self._changed = threading.Condition()
         self._closing = False
-        self._daemon = Availability()
+        self._daemon = Availability(logger)
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-transfers", daemon=True)
         self._thread.start()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.integrations.vllm.keys import KEY_BYTES, by_group, group_of, hash_bytes_of, key_of, offload_key_of
+from kvoffloadd.integrations.common.keys import KEY_BYTES
+from kvoffloadd.integrations.vllm.keys import by_group, group_of, hash_bytes_of, key_of, offload_key_of
 from kvoffloadd.integrations.vllm.versions import release
 
 GENERATIONS = st.integers(0, (1 << 64) - 1)

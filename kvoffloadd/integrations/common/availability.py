@@ -8,8 +8,6 @@ from time import monotonic
 
 from kvoffloadd.client.connector import backoffs
 
-logger = logging.getLogger("vllm.kvoffloadd")
-
 _RETRY_MAX_S = 2.0
 
 
@@ -19,9 +17,11 @@ class Availability:
     The pauses between attempts grow with each failure in a row, up to two seconds. Of failures in a row one is logged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
+        """`logger`: the engine's, which is told."""
         self.error: Exception | None = None
         """Why the last attempt failed; None: it did not, or there was none."""
+        self._logger = logger
         self._warned = False
         self._pauses = _pauses()
         self._retry_at = 0.0
@@ -34,7 +34,7 @@ class Availability:
     def succeeded(self) -> None:
         """The daemon answers."""
         if self._warned:
-            logger.info("kvoffloadd: the daemon answers again")
+            self._logger.info("kvoffloadd: the daemon answers again")
         self.error = None
         self._warned = False
         self._pauses = _pauses()
@@ -46,7 +46,7 @@ class Availability:
         self._retry_at = monotonic() + next(self._pauses)
         if warning and not self._warned:
             self._warned = True
-            logger.warning("kvoffloadd: %s: %s", warning, error)
+            self._logger.warning("kvoffloadd: %s: %s", warning, error)
 
 
 def _pauses() -> Iterator[float]:

@@ -6,15 +6,16 @@ import logging
 import pytest
 
 from kvoffloadd.errors import DaemonUnreachableError
-from kvoffloadd.integrations.vllm import availability
-from kvoffloadd.integrations.vllm.availability import Availability
+from kvoffloadd.integrations.common import availability
+from kvoffloadd.integrations.common.availability import Availability
 
+LOGGER = logging.getLogger("engine.kvoffloadd")
 ERROR = DaemonUnreachableError("nobody listens there")
 
 
 def test_pauses_grow_up_to_two_seconds_until_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "monotonic", lambda: 100.0)
-    daemon = Availability()
+    daemon = Availability(LOGGER)
     assert (daemon.error, daemon.retry_in_s) == (None, 0.0)
     pauses = []
     for _ in range(12):
@@ -32,8 +33,8 @@ def test_pauses_grow_up_to_two_seconds_until_a_success(monkeypatch: pytest.Monke
 
 
 def test_failures_in_a_row_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "vllm.kvoffloadd")
-    daemon = Availability()
+    caplog.set_level(logging.INFO, LOGGER.name)
+    daemon = Availability(LOGGER)
     daemon.failed(ERROR)
     daemon.succeeded()
     assert not caplog.messages  # whoever gives no warning leaves it to others

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.client import Group, GroupKind, KvCache
-from kvoffloadd.integrations.vllm.keys import most_keys, pieces
+from kvoffloadd.integrations.common.keys import most_keys, pieces
 from kvoffloadd.protocol.messages import Limits
 
 

@@ -1,0 +1,1 @@
+"""What the adapters of several engines have in common. It knows no engine and imports none."""

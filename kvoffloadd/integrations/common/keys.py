@@ -1,0 +1,64 @@
+"""The daemon's keys: how wide they are, what a generation calls them, and how many of them fit one request."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+
+from kvoffloadd.client import KvCache
+from kvoffloadd.model import KEY_BYTES_MAX, key_price
+from kvoffloadd.protocol.messages import Limits
+
+KEY_BYTES = KEY_BYTES_MAX
+
+Piece = dict[int, slice]
+"""Group -> which of its keys."""
+
+_BLOCK_BYTES = 4
+_FRAME_BYTES = 1024
+_GROUP_FRAME_BYTES = 64
+"""What a frame has beside keys and blocks, at most."""
+
+
+@lru_cache(maxsize=4)
+def mask_of(generation: int) -> int:
+    """What is XORed with the little-endian number that a key is, to give it another name in each generation (u64).
+
+    32 bytes, 0 for generation 0: names differ as long as no two keys differ by just that.
+    """
+    return int.from_bytes(key_of_name(generation, b""), "little") if generation else 0
+
+
+def key_of_name(generation: int, name: bytes) -> bytes:
+    """A key for a name of any length, another in each generation (u64)."""
+    salt = generation.to_bytes(8, "little")
+    return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()
+
+
+def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_key: int = 0) -> int:
+    """How many keys of `caches` fit one request that names so many groups, and so many blocks with each key."""
+    if limits is None:
+        return sys.maxsize
+    parts = max((group.parts for group in caches.groups), default=1)
+    bytes_per_key = KEY_BYTES + blocks_per_key * _BLOCK_BYTES
+    room = limits.frame_bytes - _FRAME_BYTES - groups * _GROUP_FRAME_BYTES
+    return max(1, min(limits.keys_per_request // key_price(parts, 1), room // bytes_per_key))
+
+
+def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
+    """All keys of all groups, in order, `most` at once. `counts`: how many each group has."""
+    dealt: list[Piece] = []
+    room = 0
+    for group, count in counts.items():
+        at = 0
+        while at < count:
+            if not room:
+                dealt.append({})
+                room = most
+            taken = min(room, count - at)
+            dealt[-1][group] = slice(at, at + taken)
+            at += taken
+            room -= taken
+    return dealt

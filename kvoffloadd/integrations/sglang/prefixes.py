@@ -1,0 +1,58 @@
+"""Which prefixes of a prompt could be restored, by SGLang's rules. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.integrations.sglang.hostpool import KV
+from kvoffloadd.model import BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a prefix needs of a pool beside keys and values: its last `trailing` pages; 0: all of them."""
+
+    pool: str
+    trailing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """`pages`: of the longest prefix that all pools can restore; `lengths`: in pages, of all such prefixes, shortest
+    first; `by_pool`: the longest of each pool alone, where it has any, within what there is of keys and values.
+    """
+
+    pages: int
+    lengths: tuple[int, ...]
+    by_pool: dict[str, int]
+
+
+def restorable(there: Mapping[str, BoolArray], needed: Sequence[Needed]) -> Restorable:
+    """`there`: for each pool, bool (pages,): which pages of the prompt could be loaded."""
+    pages = leading(there[KV])
+    lengths = np.arange(1, pages + 1)
+    fits = np.ones(pages, np.bool_)
+    by_pool = {KV: pages} if pages else {}
+    for one in needed:
+        runs = run_lengths(there[one.pool][:pages])
+        held = runs >= (np.minimum(lengths, one.trailing) if one.trailing else lengths)
+        if held.any():
+            by_pool[one.pool] = int(lengths[held][-1])
+        fits &= held
+    found = tuple(int(length) for length in lengths[fits])
+    return Restorable(found[-1] if found else 0, found, by_pool)
+
+
+def leading(there: BoolArray) -> int:
+    """How many are True before the first that is not."""
+    return there.size if there.all() else int(np.argmin(there))
+
+
+def run_lengths(there: BoolArray) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """intp (n,): how many are True in a row up to and with each of them."""
+    at = np.arange(1, there.size + 1)
+    gap = np.maximum.accumulate(np.where(there, 0, at)) if there.size else at
+    return at - gap

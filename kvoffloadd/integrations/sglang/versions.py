@@ -1,0 +1,19 @@
+"""Which SGLang this is. Its storage interface changes with its releases: those that were not tried are refused."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+SUPPORTED = ("0.5.23",)
+
+
+def check() -> str:
+    """The installed release. Raises ImportError if there is no SGLang, or one that is not supported."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        raise ImportError("kvoffloadd.integrations.sglang needs SGLang, which is not installed") from None
+    found = version.split("+")[0]
+    if found not in SUPPORTED:
+        raise ImportError(f"kvoffloadd supports SGLang {', '.join(SUPPORTED)}; installed is {version}")
+    return found

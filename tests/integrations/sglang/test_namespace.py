@@ -1,0 +1,83 @@
+"""Whatever changes the bytes of a page changes the namespace."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.sglang import versions
+from kvoffloadd.integrations.sglang.hostpool import host_pools
+from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL, namespace_of
+from kvoffloadd.integrations.sglang.options import StorageOptions
+from tests.integrations.sglang.fakes import HostPool, MHATokenToKVPoolHost
+
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys((*MODEL, *KERNELS, *DRAFT)),
+    "model_path": "org/model",
+    "revision": None,
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "auto",
+}
+
+
+def named(pool: HostPool | None = None, *, tp: int = 1, release: str = "0.5.23", **changed: Any) -> NamespaceSpec:
+    pools = host_pools({"kv": pool or MHATokenToKVPoolHost(4, 64, [4096, 4096])}, 0, tp, replicated=False)
+    return namespace_of(ARGUMENTS | changed, pools, tp, release)
+
+
+def test_engines_that_differ_in_nothing_share_one() -> None:
+    other_size = MHATokenToKVPoolHost(9, 64, [4096, 4096])
+    assert named() == named(other_size), "how many pages a pool has is nobody's business"
+
+
+@pytest.mark.parametrize("name", ["model_path", "revision", "device", *MODEL, *KERNELS, *DRAFT])
+def test_each_argument_counts(name: str) -> None:
+    changed: dict[str, Any] = {name: "another"}
+    assert named(**changed) != named()
+
+
+def test_so_do_pools_ranks_and_release(tmp_path: Path) -> None:
+    found = {
+        named(),
+        named(tp=2),
+        named(release="0.5.24"),
+        named(MHATokenToKVPoolHost(4, 32, [2048, 2048])),
+        named(MHATokenToKVPoolHost(4, 64, [4096, 2048])),
+    }
+    assert len(found) == 5
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    before = named(model_path=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"22")
+    assert named(model_path=str(tmp_path)) != before
+
+
+def test_options() -> None:
+    assert StorageOptions.of({"interface_v1": 1, "timeout_s": 2}).timeout_s == 2.0
+    with pytest.raises(UsageError, match="interface_v1"):
+        StorageOptions.of({})
+    with pytest.raises(UsageError, match="job_deadline_s"):
+        StorageOptions.of({"interface_v1": 1, "job_deadline_s": 0})
+
+
+def test_releases_that_were_not_tried_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.5.23+local")
+    assert versions.check() == "0.5.23"
+    for other in ("0.5.22", "0.5.24", "0.6.0"):
+        monkeypatch.setattr(metadata, "version", lambda _, other=other: other)
+        with pytest.raises(ImportError, match=f"supports SGLang 0.5.23; installed is {other}"):
+            versions.check()
+
+
+def test_without_sglang_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ImportError, match="not installed"):
+        versions.check()

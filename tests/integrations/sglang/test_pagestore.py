@@ -1,0 +1,304 @@
+"""Pages through a real daemon, without SGLang: what was stored is loaded, and nothing that goes wrong raises."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Client, NamespaceSpec
+from kvoffloadd.integrations.sglang import line
+from kvoffloadd.integrations.sglang.hostpool import host_pools
+from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore
+from kvoffloadd.integrations.sglang.prefixes import Needed
+from kvoffloadd.model import Direction
+from scripts.harness.daemon import Daemon
+from scripts.harness.wait import until
+from tests.conftest import SEED
+from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
+
+NAMESPACE = NamespaceSpec(model="m", dtype="bfloat16", layout="sglang test", parallel="tp1", key_bytes=32)
+PAGE = 64
+PAGES = 64
+SHORT_S = 1.0
+PATIENCE_S = 100.0
+
+
+def names(count: int, of: str = "") -> list[str]:
+    """As SGLang names pages."""
+    return [hashlib.sha256(f"{of} {at}".encode()).hexdigest() for at in range(count)]
+
+
+class Rank:
+    """An engine's rank: its pools, and what stores their pages."""
+
+    def __init__(self, daemon: Daemon, rank: int = 0, ranks: int = 1, timeout_s: float = 10.0) -> None:
+        self.pools: dict[str, HostPool] = {
+            "kv": MHATokenToKVPoolHost(PAGES, PAGE, [4096, 4096]),
+            "mamba": MambaPoolHost(PAGES, 1, [300, 212], together=False),
+        }
+
+        def client(role: Any) -> Client:
+            return Client(daemon.socket, namespace=NAMESPACE, role=role, deadline_s=timeout_s, connect_deadline_s=0.0)
+
+        self.store = PageStore(host_pools(self.pools, rank, ranks, replicated=False), client, job_deadline_s=60.0)
+
+    def pages(self, keys: list[str], at: int = 0, pool: str = "kv") -> Pages:
+        """Pages from `at` on."""
+        return Pages(pool, keys, self.pools[pool].slots(range(at, at + len(keys))))
+
+    def fill(self, keys: list[str], at: int = 0, pool: str = "kv", salt: int = 0) -> Pages:
+        """As a model would: bytes that the key tells."""
+        for nth, key in enumerate(keys):
+            for run, rows in enumerate(self.pools[pool].rows):
+                rows[at + nth] = content(key, run, rows.shape[1], salt)
+        return self.pages(keys, at, pool)
+
+    def holds(self, keys: list[str], at: int = 0, pool: str = "kv", salt: int = 0) -> list[bool]:
+        """Which pages hold what their keys tell."""
+        rows = self.pools[pool].rows
+        return [
+            all((row[at + nth] == content(key, run, row.shape[1], salt)).all() for run, row in enumerate(rows))
+            for nth, key in enumerate(keys)
+        ]
+
+
+def content(key: str, run: int, size: int, salt: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng([int(key[:8], 16), run, salt]).integers(1, 256, size, np.uint8)
+
+
+@pytest.fixture
+def start_rank() -> Iterator[Callable[..., Rank]]:
+    """`start_rank(daemon, ...)`, closed at the end."""
+    with ExitStack() as stack:
+
+        def start(daemon: Daemon, *arguments: Any, **named: Any) -> Rank:
+            rank = Rank(daemon, *arguments, **named)
+            stack.callback(rank.store.close)
+            return rank
+
+        yield start
+
+
+StartRank = Callable[..., Rank]
+StartDaemon = Callable[..., Daemon]
+
+
+def test_what_one_engine_stored_another_loads(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    daemon = start_daemon(memory="64MiB")
+    one, other, keys = start_rank(daemon), start_rank(daemon), names(10)
+    assert one.store.restorable(keys).pages == 0
+    assert one.store.store([one.fill(keys[:6])])["kv"].all()
+    assert one.store.store([one.pages(keys[:6])])["kv"].all(), "what is there counts as stored"
+    assert other.store.restorable(keys).pages == 6
+    assert other.store.restorable(keys[1:]).pages == 5
+    done = other.store.load([other.pages(keys, at=20)])["kv"]
+    assert done.tolist() == other.holds(keys, at=20) == [True] * 6 + [False] * 4
+    assert [moved.pages for moved in other.store.moved(Direction.LOAD)] == [6]
+    assert other.store.moved(Direction.LOAD) == []
+    one.store.clear()
+    assert other.store.restorable(keys).pages == 0
+
+
+def test_states_end_prefixes(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    rank, keys = start_rank(start_daemon(memory="64MiB")), names(8)
+    state = Needed("mamba", 1)
+    assert all(done.all() for done in rank.store.store([rank.fill(keys), rank.fill(keys[2:3], 9, "mamba")]).values())
+    rank.store.store([rank.fill(keys[5:6], 4, "mamba")])
+    found = rank.store.restorable(keys, [state])
+    assert (found.pages, found.lengths, found.by_pool) == (6, (3, 6), {"kv": 8, "mamba": 6})
+    assert rank.store.restorable(keys, [Needed("mamba")]).pages == 0
+    done = rank.store.load([rank.pages(keys[:6], 30), rank.pages(keys[5:6], 40, "mamba")])
+    assert done["kv"].all()
+    assert rank.holds(keys[:6], 30) == [True] * 6
+    assert rank.holds(keys[5:6], 40, "mamba") == [True]
+
+
+def test_a_key_is_there_with_all_ranks_parts(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    daemon, keys = start_daemon(memory="64MiB"), names(3)
+    ranks = [start_rank(daemon, rank, 2) for rank in range(2)]
+    ranks[0].store.store([ranks[0].fill(keys, salt=0)])
+    assert ranks[0].store.restorable(keys).pages == 0
+    ranks[1].store.store([ranks[1].fill(keys, salt=1)])
+    for salt, rank in enumerate(ranks):
+        assert rank.store.restorable(keys).pages == 3
+        assert rank.store.load([rank.pages(keys, at=10)])["kv"].all()
+        assert rank.holds(keys, 10, salt=salt) == [True] * 3
+
+
+def test_other_weights_other_names(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    daemon, keys = start_daemon(memory="64MiB"), names(3)
+    one, other = start_rank(daemon), start_rank(daemon)
+    one.store.store([one.fill(keys)])
+    one.store.suspend()
+    assert one.store.restorable(keys).pages == 0
+    assert not one.store.store([one.fill(names(3, "new"))])["kv"].any()
+    assert not one.store.load([one.pages(keys)])["kv"].any()
+    one.store.renew(17)
+    assert one.store.restorable(keys).pages == 0
+    one.store.store([one.fill(keys, salt=1)])
+    assert one.store.restorable(keys).pages == 3
+    assert other.store.load([other.pages(keys)])["kv"].all()
+    assert other.holds(keys) == [True] * 3, "its weights are those of before"
+
+
+def test_many_keys_take_many_requests(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    daemon = start_daemon("limits.keys_per_request=7", memory="64MiB")
+    rank, keys = start_rank(daemon), names(30)
+    rank.store.store([rank.fill(keys[:23]), rank.fill(keys[4:20], 4, "mamba")])
+    assert rank.store.restorable(keys).pages == 23
+    assert rank.store.restorable(keys, [Needed("mamba", 2)]).lengths == tuple(range(6, 21))
+    assert rank.store.load([rank.pages(keys, 30), rank.pages(keys[4:20], 30, "mamba")])["kv"].tolist() == (
+        [True] * 23 + [False] * 7
+    )
+    assert rank.holds(keys[:23], 30) == [True] * 23
+
+
+def test_slots_that_are_no_pages(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    rank, keys = start_rank(start_daemon(memory="64MiB")), names(3)
+    pages = rank.fill(keys)
+    assert not rank.store.store([Pages("kv", keys, pages.slots[:-1])])["kv"].any()
+    assert not rank.store.store([Pages("kv", keys, pages.slots + 1)])["kv"].any()
+    assert rank.store.restorable(keys).pages == 0
+
+
+def test_from_disk(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
+    daemon, keys = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB")), names(12)
+    rank = start_rank(daemon)
+    rank.store.store([rank.fill(keys), rank.fill(keys[3:4], 1, "mamba")])
+    with Client(daemon.socket, namespace=NAMESPACE, role="observer") as observer:
+        observer.drain(60.0)
+    daemon.stop()
+    daemon.start()
+    state = Needed("mamba", 1)
+    until(
+        lambda: rank.store.restorable(keys, [state]).lengths == (4,),
+        "it is connected, and finds them again",
+        PATIENCE_S,
+    )
+    assert rank.store.load([rank.pages(keys, 20), rank.pages(keys[3:4], 9, "mamba")])["kv"].all()
+    assert rank.holds(keys, 20) == [True] * 12
+
+
+def test_without_a_daemon_nothing_is_asked_and_it_is_found_again(
+    start_daemon: StartDaemon, start_rank: StartRank
+) -> None:
+    daemon, keys = start_daemon(memory="64MiB"), names(5)
+    rank = start_rank(daemon)
+    rank.store.store([rank.fill(keys)])
+    daemon.kill()
+    assert rank.store.restorable(keys).pages == 0, "the first one learns it"
+    assert not rank.store.connected
+    assert not rank.store.load([rank.pages(keys)])["kv"].any()
+    assert not rank.store.store([rank.pages(keys)])["kv"].any()
+    daemon.start()
+    until(lambda: rank.store.connected, "it is connected again", PATIENCE_S)
+    assert rank.store.store([rank.pages(keys)])["kv"].all()
+    assert rank.store.restorable(keys).pages == 5
+
+
+def test_a_daemon_that_refuses_the_memory_is_told_of(
+    start_daemon: StartDaemon, start_rank: StartRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = start_rank(start_daemon("limits.mapped_bytes=64KiB", memory="64MiB"))
+    assert rank.store.restorable(names(3)).pages == 0
+    assert not rank.store.store([rank.fill(names(3))])["kv"].any()
+    assert any("has refused a request" in message and "mapped_bytes" in message for message in caplog.messages)
+
+
+def test_a_clear_waits_for_a_daemon(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
+    """SGLang tells its user that it was done."""
+    daemon, keys = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB")), names(5)
+    rank, other = start_rank(daemon), start_rank(daemon)
+    rank.store.store([rank.fill(keys)])
+    with Client(daemon.socket, namespace=NAMESPACE, role="observer") as observer:
+        observer.drain(60.0)
+    daemon.stop()
+    rank.store.clear()
+    daemon.start()
+    until(lambda: rank.store.connected and other.store.connected, "both are connected", PATIENCE_S)
+    until(lambda: rank.store.store([rank.fill(keys[:1])])["kv"].all(), "it has cleared", PATIENCE_S)
+    assert other.store.restorable(keys).pages == 1
+
+
+def test_a_daemon_that_comes_later(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    daemon, keys = start_daemon(memory="64MiB"), names(5)
+    daemon.stop()
+    rank = start_rank(daemon)
+    assert rank.store.restorable(keys).pages == 0
+    daemon.start()
+    until(lambda: rank.store.connected, "it is connected", PATIENCE_S)
+    assert rank.store.store([rank.fill(keys)])["kv"].all()
+
+
+def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
+    start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a stopped daemon has begun it may go on with: its pages are not given back while it lives."""
+    monkeypatch.setattr(line, "_WAIT_WARNING_S", SHORT_S / 10)
+    daemon, keys = start_daemon(memory="64MiB"), names(5)
+    rank = start_rank(daemon, timeout_s=SHORT_S)
+    rank.store.store([rank.fill(keys)])
+    daemon.signal(signal.SIGSTOP)
+    answers: list[Any] = []
+    loading = threading.Thread(target=lambda: answers.append(rank.store.load([rank.pages(keys, 20)])))
+    loading.start()
+    assert rank.store.restorable(keys).pages == 0
+    until(lambda: not rank.store.connected, "it is known that the daemon does not answer", PATIENCE_S)
+    begun = time.monotonic()
+    for _ in range(1000):
+        assert rank.store.restorable(keys).pages == 0
+    spent_s = time.monotonic() - begun
+    assert spent_s < 1000 * SHORT_S, "a thousand lookups did not each wait"
+    loading.join(3 * SHORT_S)
+    assert loading.is_alive()
+    daemon.kill()
+    loading.join(60.0)
+    assert not answers[0]["kv"].any()
+
+
+def test_killed_at_any_time_nothing_wrong_is_loaded(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
+) -> None:
+    print("random seed:", SEED)
+    rng = random.Random(SEED)
+    daemon = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB"))
+    rank = start_rank(daemon)
+    stop = threading.Event()
+    wrong: list[str] = []
+
+    def work() -> None:
+        for round_ in range(10_000):
+            if stop.wait(0.0 if rank.store.connected else 0.1):  # a daemon that starts needs the processor
+                return
+            keys = names(8, str(round_ % 5))
+            for rows in rank.pools["kv"].rows:
+                rows[20:28] = 0
+            found = rank.store.restorable(keys).pages
+            done = rank.store.load([rank.pages(keys[:found], 20)])["kv"] if found else np.empty(0, bool)
+            held = rank.holds(keys[:found], 20)
+            wrong.extend(key for key, ok, good in zip(keys, done, held, strict=False) if ok and not good)
+            rank.store.store([rank.fill(keys)])
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(8):
+            until(lambda: rank.store.connected, "it is connected", PATIENCE_S)
+            time.sleep(rng.random() * 0.2)
+            daemon.kill()
+            daemon.start()
+    finally:
+        stop.set()
+        worker.join(PATIENCE_S)
+    assert not worker.is_alive()
+    assert wrong == []

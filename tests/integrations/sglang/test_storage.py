@@ -1,0 +1,224 @@
+"""The storage as SGLang calls it, with the few types of SGLang's that it takes, through a real daemon."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL
+from scripts.harness.daemon import Daemon
+from tests.integrations.sglang.fakes import MambaPoolHost, MHATokenToKVPoolHost
+from tests.integrations.sglang.test_pagestore import PAGE, StartDaemon, names
+
+torch = pytest.importorskip("torch")
+
+ADAPTER = "kvoffloadd.integrations.sglang"
+
+
+class PoolHitPolicy(StrEnum):
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+    BLOCK_GROUPS = "block_groups"
+
+
+@dataclass
+class PoolTransfer:
+    name: str
+    host_indices: Any = None
+    keys: list[str] | None = None
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+
+@dataclass
+class PoolTransferResult:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+    restorable_prefix_pages: list[int] | None = None
+
+
+@dataclass
+class StorageMetrics:
+    prefetch_pgs: list[int] = field(default_factory=list)
+    backup_pgs: list[int] = field(default_factory=list)
+    prefetch_bandwidth: list[float] = field(default_factory=list)
+    backup_bandwidth: list[float] = field(default_factory=list)
+
+
+class WeightUpdater:
+    def update_weights_from_disk(self) -> str:
+        return "updated"
+
+    update_weights_from_tensor = update_weights_from_ipc = update_weights_from_disk
+    receive_weights_from_distributed = load_weights_from_distributed = update_weights_from_disk
+    begin_weight_update = end_weight_update = update_weights_from_disk
+
+
+class HiCacheController:
+    def reset(self) -> None:
+        """SGLang forgets its pages."""
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """As much of SGLang as is imported, and `config` and `parallel` to change."""
+    arguments: dict[str, Any] = dict.fromkeys((*MODEL, *KERNELS, *DRAFT))
+    arguments |= {"model_path": "org/model", "revision": None, "device": "cpu"}
+    bag = SimpleNamespace(**arguments)
+    parallel = SimpleNamespace(nnodes=1, attn_tp_group=SimpleNamespace(world_size=1))
+    updater = type("WeightUpdater", (WeightUpdater,), {})
+    controller = type("HiCacheController", (HiCacheController,), {})
+    modules: dict[str, dict[str, Any]] = {
+        "srt.mem_cache.hicache_storage": {
+            "HiCacheStorage": object,
+            "HiCacheStorageConfig": object,
+            "HiCacheStorageExtraInfo": object,
+            "PoolHitPolicy": PoolHitPolicy,
+            "PoolTransfer": PoolTransfer,
+            "PoolTransferResult": PoolTransferResult,
+        },
+        "srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
+        "srt.managers.cache_controller": {"HiCacheController": controller},
+        "srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": updater},
+        "srt.runtime_context": {
+            "get_device": lambda: bag,
+            "get_exec": lambda: SimpleNamespace(kernel=bag),
+            "get_model": lambda: bag,
+            "get_parallel": lambda: parallel,
+            "get_spec": lambda: bag,
+        },
+    }
+    for name, content in modules.items():
+        for end in range(len(f"sglang.{name}".split("."))):
+            package = ".".join(f"sglang.{name}".split(".")[: end + 1])
+            if package not in sys.modules:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        for attribute, value in content.items():
+            monkeypatch.setattr(sys.modules[f"sglang.{name}"], attribute, value, raising=False)
+    monkeypatch.setattr(metadata, "version", lambda _: "0.5.23")
+    for module in ("engine", "storage"):
+        monkeypatch.delitem(sys.modules, f"{ADAPTER}.{module}", raising=False)
+        monkeypatch.delattr(importlib.import_module(ADAPTER), module, raising=False)
+    yield SimpleNamespace(parallel=parallel, updater=updater, controller=controller)
+    for module in ("engine", "storage"):
+        sys.modules.pop(f"{ADAPTER}.{module}", None)
+
+
+class Rank:
+    """An engine's storage, started as SGLang starts it."""
+
+    def __init__(self, daemon: Daemon, **changed: Any) -> None:
+        extra = {"interface_v1": 1, "socket": str(daemon.socket), "timeout_s": 10.0}
+        config = {
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_size": 1,
+            "attn_cp_size": 1,
+            "dcp_size": 1,
+            "is_mla_model": False,
+            "enable_storage_metrics": True,
+            "extra_config": extra,
+        }
+        self.kv = MHATokenToKVPoolHost(32, PAGE, [4096, 4096])
+        self.states = MambaPoolHost(32, 1, [300, 212], together=False)
+        made = importlib.import_module(ADAPTER).KVOffloaddStorage
+        self.storage = made(SimpleNamespace(**config | changed), {})
+
+    def start(self) -> Rank:
+        self.storage.register_mem_pool_host(self.kv)
+        self.storage.register_mem_host_pool_v2(self.kv, "kv")
+        self.storage.register_mem_host_pool_v2(self.states, "mamba")
+        self.storage.on_host_pools_registered()
+        return self
+
+    def slots(self, first: int, count: int) -> Any:
+        return torch.from_numpy(self.kv.slots(range(first, first + count)))
+
+    def state(self, keys: list[str], first: int) -> PoolTransfer:
+        slots = torch.arange(first, first + len(keys))
+        return PoolTransfer("mamba", slots, keys, PoolHitPolicy.TRAILING_PAGES)
+
+
+def test_as_sglang_calls_it(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
+    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(6)
+    storage = rank.storage
+    for rows in (*rank.kv.rows, *rank.states.rows):
+        rows[:6] = 9
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys[:4], rank.slots(0, 4)) == [True] * 4
+    assert storage.batch_set_v2([rank.state(keys[2:3], 2)]) == {"mamba": [True]}
+    assert storage.batch_exists(keys) == 4
+    assert storage.exists(keys[0])
+    found = storage.batch_exists_v2(keys, [PoolTransfer("mamba", None, ["?"], PoolHitPolicy.TRAILING_PAGES)])
+    assert found == PoolTransferResult(3, {"kv": 4, "mamba": 3}, [3])
+    assert storage.batch_get_v1(keys, rank.slots(10, 6)) == [True] * 4 + [False] * 2
+    assert storage.batch_get_v2([rank.state(keys[2:3], 20)]) == {"mamba": [True]}
+    assert [rows[13][0] for rows in rank.kv.rows] == [9, 9]
+    assert [rows[20][0] for rows in rank.states.rows] == [9, 9]
+    stats = storage.get_stats()
+    assert (stats.prefetch_pgs, stats.backup_pgs) == ([4, 1], [4, 1])
+    assert all(speed > 0 for speed in stats.prefetch_bandwidth + stats.backup_bandwidth)
+    storage.clear()
+    assert storage.batch_exists(keys) == 0
+    assert (storage.get("k"), storage.batch_get(["k"]), storage.set("k"), storage.batch_set(["k"])) == (
+        *(None, [None]),
+        *(False, False),
+    )
+    storage.close()
+    storage.close()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, rank.slots(0, 6)) == [False] * 6
+
+
+def test_whatever_goes_wrong_is_a_miss(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
+    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    storage = rank.storage
+    assert storage.batch_exists(["no digest"]) == 0
+    assert storage.batch_set_v1(["no digest"], rank.slots(0, 1)) == [False]
+    assert storage.batch_get_v1(keys, None) == [False, False]
+    assert storage.batch_set_v2([PoolTransfer("swa", rank.slots(0, 2), keys)]) == {"swa": [False, False]}
+    assert storage.batch_get_v2([PoolTransfer("mamba", None, keys)]) == {"mamba": [False, False]}
+    unknown = PoolTransfer("mamba", None, keys, PoolHitPolicy.BLOCK_GROUPS)
+    assert storage.batch_exists_v2(keys, [unknown]) == PoolTransferResult(0, {}, [])
+    storage.close()
+
+
+def test_weights_that_change_are_told(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
+    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    storage = rank.storage
+    assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
+    sglang.controller().reset()
+    assert storage.batch_exists(keys) == 2
+    assert sglang.updater().update_weights_from_disk() == "updated"
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [False, False]
+    sglang.controller().reset()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
+    assert storage.batch_exists(keys) == 2
+    storage.close()
+
+
+def test_what_was_not_tried_is_refused(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(memory="64MiB")
+    for name, flag in (("pp_size", "--pp-size 2"), ("attn_cp_size", "--attn-cp-size 2"), ("dcp_size", "--dcp-size 2")):
+        with pytest.raises(UsageError, match=flag):
+            Rank(daemon, **{name: 2})
+    sglang.parallel.nnodes = 2
+    with pytest.raises(UsageError, match="--nnodes 2"):
+        Rank(daemon)
+    sglang.parallel.nnodes = 1
+    rank = Rank(daemon).start()
+    with pytest.raises(UsageError, match="--speculative-algorithm"):
+        rank.storage.register_mem_host_pool_v2(rank.kv, "draft")
+    with pytest.raises(UsageError, match="too late"):
+        rank.storage.register_mem_host_pool_v2(rank.kv, "kv")
+    rank.storage.close()

@@ -1,0 +1,9 @@
+"""The models of the tests."""
+
+from __future__ import annotations
+
+import importlib
+
+_MODELS = {"llama": "LlamaForCausalLM", "gemma4_causal": "Gemma4ForCausalLM"}
+
+EntryClass = [getattr(importlib.import_module(f"sglang.srt.models.{module}"), name) for module, name in _MODELS.items()]

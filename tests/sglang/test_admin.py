@@ -1,0 +1,77 @@
+"""What is done to an engine that runs: its storage cleared, taken off and given back, its weights changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.enginechild import EngineError
+from tests.sglang.conftest import Reference, StartDaemon, StartEngine
+from tests.sglang.engine import ALL, Prompts, cached, settle, stored_at, tokens
+from tests.vllm.models import OTHER
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
+
+
+def test_cleared_taken_off_and_given_back(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
+) -> None:
+    daemon = start_daemon(memory="256MiB")
+    storage = stored_at(daemon.socket)
+    engine = start_engine("dense", storage=storage)
+    expected, nothing = reference("dense", asked), [0] * len(asked)
+    assert tokens(engine.generate(asked)) == expected
+    settle(daemon)
+    engine.flush()
+    assert engine.do("clear")["success"]
+    assert daemon.status()["cache"]["keys"] == 0
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (expected, nothing)
+    settle(daemon)
+    engine.flush()
+    assert engine.do("detach")["success"]
+    assert daemon.sessions() == []
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (expected, nothing)
+    engine.flush()
+    done = engine.do("attach", config=storage["hicache_storage_backend_extra_config"])
+    assert done["success"], done
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (expected, ALL)
+
+
+def test_weights_changed_in_place(
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    reference: Reference,
+    asked: Prompts,
+    model: Callable[[str], Path],
+) -> None:
+    """What the old weights have computed is neither found nor served; other engines' pages go, too."""
+    daemon = start_daemon(memory="256MiB")
+    engine = start_engine("dense", storage=stored_at(daemon.socket))
+    before, after, nothing = reference("dense", asked), reference(OTHER, asked), [0] * len(asked)
+    assert before != after
+    assert tokens(engine.generate(asked)) == before
+    settle(daemon)
+    done = engine.do("update_weights", model=str(model(OTHER)), flush=True)
+    assert done["success"], done
+    assert daemon.status()["cache"]["keys"] == 0
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (after, nothing)
+    settle(daemon)
+    engine.flush()
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (after, ALL)
+    done = engine.do("update_weights", model=str(model("dense")), flush=True)
+    assert done["success"], done
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (before, nothing)
+
+
+def test_another_layout_is_refused_by_the_flags_name(start_daemon: StartDaemon, start_engine: StartEngine) -> None:
+    daemon = start_daemon(memory="256MiB")
+    with pytest.raises(EngineError, match="kvoffloadd needs --hicache-mem-layout page_first_direct"):
+        start_engine("dense", storage=stored_at(daemon.socket, hicache_mem_layout="layer_first"))

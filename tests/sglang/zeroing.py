@@ -1,0 +1,18 @@
+"""A storage that loads zeros: what the tests compare must be able to differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffloadd.integrations.sglang.storage import KVOffloaddStorage
+
+
+class ZeroingStorage(KVOffloaddStorage):
+    """As ours, but for what pages hold once they are loaded."""
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """As if all were well."""
+        done = super().batch_get_v1(keys, host_indices, extra_info)
+        pool = self._host_pools["kv"]
+        pool.kv_buffer[:, host_indices[:: pool.page_size] // pool.page_size] = 0
+        return done
