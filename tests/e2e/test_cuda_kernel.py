@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,7 @@ def test_a_kernel_that_is_refused_is_tried_once(
     assert daemon.log().count("the kernel for small rows does not work") == 2  # each way
 
 
+@pytest.mark.skipif(bool(importlib.util.find_spec("cupy")), reason="CuPy, or what stands in for it, is here")
 def test_without_cupy(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon(*KERNEL, driver={"faults": ""})
     roundtrip(daemon, ODD, seed)
