@@ -104,8 +104,8 @@ class Engine(EngineChild):
         return self._answer(ANSWER_S)
 
     def flush(self) -> None:
-        """SGLang's own levels of cache are emptied."""
-        assert self.do("flush")["success"]
+        """SGLang's own levels of cache are emptied, as soon as it has nothing under way: until then it refuses."""
+        until(lambda: self.do("flush")["success"], "SGLang is idle")
 
 
 def stored_at(socket: Path, **options: Any) -> dict[str, Any]:
