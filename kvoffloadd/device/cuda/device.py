@@ -40,8 +40,10 @@ THREADS = 2
 
 WATCH_S = 0.5
 
-PREPARE_S = 10.0
-"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import."""
+PREPARE_S = 3.0
+"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import. A client
+waits 10 s for its answer, which takes a context, too.
+"""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 """Of the streams; lower goes first. A load is waited for, a store is not."""
 
@@ -293,9 +295,12 @@ class CudaDevice:
         self._closed = True
         for copy in self._copies:
             copy.cancel()
-        lanes = [*self._lanes.values(), *filter(None, [self._prepare_lane])]
-        if not all(await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))):
+        preparing = [] if self._prepare_lane is None else [self._prepare_lane.close(deadline_s)]
+        ended = await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values()), *preparing)
+        if not all(ended[: len(self._lanes)]):
             return False
+        if not all(ended):  # it uses no memory but its own
+            log.warning("CuPy or the GPU has not told yet how small rows are best copied: not waiting any longer")
         if self._copiers:
             await self._perform(self._destroy)
         if self._watch is not None:
