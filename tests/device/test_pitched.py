@@ -64,6 +64,47 @@ def test_the_same_rows_in_runs_that_a_driver_takes(rows: list[Row], ends: list[i
         assert not ((runs.src < end) & (last >= end)).any(), "a run reaches over the end of a memory"
 
 
+PITCHES = st.sampled_from([0, 63, 64, 65, 5000, (1 << 31) - 1, 1 << 31, 1 << 33, -64, -5000])
+
+
+@st.composite
+def interleaved_rows(draw: st.DrawFn) -> list[Row]:
+    """Runs row by row, one after the other in turn, as the blocks of a key come; some lack rows, some come twice, some
+    lie where addresses end.
+    """
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(1, 3))):
+        width, height = draw(st.sampled_from([1, 64])), draw(st.integers(8, 24))
+        bases = [
+            [draw(st.integers(0, 1 << 40)) for _ in range(2)] for _ in range(draw(st.sampled_from([1, 2, 5, 16, 17])))
+        ]
+        pitches = [draw(PITCHES) for _ in range(2)]
+        shift = draw(st.sampled_from([0, (1 << 64) - 5000]))
+        missing = draw(st.sets(st.integers(0, len(bases) * height - 1), max_size=3))
+        found = [
+            ((src + shift + at * pitches[0]) % (1 << 64), (dst + shift + at * pitches[1]) % (1 << 64), width)
+            for at in range(height)
+            for src, dst in bases
+        ]
+        rows += [row for number, row in enumerate(found) if number not in missing]
+        rows += rows[: draw(st.integers(0, 2)) * len(bases)]
+    return rows
+
+
+@given(interleaved_rows(), st.lists(st.integers(0, 1 << 12), max_size=3))
+def test_the_same_rows_where_runs_lie_among_each_other(rows: list[Row], at: list[int]) -> None:
+    ends = [sorted({min(rows[number % len(rows)][side] + 64, (1 << 64) - 1) for number in at}) for side in (0, 1)]
+    most = (1 << 31) - 1
+    found = pitch(copies_of(rows), *(np.array(some, np.uint64) for some in ends), pitch_max_bytes=most)
+    assert rows_of(found) == sorted(rows)
+    for start, pitches, some in zip((found.src, found.dst), (found.src_pitch, found.dst_pitch), ends, strict=True):
+        assert ((pitches >= found.width) & (pitches <= most)).all()
+        for first, apart, height in zip(start.tolist(), pitches.tolist(), found.height.tolist(), strict=True):
+            last = first + (height - 1) * apart
+            assert last < 1 << 64, "a run goes on where addresses begin"
+            assert not any(first < end <= last for end in some), "a run reaches over the end of a memory"
+
+
 def test_a_run_ends_with_a_memory_on_either_side() -> None:
     rows = copies_of(run(1000, 50_000, 64, 32, 100, 64))
     ends = np.array([1000 + 100 * 12], np.uint64)

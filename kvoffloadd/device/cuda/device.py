@@ -40,8 +40,12 @@ THREADS = 2
 
 WATCH_S = 0.5
 
-PREPARE_S = 10.0
-"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import."""
+PREPARE_S = 3.0
+"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import. A client
+waits 10 s for its answer, which takes a context, too.
+"""
+_LATE_S = 0.2
+"""The same, while another GPU's is late: GPUs are opened one after the other, and a host may have eight."""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 """Of the streams; lower goes first. A load is waited for, a store is not."""
 
@@ -84,9 +88,11 @@ class CudaDevice:
         self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(self, pinning: Pinning, calibrations: Calibrations | None = None) -> None:
+    async def open(
+        self, pinning: Pinning, calibrations: Calibrations | None = None, *, others_late: bool = False
+    ) -> None:
         """Makes the context and the streams, and sees how small rows are best copied. `pinning`: the arena's, begun
-        after that. `calibrations`: what is known of this daemon's GPUs.
+        after that. `calibrations`: what is known of this daemon's GPUs. `others_late`: one of these `is_late`.
 
         Raises:
             DeviceError: the GPU can't be used.
@@ -98,9 +104,14 @@ class CudaDevice:
                 await self._memory_lane.perform(self._make)
         except TimeoutError:
             raise DeviceError(f"its context is not there after {deadline_s:g} s") from None
-        await self._prepare({} if calibrations is None else calibrations)
+        await self._prepare({} if calibrations is None else calibrations, _LATE_S if others_late else PREPARE_S)
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what small rows need is still under way, though nobody waits for it any more."""
+        return self._prepare_lane is not None and self._prepare_lane.running > 0
 
     @property
     def _patience_s(self) -> float:
@@ -143,16 +154,16 @@ class CudaDevice:
         make_stream, ends = partial(self._make_stream, direction), self._pinning.ends
         return Stage(driver, make_stream, self._kernel, config.staging_bytes, ends)
 
-    async def _prepare(self, calibrations: Calibrations) -> None:
+    async def _prepare(self, calibrations: Calibrations, wait_s: float) -> None:
         """In a thread of its own, so that nothing else waits for it. What it finds is used once it is there."""
         if not (self._config.pitched_row_bytes or self._config.kernel_row_bytes):
             return
         self._prepare_lane = Lane("gpu-prepare", 1, self._loop)
         try:
-            async with asyncio.timeout(PREPARE_S):
+            async with asyncio.timeout(wait_s):
                 await self._prepare_lane.perform(partial(self._find_limits, calibrations))
         except TimeoutError:
-            log.warning("small rows are copied one by one for now: CuPy or the GPU takes more than %g s", PREPARE_S)
+            log.warning("small rows are copied one by one for now: CuPy or the GPU takes more than %g s", wait_s)
         finally:
             await self._prepare_lane.close(0.0)  # its thread ends with its work
 
@@ -293,9 +304,12 @@ class CudaDevice:
         self._closed = True
         for copy in self._copies:
             copy.cancel()
-        lanes = [*self._lanes.values(), *filter(None, [self._prepare_lane])]
-        if not all(await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))):
+        preparing = [] if self._prepare_lane is None else [self._prepare_lane.close(deadline_s)]
+        ended = await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values()), *preparing)
+        if not all(ended[: len(self._lanes)]):
             return False
+        if not all(ended):  # it uses no memory but its own
+            log.warning("CuPy or the GPU has not told yet how small rows are best copied: not waiting any longer")
         if self._copiers:
             await self._perform(self._destroy)
         if self._watch is not None:

@@ -88,7 +88,8 @@ class CudaGpus:
                 self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
             )
             try:
-                await device.open(self._pin(driver), self._calibrations)
+                late = any(other.is_late for other in self._devices.values())
+                await device.open(self._pin(driver), self._calibrations, others_late=late)
             except BaseException:
                 await device.close(self._config.stuck_s)
                 raise

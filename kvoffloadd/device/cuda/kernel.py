@@ -59,8 +59,8 @@ class RowKernel:
         try:
             with self._cupy.cuda.Device(ordinal):
                 self._function = self._cupy.RawModule(path=str(binary)).get_function(NAME)
-        except RuntimeError as error:  # what CuPy's errors are
-            raise DeviceError(f"CuPy does not load {binary.name}: {error}") from error
+        except Exception as error:  # its errors have no base of their own, and some are of Python's kinds
+            raise DeviceError(f"CuPy does not load {binary.name}: {error!r}") from error
         self._ordinal = ordinal
 
     def launch(self, rows_address: int, count: int, longest_bytes: int, stream: int) -> None:
@@ -80,8 +80,8 @@ class RowKernel:
             on = make(_Stream(stream)) if make else cuda.ExternalStream(stream, self._ordinal)
             with cuda.Device(self._ordinal), on:
                 self._function((blocks,), (_WARPS_PER_BLOCK * _WARP,), arguments)
-        except RuntimeError as error:
-            raise DeviceError(f"CuPy does not launch {NAME}: {error}") from error
+        except Exception as error:  # as above; an error of another kind would fail the job, and each one after it
+            raise DeviceError(f"CuPy does not launch {NAME}: {error!r}") from error
 
 
 def binary_of(major: int, minor: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvoffloadd.device.cuda.driver import Driver
-from kvoffloadd.errors import DeviceError, ResourceError
+from kvoffloadd.errors import DeviceError, MemoryKindError, ResourceError
 from kvoffloadd.model import U8Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 
@@ -27,7 +27,7 @@ class PinnedBuffer:
                 self._mapping = Mapping.map_fd(fd, size_bytes)
             finally:
                 os.close(fd)
-        except OSError as error:
+        except (OSError, MemoryKindError) as error:  # the second: mmap refuses, but for want of addresses
             raise ResourceError(f"{name}, {size_bytes} bytes: {error}") from error
         self.address = self._mapping.address
         self.array: U8Array = self._mapping.array()

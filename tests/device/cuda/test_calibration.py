@@ -230,3 +230,37 @@ def test_without_room_nothing_is_measured(
     assert known == {}
     assert caplog.text.count("can't be measured: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY") == 1
     assert live(extras) == before
+
+
+TAKEN = ("cuMemHostRegister", "cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate")
+
+
+class Once(Costly):
+    """Refuses one of the calls that take something, the `at`th. `refused`: it has been asked for."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        super().__init__()
+
+    @property
+    def refused(self) -> bool:
+        return self.left < 0
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name in TAKEN:
+            self.left -= 1
+            if self.left == -1:
+                raise CudaError(name, "CUDA_ERROR_OUT_OF_MEMORY")
+        return super().call(name, *arguments)
+
+
+def test_whatever_is_refused_on_the_way_all_is_given_back(gpu: Gpu, extras: softcuda.SoftCuda) -> None:
+    """At each step in turn, and nothing is raised."""
+    config, before = CudaConfig(pitched_row_bytes="auto", kernel_row_bytes="auto"), live(extras)
+    for at in range(100):
+        driver = Once(at)
+        limits_with(config, {}, driver, Kernel(driver))
+        assert live(extras) == before, at
+        if not driver.refused:
+            break
+    assert 10 < at < 100

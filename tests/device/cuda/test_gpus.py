@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.cuda import device as device_module
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -63,3 +65,29 @@ async def test_a_gpu_that_does_not_say_where_it_is(
 
     monkeypatch.setattr(Driver, "pci_address", refuse)
     assert await cpus_of_copies(driver, arena, lambda _: ONE) == [MINE, MINE]
+
+
+async def test_what_keeps_one_gpu_waiting_does_not_keep_each_of_them_waiting(
+    driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks register together, and their GPUs are opened one after the other: each within its client's deadline."""
+    go_on = threading.Event()
+
+    def load(_driver: Driver, _ordinal: int) -> object:
+        assert go_on.wait(60)
+        return object()
+
+    monkeypatch.setattr(device_module, "RowKernel", load)
+    monkeypatch.setattr(device_module, "PREPARE_S", 0.05)
+    gpus = CudaGpus(asyncio.get_running_loop(), arena, MIB, CudaConfig(kernel_row_bytes=7), print)
+    first = await gpus.device(driver.uuid(0))
+    assert first.is_late
+    monkeypatch.setattr(device_module, "PREPARE_S", 3600.0)
+    async with asyncio.timeout(30):
+        second = await gpus.device(driver.uuid(1))
+    go_on.set()
+    for device in (first, second):
+        assert await device.close(10.0)
+        assert not device.is_late
+        assert device.gauges()["load_kernel_row_bytes"] == 7, "as soon as it is there"
+    assert await gpus.close(10.0)

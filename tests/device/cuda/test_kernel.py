@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.device.cuda.kernel import FOLDER, NAME, PIECE_BYTES, binary_of
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.kernel import FOLDER, NAME, PIECE_BYTES, RowKernel, binary_of
+from kvoffloadd.errors import DeviceError
+from scripts.harness.gpu import Gpu
 from scripts.kernels import __main__ as kernels
 
 SIZES = (1, 2, 3, 4, 7, 15, 16, 17, 31, 64, 100, 255, 1024, 4095, 4096, 4097, 6000, 8192, 20_000)
@@ -75,3 +82,24 @@ def test_which_binary_a_gpu_runs(capability: tuple[int, int], name: str) -> None
     found: Path = binary_of(*capability)
     assert found.name == f"{NAME}.{name}"
     assert found.exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError, AttributeError, MemoryError, OSError])
+@pytest.mark.parametrize("fails", ["load", "launch"])
+def test_whatever_a_package_raises_is_an_error_of_the_device(
+    gpu: Gpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception]
+) -> None:
+    """Copies go on without the kernel then: CuPy's OutOfMemoryError is a MemoryError, its CompileException no
+    RuntimeError.
+    """
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error("a version that does not fit")
+
+    def load(*, path: str) -> Any:
+        return fail() if fails == "load" else SimpleNamespace(get_function=lambda _: fail)
+
+    cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=nullcontext), Device=nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=load, cuda=cuda))
+    with pytest.raises(DeviceError, match="a version that does not fit"):
+        RowKernel(driver, 0).launch(1 << 40, 1, 1, 1)

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.pinned import PinnedBuffer
 from kvoffloadd.device.cuda.staging import LONGEST_BYTES, Stage, Stages, shorten
-from kvoffloadd.errors import DeviceError, ResourceError
+from kvoffloadd.errors import DeviceError, LimitError, MemoryKindError, ResourceError
 from kvoffloadd.model import Direction
+from kvoffloadd.sharedmem import Mapping
 
 SIZES = [1, 13, LONGEST_BYTES - 1, LONGEST_BYTES, LONGEST_BYTES + 1, 7, 3 * LONGEST_BYTES, 1000, 20 * LONGEST_BYTES + 5]
 
@@ -104,3 +107,17 @@ def test_what_does_not_work_gives_its_memory_back() -> None:
     assert (stages.works, stages.chunks) == (False, 2)
     stages.destroy()
     assert len(events) == 5
+
+
+@pytest.mark.parametrize("error", [OSError, LimitError, MemoryKindError])
+def test_memory_that_is_not_had_is_a_want_of_resources(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Else the copy would fail, and each one after it, where it could be made without the kernel."""
+
+    def refuse(*_: object) -> Mapping:
+        raise error("mmap")
+
+    monkeypatch.setattr(Mapping, "map_fd", refuse)
+    with pytest.raises(ResourceError, match="mmap"):
+        PinnedBuffer(driver, "kvoffloadd-rows", 4096)
