@@ -333,10 +333,10 @@ def _contradictions(config: Config) -> Iterator[str]:
             "which holds for all sessions of a uid together"
         )
     cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
-    if cuda.kernel_row_bytes and cuda.kernel_chunk_bytes > chunk_bytes:
+    if cuda.kernel_row_bytes and 2 * cuda.kernel_chunk_bytes > chunk_bytes:  # copies are cut into equal chunks
         yield (
-            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: no chunk has so many bytes, since "
-            f"cuda.staging_bytes and copy.chunk_bytes allow {chunk_bytes}, so the kernel would never run"
+            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: chunks may have no more than {chunk_bytes // 2} bytes, "
+            "half of cuda.staging_bytes or copy.chunk_bytes, so the kernel would hardly run"
         )
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]

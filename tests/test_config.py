@@ -325,10 +325,10 @@ def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) 
 
 
 @pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
-def test_a_kernel_that_would_never_run_is_refused(tmp_path: Path, limit: str) -> None:
+def test_a_kernel_that_would_hardly_run_is_refused(tmp_path: Path, limit: str) -> None:
     path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")
-    assert "cuda.kernel_chunk_bytes = 8388608: no chunk has so many bytes" in problems(path)[1]
-    config.load(write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\nkernel_chunk_bytes = 65536\n"))
+    assert "cuda.kernel_chunk_bytes = 8388608: chunks may have no more than 32768 bytes" in problems(path)[1]
+    config.load(write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\nkernel_chunk_bytes = 32768\n"))
     config.load(write(tmp_path, f"{limit}\n"))
 
 
