@@ -335,8 +335,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
     if cuda.kernel_row_bytes and 2 * cuda.kernel_chunk_bytes > chunk_bytes:  # copies are cut into equal chunks
         yield (
-            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: chunks may have no more than {chunk_bytes // 2} bytes, "
-            "half of cuda.staging_bytes or copy.chunk_bytes, so the kernel would hardly run"
+            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: chunks may have no more than "
+            f"{chunk_bytes // 2} bytes, half of cuda.staging_bytes or copy.chunk_bytes, so the kernel would hardly run"
         )
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]
