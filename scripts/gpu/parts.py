@@ -34,8 +34,9 @@ _LAST_LINES = 40
 @dataclass(frozen=True, slots=True)
 class Part:
     """What is run. `min_s`: with less time left it is not begun. `tests`: it is a run of pytest, else it prints one
-    JSON object. Its time limit is no failure where it has then printed its cases, or, with `may_be_cut`, as long as
-    none of its tests has failed. `missing`: why it can't be run here; empty: it can. `variables`: of its environment.
+    JSON object. Its time limit is no failure where it has then printed its cases, or, with `may_be_cut`, where tests
+    have passed and none has failed. `missing`: why it can't be run here; empty: it can. `variables`: of its
+    environment.
     """
 
     name: str
@@ -112,7 +113,7 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path, t
             )
             status = _await(child, limit_s, _Reader(rows, tell))
         ended = Ended(part, "ran", time.monotonic() - began)
-        kept = [json.loads(line) for line in _text(rows).splitlines() if line.endswith("}")]
+        kept = [row for line in _text(rows).splitlines() if (row := _object(line))]
         ended.tests = [row for row in kept if "test" in row]
         ended.cases = [row["case"] for row in kept if "case" in row]
         with log.open("rb") as printed:
@@ -135,15 +136,15 @@ class _Reader:
 
     def read(self) -> None:
         """Those that are new."""
-        lines = _text(self._path).splitlines()
-        whole = [line for line in lines[self._told :] if line.endswith("}")]
-        self._told += len(whole)
-        for line in whole:
+        whole, _, _ = _text(self._path).rpartition("\n")  # the last line may still be written
+        lines = whole.splitlines()
+        new, self._told = lines[self._told :], len(lines)
+        for line in new:
             self._tell(json.loads(line))
 
 
 def _await(child: subprocess.Popen[bytes], limit_s: float, rows: _Reader) -> int | None:
-    """Its exit status; None: it was ended at the limit. Nothing of it is left."""
+    """Its exit status; None: it was ended at the limit. Nothing of it is left that SIGKILL ends."""
     until = time.monotonic() + limit_s
     status = None
     while status is None and time.monotonic() < until:
@@ -151,7 +152,8 @@ def _await(child: subprocess.Popen[bytes], limit_s: float, rows: _Reader) -> int
             status = child.wait(min(_POLL_S, max(until - time.monotonic(), 0.0)))
         rows.read()
     _end_group(child.pid)
-    child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the driver does not let go
+        child.wait(TERM_S)
     _end_orphans()
     rows.read()
     return status
@@ -191,7 +193,9 @@ def _children() -> list[int]:
 
 def _judge(ended: Ended, status: int | None, limit_s: float) -> None:
     if status is None:
-        was_well = bool(ended.figures and ended.cases) or (ended.part.may_be_cut and not ended.count("failed"))
+        was_well = bool(ended.figures and ended.cases)
+        if ended.part.may_be_cut:
+            was_well = ended.count("passed") > 0 and not ended.count("failed")
         ended.state, ended.remark = "cut short" if was_well else "timed out", f"ended after {limit_s:.0f} s"
     elif status < 0:
         ended.state, ended.remark = "crashed", f"by signal {-status}"

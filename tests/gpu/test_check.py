@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.gpu import RESULTS_VARIABLE
 from scripts.gpu.__main__ import verdict_of
 from scripts.gpu.bench_contact import STEPS
 from scripts.gpu.environment import MACHINES_BINDINGS
@@ -36,7 +39,7 @@ import json, os, sys
 from pathlib import Path
 from scripts.gpu import parts
 parts.adopt_orphans()
-part = parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, may_be_cut=False)
+part = parts.Part("it", "It", [sys.executable, "-c", sys.argv[1]], 9, **json.loads(sys.argv[4]))
 ended = parts.run(part, float(sys.argv[2]), os.environ, Path(sys.argv[3]))
 names = "state", "remark", "figures", "cases", "last_lines", "daemon_lines", "seconds"
 print(json.dumps({name: getattr(ended, name) for name in names}))
@@ -49,10 +52,10 @@ time.sleep(600)
 """
 
 
-def run(program: str, log: Path, limit_s: float = 10.0) -> dict[str, Any]:
+def run(program: str, log: Path, limit_s: float = 10.0, **options: bool) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, program, str(limit_s), str(log)],
+        [sys.executable, "-c", _RUN, program, str(limit_s), str(log), json.dumps(options)],
         env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout)
@@ -82,6 +85,46 @@ def test_a_part_that_hangs_ends_with_all_that_it_began(tmp_path: Path) -> None:
     assert ended["seconds"] < LIMIT_S / 2
     left = int(log.read_text().split()[-1])
     assert not Path(f"/proc/{left}").exists()
+
+
+# As where the driver holds a process in the kernel: SIGKILL does not end it.
+_KEPT = """
+import subprocess, sys
+from pathlib import Path
+from scripts.gpu import parts
+parts.TERM_S, parts._end_group, parts._end_orphans = 0.2, lambda _: None, lambda: None
+with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+    print(parts._await(child, 0.2, parts._Reader(Path(sys.argv[1]), print)), child.returncode)
+    child.kill()
+"""
+
+
+def test_a_process_that_nothing_ends_costs_its_part_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KEPT, str(tmp_path / "rows")]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as waits:
+        try:
+            assert waits.communicate(timeout=LIMIT_S)[0].split() == ["None", "None"]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(waits.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "state"), [((), "timed out"), (("passed",), "cut short"), (("passed", "failed"), "timed out")]
+)
+def test_tests_are_cut_short_only_if_some_have_passed(outcomes: tuple[str, ...], state: str, tmp_path: Path) -> None:
+    rows = [{"test": "one", "outcome": outcome, "seconds": 0, "reason": "", "properties": {}} for outcome in outcomes]
+    program = f"import time; from scripts.gpu.results import keep; [keep(row) for row in {rows}]; time.sleep(600)"
+    assert run(program, tmp_path / "log", limit_s=5.0, tests=True, may_be_cut=True)["state"] == state
+
+
+def test_a_row_that_was_cut_costs_that_row_alone(tmp_path: Path) -> None:
+    whole, cut = '{"case": {"rows": 1}}\\n', '{"case": {"rows": 2}'
+    program = f"import os; os.write(os.open(os.environ['{RESULTS_VARIABLE}'], 65), b'{whole}{cut}'); os.abort()"
+    ended = run(program, tmp_path / "log")
+    assert (ended["state"], ended["cases"]) == ("crashed", [{"rows": 1}])
 
 
 _CUT = """
