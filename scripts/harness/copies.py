@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.device.cuda.device import THREADS
+from kvoffloadd.model import Direction
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -36,3 +39,11 @@ def counted(status: Mapping[str, Any]) -> dict[str, int]:
     """Those of all ways, of all GPUs together, by a daemon's status."""
     gpus = [device for kind, device in status["devices"].items() if kind.startswith("cuda:")]
     return {name: sum(int(gpu[name]) for gpu in gpus) for name in COUNTERS[MIXED]}
+
+
+def staging_descriptors(status: Mapping[str, Any], way: str) -> int:
+    """What a daemon keeps open on the software driver, whose memories are memfds, once the kernel has moved rows: two
+    for each staging buffer, of which each thread has one each way, on each GPU.
+    """
+    gpus = sum(kind.startswith("cuda:") for kind in status["devices"])
+    return 2 * THREADS * len(Direction) * gpus if "kernel_chunks" in COUNTERS.get(way, ()) else 0

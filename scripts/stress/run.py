@@ -15,6 +15,7 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from scripts.harness.copies import staging_descriptors
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.leaks import Used, held, leaks, unreturned_slots
@@ -205,6 +206,9 @@ class Run:
         drained = observer.drain(30.0, everything=True)
         if drained.jobs or drained.unsealed:
             report.errors.append(f"after a drain {drained.jobs} jobs run, {drained.unsealed} slots are unsealed")
+        if self._options.software_driver and "descriptors" in before:
+            kept = staging_descriptors(observer.status(), self._options.copies)
+            before = before | {"descriptors": before["descriptors"] + kept}
         report.leaks += leaks(observer, self._pid(observer), self._memory_prefix, before)
         report.findings += observer.verify(payloads=True, deadline_s=VERIFY_S).findings
         if self._daemon is not None:
