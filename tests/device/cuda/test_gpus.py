@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -23,12 +23,12 @@ ONE = frozenset({max(MINE)})
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def arena() -> Arena:
+    """It stays mapped: it is pinned to the end of this process, as a daemon's is."""
     fd = create_memfd("kvo-test", MIB)
     mapping = Mapping.map_fd(fd, MIB)
-    yield Arena(mapping.address, MIB, MIB)
-    mapping.close()
     os.close(fd)
+    return Arena(mapping.address, MIB, MIB)
 
 
 async def cpus_of_copies(driver: Driver, arena: Arena, near: Callable[[str], frozenset[int]]) -> list[set[int]]:
