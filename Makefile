@@ -15,9 +15,9 @@ DEMO_VENV := build/demo-venv
 DEMO_READY := $(DEMO_VENV)/.ready
 KERNELS_VENV := build/kernels-venv
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
-C_SOURCES := $(wildcard kvoffloadd/device/*.c)
-# bench_vllm.py wants vLLM's venv: see docs/benchmarks/vllm.md.
-BENCHMARKS := $(filter-out scripts/bench_vllm.py,$(wildcard scripts/bench_*.py))
+C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c)
+# These want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
+BENCHMARKS := $(filter-out scripts/bench_vllm.py scripts/bench_sglang.py scripts/bench_remote.py,$(wildcard scripts/bench_*.py))
 # The Python of the GPU machine, and what is given to the scripts: `make gpu-bundle GPU_BUNDLE=--cupy`,
 # `make gpu-check GPU_CHECK="--soft --quick"`.
 GPU_PYTHON ?= 3.12
@@ -40,9 +40,18 @@ VLLM_NEXT := build/vllm-0.33
 SGLANG_VENV := build/sglang-venv
 SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input
+# `make demo-remote DEMO_REMOTE="--engine valkey"`.
+DEMO_REMOTE ?=
+REMOTE_VENV := build/remote-venv
+REMOTE_READY := $(REMOTE_VENV)/.ready
+REMOTE_PIP := $(REMOTE_VENV)/bin/python -m pip --disable-pip-version-check --no-input
+PEERS_LMCACHE := build/peers-lmcache-venv
+PEERS_MOONCAKE := build/peers-mooncake-venv
+# What `make bench-peers` is given: `make bench-peers PEERS="--quick --only kvoffloadd lmcache"` writes no page.
+PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo test test-vllm test-sglang test-service soak mutants lint shape bench kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-vllm test-sglang test-remote test-service soak mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -70,6 +79,9 @@ $(DEMO_READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@$(PYTHON) -m venv --clear $(DEMO_VENV)
 	@$(DEMO_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --constraint requirements-dev.lock --editable .
 	@touch $@
+
+demo-remote: $(REMOTE_READY) ## two hosts that share a store, one of them killed with all it has: every byte verified
+	@$(REMOTE_VENV)/bin/python scripts/demo_remote.py $(DEMO_REMOTE)
 
 test: $(READY) $(BINDINGS_READY) ## the tests
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
@@ -114,6 +126,17 @@ $(SGLANG_READY): pyproject.toml requirements-sglang.lock $(C_SOURCES)
 	@$(SGLANG_PIP) install -qq --no-deps --editable .
 	@touch $@
 
+test-remote: $(REMOTE_READY) ## the tests with real remote stores, in a venv of its own; some need root, or are skipped
+	@$(REMOTE_VENV)/bin/python -m pytest -q -rs -m remote tests/remote
+
+$(REMOTE_READY): pyproject.toml requirements-remote.lock $(C_SOURCES)
+	@$(PYTHON_IS_NEW_ENOUGH)
+	@echo "test-remote: making $(REMOTE_VENV) (250 MB, half a minute)"
+	@$(PYTHON) -m venv --clear $(REMOTE_VENV)
+	@$(REMOTE_PIP) install -qq --no-deps --requirement requirements-remote.lock
+	@$(REMOTE_PIP) install -qq --no-deps --editable .
+	@touch $@
+
 test-service: $(READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
 	@$(BIN)/python -m pytest -q -m service tests/service
 
@@ -147,6 +170,23 @@ bench: $(READY) ## run scripts/bench_*.py; results go to docs/benchmarks/
 		$(BIN)/python $$script --json > docs/benchmarks/$$name.json.part; \
 		mv docs/benchmarks/$$name.json.part docs/benchmarks/$$name.json; \
 	done
+
+bench-peers: $(READY) $(VLLM_READY) $(PEERS_LMCACHE)/.ready $(PEERS_MOONCAKE)/.ready ## beside LMCache, vLLM's tiering and Mooncake Store (an hour); writes docs/benchmarks/peers.md
+	@$(BIN)/python scripts/peers.py $(PEERS)
+
+# torch with its dependencies, as above.
+$(PEERS_LMCACHE)/.ready: requirements-peers-lmcache.lock
+	@echo "bench-peers: making $(PEERS_LMCACHE) (2 GB, some minutes)"
+	@$(PYTHON) -m venv --clear $(PEERS_LMCACHE)
+	@$(PEERS_LMCACHE)/bin/python -m pip --disable-pip-version-check --no-input install -qq --constraint $< torch
+	@$(PEERS_LMCACHE)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement $<
+	@touch $@
+
+$(PEERS_MOONCAKE)/.ready: requirements-peers-mooncake.lock
+	@echo "bench-peers: making $(PEERS_MOONCAKE)"
+	@$(PYTHON) -m venv --clear $(PEERS_MOONCAKE)
+	@$(PEERS_MOONCAKE)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement $<
+	@touch $@
 
 gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
 	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON) $(GPU_BUNDLE)
@@ -182,5 +222,5 @@ uninstall: ## remove what `make install` installed, but for the config
 	@echo "uninstall: $(DESTDIR)$(CONFFILE), disk roots and /var/lib/kvoffloadd are still there"
 
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so
+	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so kvoffloadd/cache/memory/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -110,6 +110,53 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """The remote tier, a store that daemons of several hosts share; without an engine there is none. `inflight_bytes`
+    is cut to a sixteenth of memory. "memory" is the engine of tests, whose store is a directory of this host.
+    """
+
+    engine: str = _key("", checks.choice("", "mooncake", "valkey", "memory"))
+    push: str = _key("second-use", checks.choice("second-use", "seal", "evict", "never"))
+    python: str = _key("", checks.path_or_empty)
+    lookup_s: float = _key(0.03, checks.seconds(0.001, 10))
+    fetch_s: float = _key(2.0, checks.seconds(0.01, 600))
+    prefetch_s: float = _key(10.0, checks.seconds(0.01, 600))
+    stuck_s: float = _key(5.0, checks.seconds(0.1, 600))
+    lookup_keys: int = _key(1024, checks.count(1, 4096))
+    min_keys: int = _key(4, checks.count(1, 4096))
+    inflight_bytes: int = _key(256 * MIB, checks.size(MIB))
+    backlog_bytes: int = _key(256 * MIB, checks.size(PAGE_BYTES))
+    write_bytes_per_s: int = _key(0, checks.size(0))
+    get_threads: int = _key(2, checks.count(1, 64))
+    put_threads: int = _key(1, checks.count(1, 64))
+    miss_ttl_s: float = _key(1.0, checks.seconds(0, 3600))
+    era_poll_s: float = _key(1.0, checks.seconds(0.05, 60))
+    directory: str = _key("", checks.path_or_empty)
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeConfig:
+    """Mooncake Store, for `remote.engine`."""
+
+    master: str = _key("", checks.name)
+    host: str = _key("", checks.name)
+    protocol: str = _key("tcp", checks.choice("tcp", "rdma"))
+    devices: str = _key("", checks.name)
+    replicas: int = _key(1, checks.count(1, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyConfig:
+    """Valkey or Redis, for `remote.engine`."""
+
+    url: str = _key("", checks.name)
+    password_file: str = _key("", checks.path_or_empty)
+    ca_file: str = _key("", checks.path_or_empty)
+    cert_file: str = _key("", checks.path_or_empty)
+    key_file: str = _key("", checks.path_or_empty)
+
+
+@dataclass(frozen=True, slots=True)
 class CopyConfig:
     """How jobs move bytes."""
 
@@ -175,6 +222,9 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
+    mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
+    valkey: ValkeyConfig = field(default_factory=ValkeyConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
     cuda: CudaConfig = field(default_factory=CudaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -187,6 +237,9 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "server": ServerConfig,
         "memory": MemoryConfig,
         "disk": DiskConfig,
+        "remote": RemoteConfig,
+        "mooncake": MooncakeConfig,
+        "valkey": ValkeyConfig,
         "copy": CopyConfig,
         "cuda": CudaConfig,
         "limits": LimitsConfig,
@@ -338,6 +391,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: chunks may have no more than "
             f"{chunk_bytes // 2} bytes, half of cuda.staging_bytes or copy.chunk_bytes, so the kernel would hardly run"
         )
+    yield from _remote_contradictions(config)
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]
     for one, other in itertools.combinations(roots, 2):
@@ -346,3 +400,18 @@ def _contradictions(config: Config) -> Iterator[str]:
         elif one in other.parents or other in one.parents:
             inner, outer = (other, one) if one in other.parents else (one, other)
             yield f"disk.roots: {inner} lies inside {outer}; each root needs a directory of its own"
+
+
+def _remote_contradictions(config: Config) -> Iterator[str]:
+    engine = config.remote.engine
+    missing = {
+        "mooncake": [key for key in ("master", "host") if not getattr(config.mooncake, key)],
+        "valkey": [] if config.valkey.url else ["url"],
+        "memory": [],
+    }
+    for key in missing.get(engine, ()):
+        yield f'remote.engine = "{engine}": {engine}.{key} is missing'
+    if engine == "memory" and not config.remote.directory:
+        yield 'remote.engine = "memory": remote.directory is missing'
+    if "@" in config.valkey.url and ":" in config.valkey.url.rpartition("@")[0].partition("://")[2]:
+        yield "valkey.url: has a password in it: put it into a file, and name that in valkey.password_file"

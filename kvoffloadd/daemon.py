@@ -14,18 +14,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvoffloadd.cache.disk.demotion import DiskSettings
-from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.index import SEED_BITS
+from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.warm_restart import adopt
@@ -56,12 +55,9 @@ from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
-from kvoffloadd.storage.disk.faults import FaultyFiles
-from kvoffloadd.storage.disk.files import Files
-from kvoffloadd.storage.disk.root import Root, RootSettings
-from kvoffloadd.storage.disk.segment import SequenceNumbers
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.systemd import Systemd
+from kvoffloadd.tiers import make_disk, make_remote
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +92,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     policy = config.memory.policy or DEFAULT_POLICY
     if policy not in POLICIES:
         raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
-    switch, text = _disk_switch(faults)
+    switches, text = _switches(faults)
     planted = parse_faults(text)
     systemd = Systemd.from_environment()
     _raise_descriptor_limit()
@@ -107,7 +103,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
         _place_memory(config.memory.numa)
         with _address_space():
             pool = _pool(config, systemd)
-        daemon = Daemon(config, listener, pool, planted, switch, systemd)
+        daemon = Daemon(config, listener, pool, planted, switches, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
     finally:
         os.close(lock)
@@ -203,11 +199,11 @@ def _holes(fill: bool | str) -> Holes | None:
         return None
 
 
-def _disk_switch(faults: str) -> tuple[Path | None, str]:
-    """The switch file of the disk tier's faults ("disk=PATH"), and what is planted elsewhere."""
-    entries = [entry.strip() for entry in faults.split(",")]
-    paths = [Path(entry.removeprefix("disk=")) for entry in entries if entry.startswith("disk=")]
-    return (paths[0] if paths else None), ",".join(e for e in entries if not e.startswith("disk="))
+def _switches(faults: str) -> tuple[dict[str, Path], str]:
+    """The switch files of faults below memory ("disk=PATH", "remote=PATH"), and what is planted elsewhere."""
+    entries = [entry.strip().partition("=") for entry in faults.split(",")]
+    paths = {name: Path(path) for name, _, path in entries if name in ("disk", "remote")}
+    return paths, ",".join("".join(entry) for entry in entries if entry[0] not in ("disk", "remote"))
 
 
 def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]:
@@ -274,7 +270,7 @@ class Daemon:
         listener: socket.socket,
         pool: ArenaFile,
         faults: Faults,
-        disk_switch: Path | None,
+        switches: Mapping[str, Path],
         systemd: Systemd,
     ) -> None:
         self._config = config
@@ -282,7 +278,7 @@ class Daemon:
         self._listener = listener
         self._pool = pool
         self._faults = faults
-        self._disk_switch = disk_switch
+        self._switches = switches
         self._stop = asyncio.Event()
         self._signals = 0
         self._taking_over = False
@@ -332,6 +328,11 @@ class Daemon:
 
     async def _take_over(self, context: Context) -> None:
         """What earlier runs left on disk and in memory."""
+        await self._take_over_keys(context)
+        if context.remote is not None:
+            context.remote.start(context.spawn)
+
+    async def _take_over_keys(self, context: Context) -> None:
         cache = context.cache
         if self._pool.is_old:
             self._pool.record_attempt()
@@ -365,15 +366,22 @@ class Daemon:
         if self._faults:
             log.warning("faults are planted: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
-        disk = self._make_disk(cache, loop) if config.disk.roots else None
+        disk = make_disk(config.disk, cache, loop, self._switches.get("disk")) if config.disk.roots else None
+        boot_id = secrets.token_bytes(16)
+        remote = (
+            make_remote(config, cache, disk, loop, hash_lane, boot_id, self._switches.get("remote"))
+            if config.remote.engine
+            else None
+        )
+        lower = LowerTiers(disk, remote) if disk or remote else None
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop)
         return Context(
             config=config,
-            boot_id=secrets.token_bytes(16),
+            boot_id=boot_id,
             loop=loop,
             cache=cache,
-            jobs=Jobs(cache, disk, hash_lane, signals, config.memory.verify_loads),
+            jobs=Jobs(cache, lower, hash_lane, signals, config.memory.verify_loads),
             host=device,
             gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal, self._near(config)),
             signals=signals,
@@ -382,7 +390,7 @@ class Daemon:
             accounts=Accounts(caps(config.limits)),
             lag=Lag(loop),
             turns=Turns(loop),
-            disk=disk,
+            lower=lower,
             closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
 
@@ -400,32 +408,6 @@ class Daemon:
         except ResourceError as error:
             with suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(self._fatal, f"memory.capacity_bytes: {error}")
-
-    def _make_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> DiskTier:
-        chosen = self._config.disk
-        numbers = SequenceNumbers()
-        files = FaultyFiles(self._disk_switch) if self._disk_switch else Files()
-        each = RootSettings(
-            segment_bytes=chosen.segment_bytes,
-            read_threads=chosen.read_threads,
-            write_threads=chosen.write_threads,
-            direct=None if chosen.direct == "auto" else bool(chosen.direct),
-            min_free_bytes=chosen.min_free_bytes,
-            retry_s=chosen.retry_s,
-            stuck_s=chosen.stuck_s,
-        )
-        roots = [Root(root.path, root.capacity_bytes, each, files, loop, numbers) for root in chosen.roots]
-        settings = DiskSettings(
-            on_evict=chosen.demote == "evict",
-            second_use=chosen.admit == "second-use",
-            write_bytes_per_s=chosen.write_bytes_per_s,
-            write_ops_per_s=chosen.write_ops_per_s,
-            backlog_bytes=chosen.backlog_bytes,
-            rewrite_hot=chosen.rewrite_hot,
-            retry_s=chosen.retry_s,
-            stuck_s=chosen.stuck_s,
-        )
-        return DiskTier(cache, roots, numbers, settings, loop, secrets.randbits(SEED_BITS))
 
     def _on_signal(self) -> None:
         if self._taking_over:
@@ -449,6 +431,14 @@ class Daemon:
         logging.shutdown()
         os._exit(EXIT_FATAL)
 
+    async def _close_lower(self, context: Context) -> None:
+        if context.disk is not None:
+            self._systemd.status("writing to disk what is not there yet")
+            if not await context.disk.close(self._config.disk.flush_s, CLOSE_S):
+                self._fatal("disk I/O does not end")
+        if context.remote is not None and not await context.remote.close(CLOSE_S):
+            self._fatal("the remote store's agent does not end")
+
     async def _close(self, context: Context) -> int:
         """Lanes before memory: nothing is unmapped while a thread may touch it."""
         context.signals.close()
@@ -460,10 +450,7 @@ class Daemon:
             log.warning("%d payloads have no checksum yet; they are lost with this process", context.jobs.unsealed)
         if context.clears:
             await asyncio.wait(context.clears, timeout=CLOSE_S)
-        if context.disk is not None:
-            self._systemd.status("writing to disk what is not there yet")
-            if not await context.disk.close(self._config.disk.flush_s, CLOSE_S):
-                self._fatal("disk I/O does not end")
+        await self._close_lower(context)
         if not await context.hash_lane.close(CLOSE_S):
             self._fatal("the hash lane does not end")
         if context.tasks:

@@ -161,9 +161,17 @@ class DrainingError(ResourceError):
 
 
 class NotDurableError(ResourceError):
-    """A clear took effect, but could not be noted on disk: after a restart, cleared keys might be back. Clear again."""
+    """A clear took effect, but could not be noted on disk, so that after a restart cleared keys might be back; or in
+    the store that hosts share, so that it holds on this host alone. Clear again.
+    """
 
     code = "not_durable"
+
+
+class RemoteStoreError(ResourceError):
+    """The remote store did not do what was asked, or not in time."""
+
+    code = "remote_store"
 
 
 class DeviceError(KvOffloadError):

@@ -50,6 +50,7 @@ HOST_ONLY = {
     "test_disk_pins": _DISK,
     "test_kill": _MEMFDS,
     "test_registrations": _MEMFDS,
+    "test_remote": "the store's agent reads and writes the arena, whatever device copies to and from it",
     "test_slot_sizes": "slabs are the arena's, whatever device copies to and from them",
     "test_verification": "what is verified is the arena; its planted faults are the host device's",
 }

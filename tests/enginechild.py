@@ -27,17 +27,24 @@ class EngineChild:
     """Started by the constructor, which returns when it can be asked.
 
     `start_s`: how long it may take to start. `program`: a module that ends in
-    `enginecommands.main`; `options`: what that is given. `environment`: beside ours.
+    `enginecommands.main`; `options`: what that is given. `environment`: beside ours. `python`: whose packages it has.
     """
 
     start_s = 240.0
 
-    def __init__(self, program: str, options: Mapping[str, Any], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: str,
+        options: Mapping[str, Any],
+        log: Path,
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+    ) -> None:
         self.log_path = log
         answers, theirs = os.pipe()
         with log.open("ab") as stream:
             self.child = subprocess.Popen(
-                [sys.executable, "-m", program, json.dumps(options), str(theirs)],
+                [python, "-m", program, json.dumps(options), str(theirs)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=stream,

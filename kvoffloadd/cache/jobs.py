@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.disk.disktier import DiskTier
-from kvoffloadd.cache.disk.promotion import KeysOnDisk, Urgency
+from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
@@ -51,7 +51,7 @@ _SHORT = (MemoryError, OSError, RuntimeError)
 class Phase(StrEnum):
     """What a job waits for."""
 
-    DISK = "disk"
+    DISK = "disk"  # or the remote store
     VERIFICATION = "verification"  # of payloads, before they are loaded
     SIGNAL = "signal"  # the worker's
     COPY = "copy"
@@ -98,12 +98,12 @@ class LoadPlan:
 
 
 class LoadRequest(Protocol):
-    """A load of keys some of which are on disk."""
+    """A load of keys some of which are below memory."""
 
-    on_disk: list[KeysOnDisk]  # to be brought into memory first
+    below: list[GroupLookup]  # what may come is to be brought into memory first
 
     def resolve(self) -> LoadPlan:
-        """What is to be copied, of keys that are complete now: called when those on disk have come, or will not."""
+        """What is to be copied, of keys that are complete now: called when those below have come, or will not."""
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class Jobs:
     """All jobs of the daemon that are under way, and the sealing of what they stored."""
 
     cache: Cache
-    disk: DiskTier | None
+    lower: LowerTiers | None
     hash_lane: Lane
     signals: Signals
     verify_loads: bool
@@ -273,7 +273,7 @@ class Jobs:
     ) -> Job:
         """Copy out what is planned, which is held until the end.
 
-        With a `request`, its keys on disk are brought into memory first, while those of the plan are held; what is
+        With a `request`, its keys below memory are brought there first, while those of the plan are held; what is
         copied is what it resolves to then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
         match its checksum is dropped before the copy.
         """
@@ -290,7 +290,7 @@ class Jobs:
 
     async def _copy_out(self, job: Job, request: LoadRequest | None) -> CopyResult:
         if request is not None:
-            await self._fetch(job, request.on_disk)
+            await self._fetch(job, request.below)
             self._hold(job, request.resolve())
         await self._verify(job)
         return await self._copy(job)
@@ -303,17 +303,17 @@ class Jobs:
         job.rows, job.parts, job.lists = plan.rows, plan.parts, plan.lists
         job.bad = np.zeros(len(plan.rows), bool)
 
-    async def _fetch(self, job: Job, on_disk: list[KeysOnDisk]) -> None:
+    async def _fetch(self, job: Job, below: list[GroupLookup]) -> None:
         """Bring these keys into memory. They are held until the job waits again."""
-        if self.disk is None:
+        lower = self.lower
+        if lower is None:
             return
-        promotion = self.disk.promotion
 
         def begin(resume: Callable[[None], None]) -> Callable[[], bool]:
-            fetch = promotion.fetch(on_disk, Urgency.LOAD, partial(resume, None), job.options.flow)
+            fetch = lower.fetch(below, Urgency.LOAD, partial(resume, None), job.options.flow, whole=True)
 
             def give_up() -> bool:
-                promotion.cancel(fetch)
+                fetch.cancel()
                 return True
 
             return give_up

@@ -136,8 +136,7 @@ class Sealing:
             self._settle(number, len(parts))
             if not isinstance(digests, BaseException):
                 self.cache.seal(parts, generations, digests[at : at + len(parts)])
-                if self.cache.lower is not None:
-                    self.cache.lower.sealed(parts)
+                self.cache.sealed(parts)
             at += len(parts)
         if flow in self._waiting and not isinstance(digests, CancelledWork):  # which says that the lane is closed
             self._submit(flow)

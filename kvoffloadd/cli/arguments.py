@@ -97,11 +97,21 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+ENGINES = ("any", "sglang")
+"""What `plan` may be for."""
+
+
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-config", type=Path, required=True, metavar="FILE", help="the model's config.json, as on Hugging Face"
     )
-    parser.add_argument("--block-size", type=_count, default=16, metavar="TOKENS", help="the engine's; default: 16")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default=ENGINES[0],
+        help="sglang: its host pools and flags, and what the daemon needs; default: any, with layouts as vLLM has them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-size", type=_count, metavar="TOKENS", help="the engine's; default: 16, with --engine sglang 64"
+    )
     parser.add_argument("--tp", type=_count, default=1, metavar="RANKS", help="tensor-parallel ranks; default: 1")
     parser.add_argument(
         "--attn-pack-size", dest="pack_size", type=_count, default=0, metavar="LAYERS",
@@ -118,6 +128,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="of the memory tier; default: the daemon's, 4GiB")
     parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
+    parser.add_argument(
+        "--gpu-cache", type=_size, metavar="SIZE", help="with --engine sglang: of its KV cache on each GPU"
+    )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="a typical prompt; default: 8000"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from kvoffloadd import client, config, errors
@@ -18,7 +19,7 @@ VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
 """For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours.
 Whoever waits at a terminal may interrupt it."""
 
-PLAN_TERMS = ("block_size", "tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
+PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
 """Options of `plan` that go to the planner as they are."""
 
 
@@ -82,19 +83,32 @@ def _load(arguments: argparse.Namespace) -> config.Config:
 
 def plan(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.plan import plan_json, print_plan
-    from kvoffloadd.planner import PlanInputs, make_plan, read_model, read_trace
+    from kvoffloadd.cli.sglangplan import print_sglang_plan, sglang_plan_json
+    from kvoffloadd.planner import PAGE_TOKENS, PlanInputs, make_plan, make_sglang_plan, read_model, read_trace
 
     terms: dict[str, Any] = {name: getattr(arguments, name) for name in PLAN_TERMS}
-    sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk}
+    sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk, "gpu_cache_bytes": arguments.gpu_cache}
     terms |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    if arguments.block_size is not None:
+        terms["block_size"] = arguments.block_size
+    if arguments.gpu_cache is not None and arguments.engine != "sglang":
+        raise errors.ConfigError("--gpu-cache is for --engine sglang")
     model = read_model(arguments.model_config)
     trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
-    plan = make_plan(model, PlanInputs(**terms), trace)
-    if arguments.json:
-        _print_json(plan_json(plan))
+    if arguments.engine == "sglang":
+        sglang = make_sglang_plan(model, PlanInputs(**{"block_size": PAGE_TOKENS} | terms), trace)
+        _show(arguments, lambda: sglang_plan_json(sglang), lambda: print_sglang_plan(sglang))
     else:
-        print_plan(plan)
+        plan = make_plan(model, PlanInputs(**terms), trace)
+        _show(arguments, lambda: plan_json(plan), lambda: print_plan(plan))
     return EXIT_OK
+
+
+def _show(arguments: argparse.Namespace, as_json: Callable[[], dict[str, Any]], for_people: Callable[[], None]) -> None:
+    if arguments.json:
+        _print_json(as_json())
+    else:
+        for_people()
 
 
 # --- questions and orders to a running daemon -------------------------------------------------------

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from kvoffloadd.cli.plantables import (
+    PIPE_COLUMNS,
+    Row,
+    Section,
+    held_section,
+    print_indented,
+    print_section,
+    print_sentences,
+    prompt_row,
+)
 from kvoffloadd.cli.report import open_console
 from kvoffloadd.layout import Attention
-from kvoffloadd.log import printable
 from kvoffloadd.model import PAGE_BYTES, GroupKind, slot_bytes
 from kvoffloadd.planner.layouts import ROWS, Layout
 from kvoffloadd.planner.planning import CapacityPlan
@@ -16,21 +25,11 @@ from kvoffloadd.planner.rank import Rank
 from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-PIPE_COLUMNS = 100
-"""Width in a file or a pipe, where there is no terminal to ask."""
-
 OPERATIONS_NOTES = (
     "one by one: copies; batches: calls with up to 1,024 of them each (the default)",
     "runs: pitched copies of 8 rows or more (cuda.pitched_row_bytes); rest: copies in no run",
     "payloads: copies to a staging buffer, from which the kernel moves rows (cuda.kernel_row_bytes)",
 )
-
-Row = tuple[str, ...]
-Section = tuple[str, Row, list[Row]]
-"""Title, headings and rows of a table."""
 
 
 # --- for programs ---------------------------------------------------------------------------------------
@@ -118,52 +117,25 @@ def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
 def print_plan(plan: CapacityPlan) -> None:
     """Tables on standard output, then the advice, the warnings, and what all of it rests on."""
     console = open_console(PIPE_COLUMNS)
-    _print(console, *_summary(plan), left=2)
-    _print(console, *_groups(plan), left=2)
-    _print(console, *_layouts(plan))
+    print_section(console, *_summary(plan), left=2)
+    print_section(console, *_groups(plan), left=2)
+    print_section(console, *_layouts(plan))
     notes = ["store, load: descriptors of the prompt, on each rank; unused: of the engine's memory, never stored"]
     notes.append(f'"{ROWS}": engines that have it use it {"by default" if plan.rows_by_default else "on request"}')
     for reason in dict.fromkeys(plan.refused.values()):
         names = " and ".join(f'"{name}"' for name, why in plan.refused.items() if why == reason)
         notes.append(f"not possible: {names}: {reason}")
-    _indented(console, notes)
-    _print(console, *_operations(plan))
-    _indented(console, OPERATIONS_NOTES)
+    print_indented(console, notes)
+    print_section(console, *_operations(plan))
+    print_indented(console, OPERATIONS_NOTES)
     if plan.rank.model.is_hybrid:
-        _print(console, *_packs(plan))
-    _print(console, *_held(plan), left=2)
-    _sentences(console, "best layout", [plan.why])
-    _sentences(console, "warnings", plan.warnings)
-    _sentences(console, "assumed", plan.assumed)
-
-
-def _print(console: Console, title: str, headings: Row, rows: Iterable[Row], left: int = 1) -> None:
-    """`left`: so many columns hold words, the others numbers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    console.print(Text(f"\n{title}", "bold"))
-    table = Table(box=None, show_header=any(headings), padding=(0, 1, 0, 1))
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if at < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    console.print(table)
-
-
-def _sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
-    from rich.text import Text
-
-    if sentences:
-        console.print(Text(f"\n{title}", "bold"))
-        _indented(console, sentences)
-
-
-def _indented(console: Console, sentences: Sequence[str]) -> None:
-    from rich.padding import Padding
-
-    for sentence in sentences:
-        console.print(Padding(printable(sentence), (0, 0, 0, 2)))
+        print_section(console, *_packs(plan))
+    print_section(
+        console, *held_section(plan.held, plan.prompts, plan.trace, needs_less=plan.layout.needs_less), left=2
+    )
+    print_sentences(console, "best layout", [plan.why])
+    print_sentences(console, "warnings", plan.warnings)
+    print_sentences(console, "assumed", plan.assumed)
 
 
 def _summary(plan: CapacityPlan) -> Section:
@@ -186,12 +158,7 @@ def _summary(plan: CapacityPlan) -> Section:
     ]
     if model.linear is not None:
         rows.insert(2, ("state", f"{rank.state_bytes:,} bytes a layer, {_states(rank)}"))
-    for prompt in plan.prompts:
-        source = f" (of {plan.trace.requests:,} in the trace)" if plan.trace else ""
-        size = format_bytes(prompt.stored_bytes)
-        needed = f", of which a restore needs {format_bytes(prompt.needed_bytes)}" if plan.layout.needs_less else ""
-        blocks = f"{prompt.blocks:,} blocks, {size}{needed}" if prompt.blocks else "no whole block"
-        rows.append((f"{prompt.name} prompt", f"{prompt.tokens:,} tokens{source}: {blocks}"))
+    rows += [prompt_row(prompt, plan.trace, "block", needs_less=plan.layout.needs_less) for prompt in plan.prompts]
     return f"{model.model_type}, {rank.tp} rank{'s' * (rank.tp > 1)}", ("", ""), rows
 
 
@@ -283,29 +250,3 @@ def _packs(plan: CapacityPlan) -> Section:
         ))  # fmt: skip
     title = "attention layers on a page, if an engine packed them: shorter blocks, but a state for each"
     return title, ("pack", "block", "page", "groups", "stored a token", "blocks of a prompt"), rows
-
-
-def _held(plan: CapacityPlan) -> Section:
-    tiers = plan.held
-    rows: list[Row] = [
-        ("capacity", "", *(format_bytes(held.capacity_bytes) for held in tiers)),
-        ("keys", "", *(f"{held.keys:,}" for held in tiers)),
-        ("index, in the daemon's own memory", "", *(f"about {format_bytes(held.index_bytes)}" for held in tiers)),
-        ("tokens", "all that is stored", *(f"{held.tokens:,}" for held in tiers)),
-    ]
-    for at, prompt in enumerate(plan.prompts):
-        named = f"prompts of {prompt.tokens:,} tokens"
-        rows.append((named, "all that is stored", *(_times(held.prompts[at]) for held in tiers)))
-        if plan.layout.needs_less:
-            rows.append((named, "what a restore needs", *(_times(held.needed[at]) for held in tiers)))
-    if plan.trace:
-        unique = plan.trace.unique_tokens
-        rows.append((
-            f"of the trace's {unique:,} distinct tokens", "all that is stored",
-            *(f"{100 * min(1.0, held.tokens / unique):.1f} %" for held in tiers),
-        ))  # fmt: skip
-    return "what the daemon holds", ("", "if it keeps", *(held.tier for held in tiers)), rows
-
-
-def _times(number: int | None) -> str:
-    return "no whole block" if number is None else f"{number:,}"

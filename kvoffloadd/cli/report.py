@@ -41,6 +41,8 @@ def print_status(status: Mapping[str, Any]) -> None:
     for name, value in status.items():
         if name == "disk" and isinstance(value, Mapping):
             _print_disk(console, value)
+        elif name == "remote" and isinstance(value, Mapping):
+            _print_map(console, name, _flat(value))
         elif isinstance(value, Mapping):
             _print_nested(console, name, value)
         elif _is_table(value):
@@ -60,13 +62,16 @@ def _print_disk(console: Console, disk: Mapping[str, Any]) -> None:
     roots = disk.get("roots")
     if roots and _is_table(roots):
         _print_roots(console, roots)
+    _print_map(console, "disk", _flat({name: value for name, value in disk.items() if name != "roots"}))
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Maps inside it become plain names."""
     plain: dict[str, Any] = {}
-    for name, value in disk.items():
-        if isinstance(value, Mapping):
-            plain |= {f"{name}_{inner}": item for inner, item in value.items()}
-        elif name != "roots":
-            plain[name] = value
-    _print_map(console, "disk", plain)
+    for name, value in values.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        plain |= {name: value} if inner is None else {f"{name}_{key}": item for key, item in inner.items()}
+    return plain
 
 
 def _print_roots(console: Console, roots: Sequence[Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 PREFIX = "kvoffloadd_"
 NAMESPACES_MAX, OTHERS = 64, "other"
 DISK_STATES = ("ok", "full", "read-only", "off")
+REMOTE_STATES = ("starting", "ok", "open", "stuck", "closed")
 BAD = {"store": "cleared", "load": "failed_verification"}
 """Why a job that was done has payloads that do not count."""
 
@@ -32,6 +33,7 @@ def families(status: Status) -> Iterator[Metric]:
     yield from _server(status)
     yield from _devices(status["devices"])
     yield from _disk(status.get("disk", {}))
+    yield from _remote(status.get("remote", {}))
 
 
 def _counter(name: str, text: str, samples: Samples, *labels: str) -> Metric:
@@ -62,7 +64,9 @@ def _lookups(status: Status) -> Iterator[Metric]:
     rows = status["lookups"]
     yield _counter("asked_keys", "Keys asked for by pin.", _each(rows, "asked"), "namespace")
     hits = [
-        ((row["namespace"], tier), row[key]) for row in rows for tier, key in (("memory", "hit"), ("disk", "on_disk"))
+        ((row["namespace"], tier), row[key])
+        for row in rows
+        for tier, key in (("memory", "hit"), ("disk", "on_disk"), ("remote", "remote"))
     ]
     yield _counter("hit_keys", "Keys that were there, by tier.", hits, "namespace", "tier")
     missed = [((row["namespace"], reason), count) for row in rows for reason, count in row["missed"].items()]
@@ -161,7 +165,10 @@ def _transfers(status: Status) -> Iterator[Metric]:
     demoted, promoted = (disk.get(what, {}).get("bytes", 0) for what in ("demoted", "promoted"))
     moved = [(("memory", direction), counters["bytes"], counters["seconds"]) for direction, counters in each.items()]
     moved += [(("disk", "demote"), demoted, busy("write")), (("disk", "promote"), promoted, busy("read"))]
-    yield _counter("transfer_bytes", "Payload bytes moved.", [(to, size) for to, size, _ in moved], "tier", "direction")
+    sizes = [(to, size) for to, size, _ in moved]
+    if remote := status.get("remote"):
+        sizes += [(("remote", way), remote[done]["bytes"]) for way, done in (("fetch", "fetched"), ("push", "pushed"))]
+    yield _counter("transfer_bytes", "Payload bytes moved.", sizes, "tier", "direction")
     yield _counter(
         "transfer_seconds",
         "Memory: what jobs took together. Disk: what threads spent on I/O together.",
@@ -290,3 +297,47 @@ def _roots(roots: Iterable[Status]) -> Iterator[Metric]:
     ]
     yield _counter("disk_bytes", "Payload bytes read and written.", moved, "root", "operation")
     yield _counter("disk_segments_recycled", "Segments given up for new ones.", of("segments_recycled"), "root")
+
+
+def _remote(remote: Status) -> Iterator[Metric]:
+    there = bool(remote)
+
+    def one(*names: str) -> Samples:
+        value: Any = remote
+        for name in names if there else ():
+            value = value[name]
+        return _one(value) if there else ()
+
+    def by_reason(name: str) -> Samples:
+        return [((reason.replace(" ", "_"),), count) for reason, count in remote.get(name, {}).items()]
+
+    states = [((state,), remote["state"] == state) for state in REMOTE_STATES if there]
+    yield _gauge("remote_state", "1 for the state that the store is in.", states, "state")
+    yield _counter("remote_agent_ends", "Agents that ended, or were ended.", one("agent", "ends"))
+    yield _counter("remote_asked_keys", "Keys that the store was asked for.", one("asked"))
+    yield _counter("remote_found_keys", "Keys that it said it has.", one("found"))
+    yield _counter("remote_fetched_keys", "Keys fetched from there.", one("fetched", "keys"))
+    text = "Keys that were asked for, or found, and did not come, by reason."
+    yield _counter("remote_not_fetched_keys", text, by_reason("not_fetched"), "reason")
+    yield _counter("remote_corrupt_keys", "Keys that did not verify, by reason.", by_reason("corrupt"), "reason")
+    yield _counter("remote_pushed_keys", "Keys put there.", one("pushed", "keys"))
+    text = "Keys that were to be put there and were not, by reason."
+    yield _counter("remote_not_pushed_keys", text, by_reason("not_pushed"), "reason")
+    yield _gauge("remote_backlog_bytes", "Payload that waits to be put there.", one("backlog_bytes"))
+    text = "Memory that nobody can use before the agent has answered or ended."
+    yield _gauge("remote_quarantined_bytes", text, one("quarantined_bytes"))
+    yield _counter("remote_cleared_elsewhere", "Clears by other hosts that were followed.", one("cleared_elsewhere"))
+    yield _counter("remote_markers_lost", "Markers of eras that were found absent.", one("markers_lost"))
+    yield _histogram("remote_lookup_seconds", "How long an answer took.", remote.get("lookup_s"))
+    yield _histogram("remote_get_seconds", "How long a batch of keys took to come.", remote.get("get_s"))
+
+
+def _histogram(name: str, text: str, figures: Status | None) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, text)
+    if figures is not None:
+        total, buckets = 0, []
+        for bound, count in figures["counts"].items():
+            total += count
+            buckets.append(("+Inf" if bound == "inf" else bound, total))
+        family.add_metric((), buckets, figures["sum"])
+    return family

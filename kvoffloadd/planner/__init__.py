@@ -1,7 +1,8 @@
 """What a model's KV cache will be, before anything runs: groups, pages, descriptors, and how much the tiers hold.
 
 `read_model` understands a Hugging Face config.json, `make_plan` works out the rest with `kvoffloadd.layout`'s own
-geometry; `kvoffloadd plan` shows it. Importing this loads no torch, and of the daemon only what plans copies.
+geometry, `make_sglang_plan` with SGLang's host pools; `kvoffloadd plan` shows it. Importing this loads no torch, and of
+the daemon only what plans copies.
 """
 
 from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of
@@ -10,11 +11,13 @@ from kvoffloadd.planner.layouts import KV_APART, Layout
 from kvoffloadd.planner.modelconfig import ModelConfig, read_model
 from kvoffloadd.planner.planning import CapacityPlan, PlanInputs, make_plan
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
+from kvoffloadd.planner.sglang import PAGE_TOKENS, SglangPlan, make_sglang_plan
 from kvoffloadd.planner.trace import Trace, read_trace
 
 __all__ = [
     "KV_APART",
     "KV_DTYPES",
+    "PAGE_TOKENS",
     "CapacityPlan",
     "DiskSpace",
     "Layout",
@@ -22,10 +25,12 @@ __all__ = [
     "ModelConfig",
     "PlanInputs",
     "Rank",
+    "SglangPlan",
     "Trace",
     "demand_of",
     "form_groups",
     "make_plan",
+    "make_sglang_plan",
     "read_model",
     "read_trace",
 ]

@@ -49,7 +49,12 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
         fields.assumed.append("each layer has attention and a state, which count as a layer each")
         return (LayerKind.FULL, LayerKind.MAMBA) * count
     kinds = _all_kinds(fields, count)
-    kinds = kinds[: count - _sharing(fields, count)]
+    shared = _sharing(fields, count)
+    if shared:
+        fields.assumed.append(
+            f"num_kv_shared_layers: the last {shared} layers use earlier layers' cache, and are left out"
+        )
+    kinds = kinds[: count - shared]
     crossing = fields.items("cross_attention_layers") or []
     if not all(isinstance(at, int) and 0 <= at < count for at in crossing):
         raise fields.error("cross_attention_layers", f"must be a list of layers, each from 0 to {count - 1}")
@@ -75,8 +80,15 @@ def _sharing(fields: Fields, count: int) -> int:
     shared = fields.integer("num_kv_shared_layers")
     if shared >= count:
         raise fields.error("num_kv_shared_layers", f"= {shared} must be less than num_hidden_layers, {count}")
-    fields.assumed.append(f"num_kv_shared_layers: the last {shared} layers use earlier layers' cache, and are left out")
     return shared
+
+
+def sharing_kinds(fields: Fields) -> tuple[LayerKind, ...]:
+    """Of the layers at the end that `layer_kinds` leaves out, since they use the cache of earlier ones."""
+    if not fields.get("num_kv_shared_layers"):
+        return ()
+    count = fields.integer("num_hidden_layers")
+    return _all_kinds(fields, count)[count - _sharing(fields, count) :]
 
 
 def _check_softmax(fields: Fields, count: int) -> None:

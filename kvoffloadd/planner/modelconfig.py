@@ -10,7 +10,7 @@ from kvoffloadd.planner.compressed import INDEX_SCALE, read_ratios
 from kvoffloadd.planner.compressed import MODEL_TYPE as COMPRESSED
 from kvoffloadd.planner.fields import INSTEAD, Fields, read_fields
 from kvoffloadd.planner.heads import TWO_HEADS, Heads, full_heads, head_size, kv_heads, latent_size
-from kvoffloadd.planner.layertypes import DELTA, indexed_layers, layer_kinds
+from kvoffloadd.planner.layertypes import DELTA, indexed_layers, layer_kinds, sharing_kinds
 from kvoffloadd.planner.states import Recurrent, read_dtype, read_states
 
 REFUSED = {
@@ -63,15 +63,19 @@ class ModelConfig:
     """The whole model. `kinds`: of each layer. `kv_heads`, `head_size`: of attention; with MLA one head, the latent.
     `full_heads`: of full layers, where theirs are others (Gemma 4).
 
+    `sharing`: of layers behind these, which have no cache of their own.
+
     `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
-    `linear`: states of layers that keep them. `index_size`: elements of a token's key in a latent's index; 0: none.
-    `indexed`: which latents have one of their own; () with DeepSeek V4, whose ratios say it.
+    `linear`: states of layers that keep them; `state_dtype`: the file's `mamba_ssm_dtype`, "" where it has none.
+    `index_size`: elements of a token's key in a latent's index; 0: none. `indexed`: which latents have one of their
+    own; () with DeepSeek V4, whose ratios say it.
     `ratios`: DeepSeek V4's, of each layer, how many tokens become one entry; () for other models.
     `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
     """
 
     model_type: str
     kinds: tuple[LayerKind, ...]
+    sharing: tuple[LayerKind, ...]
     query_heads: int
     kv_heads: int
     head_size: int
@@ -81,6 +85,7 @@ class ModelConfig:
     dtype: str
     kv_quantised: bool
     linear: Recurrent | None
+    state_dtype: str
     index_size: int
     indexed: tuple[int, ...]
     ratios: tuple[int, ...]
@@ -145,6 +150,7 @@ def read_model(path: Path) -> ModelConfig:
     return ModelConfig(
         model_type=fields.model_type or "model",
         kinds=kinds,
+        sharing=sharing_kinds(fields),
         query_heads=query_heads,
         kv_heads=count,
         head_size=size,
@@ -154,6 +160,7 @@ def read_model(path: Path) -> ModelConfig:
         dtype=dtype,
         kv_quantised=_kv_quantised(fields),
         linear=linear,
+        state_dtype=read_dtype(fields, "mamba_ssm_dtype") if linear is not None else "",
         index_size=_index_size(fields),
         indexed=indexed_layers(fields, len(kinds)) if fields.model_type in INDEXED else (),
         ratios=ratios,

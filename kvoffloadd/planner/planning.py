@@ -26,6 +26,7 @@ PROMPT_TOKENS = 8000
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """What the model is to run under. `pack_size`: 0 where it is not said. `disk_bytes`: 0 for no disk.
+    `gpu_cache_bytes`: of the engine's KV cache on each GPU; 0: not known.
 
     `hybrid`, `kv_dtype`, `block_size`, `tp`: as of `Rank`. `share_tp`: other tensor-parallel sizes are to read it, too.
     """
@@ -41,6 +42,7 @@ class PlanInputs:
     hybrid: bool = True
     share_tp: bool = False
     prompt_tokens: int = PROMPT_TOKENS
+    gpu_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,9 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
         raise ConfigError(f"no layout can hold this model's layers: {error}") from None
     layout = next(one for one in layouts if one.pack_size == max(1, terms.pack_size))
     parts = tuple(rank.parts(layout.spec(group).kind) for group in range(layout.num_groups))
-    lengths = {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
-    memory = MemorySpace(terms.memory_bytes, terms.slab_bytes or suitable_slab_bytes(terms.memory_bytes))
-    spaces: list[tuple[str, MemorySpace | DiskSpace]] = [("memory", memory)]
-    if terms.disk_bytes:
-        spaces.append(("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes)))
+    lengths = prompt_lengths(terms, trace)
+    memory = memory_space(terms)
+    spaces = spaces_of(terms, memory)
     held = tuple(_held(name, space, layout, parts, list(lengths.values())) for name, space in spaces)
     typical = next(iter(lengths.values()))
     recommended, why = recommend(layouts, layout, typical, terms.share_tp)
@@ -133,6 +133,22 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
         warnings=(*_unshared(rank, terms), *warnings(layout, rank, memory, typical, held[0].prompts[0] or 0)),
         assumed=tuple(_assumed(rank, layout, terms, trace)),
     )  # fmt: skip
+
+
+def prompt_lengths(terms: PlanInputs, trace: Trace | None) -> dict[str, int]:
+    """In tokens, by what they are called; the first is the one that counts."""
+    return {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
+
+
+def memory_space(terms: PlanInputs) -> MemorySpace:
+    """The memory tier."""
+    return MemorySpace(terms.memory_bytes, terms.slab_bytes or suitable_slab_bytes(terms.memory_bytes))
+
+
+def spaces_of(terms: PlanInputs, memory: MemorySpace) -> list[tuple[str, MemorySpace | DiskSpace]]:
+    """The tiers by name, `memory` first."""
+    disk = [("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes))] if terms.disk_bytes else []
+    return [("memory", memory), *disk]
 
 
 def _unshared(rank: Rank, terms: PlanInputs) -> list[str]:

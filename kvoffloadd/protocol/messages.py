@@ -389,7 +389,8 @@ class Registered(Reply, frozen=True, tag="registered"):
 
 class Found(Reply, frozen=True, tag="found"):
     """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease`
-    0: none held. `promoting`: how many of the pending keys are on their way from disk; above 0, one `ready` follows.
+    0: none held. `promoting`: how many of the pending keys are on their way from disk, or asked for; above 0, one
+    `ready` follows.
     """
 
     states: list[bytes]

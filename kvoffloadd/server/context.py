@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
@@ -87,7 +89,7 @@ class Context:
     draining: bool = False
     accepts: int = 0  # connections taken from the backlog, also those that were refused
     subscribed: asyncio.Event = field(default_factory=asyncio.Event)
-    disk: DiskTier | None = None
+    lower: LowerTiers | None = None
     own_uid: int = field(default_factory=os.getuid)
     # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
@@ -105,7 +107,8 @@ class Context:
 
     def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
         """Run `clearing.clear` to its end, even if the session that requested it ends before."""
-        task = self.spawn(clear(self.cache, self.disk, names), errors_are_handled=True)
+        eras = self.remote.eras if self.remote is not None else None
+        task = self.spawn(clear(self.cache, self.disk, names, eras), errors_are_handled=True)
         self.clears.add(task)
         task.add_done_callback(self.clears.discard)
         return task
@@ -132,13 +135,25 @@ class Context:
             self.end_if_unsure(error)
 
     @property
+    def disk(self) -> DiskTier | None:
+        return self.lower.disk if self.lower is not None else None
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        return self.lower.remote if self.lower is not None else None
+
+    @property
     def devices(self) -> list[Device]:
         """The host device and the GPUs in use."""
         return [self.host, *self.gpus.devices()]
 
     def features(self) -> list[str]:
         """The features that a welcome announces."""
-        optional = {"disk": self.disk is not None, "cuda": self.config.cuda.enabled}
+        optional = {
+            "disk": self.disk is not None,
+            "remote": self.remote is not None,
+            "cuda": self.config.cuda.enabled,
+        }
         return ["host", "memory", *(name for name, has in optional.items() if has)]
 
     def let_go(self, ended: LetGo, uid: int) -> None:
@@ -164,6 +179,8 @@ class Context:
         yield from audit.steps(self.cache, self._accounts)
         if self.disk is not None:
             yield from self.disk.steps()
+        if self.remote is not None:
+            yield self.remote.check()
         if not self.sessions:
             yield self.accounts.leaks()
             if len(self.instances):
@@ -173,8 +190,11 @@ class Context:
         """How many rows are held and how many parts reserved, by the records of all that hold and reserve them."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
-        disk = self.disk
+        disk, remote = self.disk, self.remote
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds
             reserved += disk.promotion.reserved
+        if remote is not None:
+            holds += remote.holds
+            reserved += remote.reserved
         return holds, reserved

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.disk.disktier import find_on_disk, keys_on_disk
-from kvoffloadd.cache.disk.promotion import KeysOnDisk
 from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array, spans
 from kvoffloadd.cache.memory.lease import WriteLease
@@ -94,17 +93,17 @@ class SessionLoad(SessionJob):
 
     cache: Cache = field(kw_only=True)
     groups: list[GroupJob] = field(kw_only=True)
-    # By group: which keys the reply promised, since they hit or are on disk. Keys that were stored meanwhile were not
-    # promised, and the job may not write to their blocks.
+    # By group: which keys the reply promised, since they hit or may come from below. Keys that were stored meanwhile
+    # were not promised, and the job may not write to their blocks.
     wanted: list[BoolArray] = field(kw_only=True)
     lookups: list[LookupResult] = field(kw_only=True)  # by group, from the request; empty: to be looked up again
-    on_disk: list[KeysOnDisk] = field(kw_only=True)
+    below: list[GroupLookup] = field(kw_only=True)  # none: nothing may come
 
     def resolve(self) -> LoadPlan:
         """Plan what the job copies as things stand, and set `chosen` and `lost`. Called at once, and a second time when
-        keys on disk have been read. After the last call the job has no use for its keys, nor for their keyspace.
+        the tiers below memory are through. After the last call the job has no use for its keys, nor for their keyspace.
         """
-        last = not (self.lookups and self.on_disk)
+        last = not (self.lookups and self.below)
         lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
         masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
         lists, rows, parts = list[BlockList](), [NO_ROWS], [NO_PARTS]
@@ -120,7 +119,7 @@ class SessionLoad(SessionJob):
         # Together, at the end: what the job's end reads is whole, whatever fails before.
         self.chosen, self.lost, self.lookups = [one.keys for one in lists], lost, []
         if last:
-            self.groups, self.on_disk = [], []
+            self.groups, self.below = [], []
         return plan
 
 
@@ -180,15 +179,12 @@ class SessionJobs:
         groups = self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
-        lookups, disk_hits = self._find(groups)
+        lookups, below = self._find(groups)
         if message.lease:
             self._check_lease(message.lease, lookups)
-        wanted = [lookup.hits | hits for lookup, hits in zip(lookups, disk_hits, strict=True)]
-        on_disk = [
-            keys_on_disk(group.keyspace, group.keys, group.first, hits)
-            for group, hits in zip(groups, disk_hits, strict=True)
-            if hits.any()
-        ]
+        wanted = [lookup.hits for lookup in lookups]
+        if below:
+            wanted = [hits | group.below for hits, group in zip(wanted, below, strict=True)]
         check_targets(
             registration.families,
             [
@@ -206,7 +202,7 @@ class SessionJobs:
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(
                 message.job, registration, options, charge, nothing, [np.arange(len(group.keys)) for group in groups],
-                cache=cache, groups=groups, wanted=wanted, lookups=lookups, on_disk=on_disk,
+                cache=cache, groups=groups, wanted=wanted, lookups=lookups, below=below,
             )  # fmt: skip
             reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
             plan = request.resolve() if any(mask.any() for mask in wanted) else None
@@ -215,18 +211,19 @@ class SessionJobs:
             raise
         on_end = partial(self._complete, request)
         if plan is not None:
-            self._begin(request, partial(jobs.load, plan, options, on_end, request if on_disk else None))
+            self._begin(request, partial(jobs.load, plan, options, on_end, request if below else None))
         else:
             self._begin(request, partial(jobs.finish, Direction.LOAD, options, on_end))
         return reply
 
-    def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[BoolArray]]:
-        """Look keys up: what is in memory, and which keys are on disk."""
-        keys = [(group.keyspace, group.keys) for group in groups]
-        lookups = self.context.cache.find_all(keys)
-        if self.context.disk is None:
-            return lookups, [np.zeros(len(group.keys), bool) for group in groups]
-        return lookups, find_on_disk(self.context.disk, keys, lookups)
+    def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[GroupLookup]]:
+        """Look keys up: what is in memory, and what may come from below, if anything."""
+        lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
+        if self.context.lower is None:
+            return lookups, []
+        named = [(group.keyspace, group.first, group.keys) for group in groups]
+        below = self.context.lower.find(named, lookups, ask=True)
+        return lookups, below if any(group.below.any() for group in below) else []
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""

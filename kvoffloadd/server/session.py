@@ -207,18 +207,18 @@ class Session:
         return m.Found(seq=message.seq, states=answer.states, boundaries=answer.boundaries)
 
     def _pin(self, message: m.Pin) -> m.Reply:
-        return self._own_pins().pin(message.seq, self._find(message.groups))
+        return self._own_pins().pin(message.seq, self._find(message.groups, ask=True))
 
     def _prefetch(self, message: m.Prefetch) -> m.Reply:
-        return self._own_pins().prefetch(message.seq, self._find(message.groups))
+        return self._own_pins().prefetch(message.seq, self._find(message.groups, ask=True))
 
     def _touch(self, message: m.Touch) -> m.Reply:
         groups = self._find(message.groups).groups
         self._context.cache.use_all([(group.keyspace, group.lookup, group.first) for group in groups])
         return m.Done(seq=message.seq)
 
-    def _find(self, groups: list[m.GroupKeys]) -> Lookups:
-        return find_all(self._context.cache, self._context.disk, self._keys_of(groups))
+    def _find(self, groups: list[m.GroupKeys], *, ask: bool = False) -> Lookups:
+        return find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Keyspace, int, U64Array]]:
         namespace = self._own_namespace()

@@ -120,6 +120,7 @@ def _all_users(context: Context) -> dict[str, Any]:
         "memory": cache.tier.gauges(),
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
+        **({"remote": context.remote.figures()} if context.remote else {}),
         "transfers": {
             str(direction): {name: getattr(counters, name) for name in counters.__slots__}
             for direction, counters in jobs.counters.items()

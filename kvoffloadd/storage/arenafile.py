@@ -34,7 +34,7 @@ from kvoffloadd.hugepages import huge_bytes
 from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
-from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, this_process
+from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, process, this_process
 from kvoffloadd.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity byte
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
 _OWNER_AT = 520  # in the header's page, see `arenaowner`
+_AGENT_AT = _OWNER_AT + OWNER_BYTES  # as for the owner: its agent, whose transfers use the arena, too
 _ALIGN_BYTES = HUGE_PAGE_BYTES
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 
@@ -59,7 +60,8 @@ END_S = 30.0
 
 
 class ArenaFile:
-    """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte.
+    """Owns the descriptor and the mapping until `close`. `address`: of the arena's first byte, which lies at
+    `arena_offset` in the file.
 
     `is_old`: another process made and filled it. `seed`: secret of the process that made it. `reserved`: it lies in
     huge pages that the system has set aside. `huge_bytes`: of the arena, in huge pages of any kind; 0 before it is
@@ -78,7 +80,7 @@ class ArenaFile:
         self.huge_bytes: int | None = 0
         self._populate_step_bytes = max(page_bytes, POPULATE_STEP_BYTES)
         self.size_bytes: Final = file_bytes(capacity_bytes, slab_bytes, page_bytes)
-        begin = arena_offset(capacity_bytes, slab_bytes)
+        self.arena_offset: Final = arena_offset(capacity_bytes, slab_bytes)
         self._mapping = Mapping.map_fd(fd, self.size_bytes)
         self._mapping.leave_out_of_dumps()
         whole = self._mapping.array()
@@ -91,11 +93,11 @@ class ArenaFile:
         self.slabs: U32Array = whole[slabs : slabs + 4 * num_slabs].view(np.uint32)
         words = whole[records : records + 8 * RECORD_WORDS * num_pages].view(np.uint64)
         self.records: U64Array = words.reshape(num_pages, RECORD_WORDS)
-        self.address: Final = self._mapping.address + begin
-        self.arena: U8Array = whole[begin : begin + capacity_bytes]
+        self.address: Final = self._mapping.address + self.arena_offset
+        self.arena: U8Array = whole[self.arena_offset : self.arena_offset + capacity_bytes]
         self._attempts: U32Array = whole[_ATTEMPTS_AT : _ATTEMPTS_AT + 4].view(np.uint32)
         self._whole = whole
-        _write(whole, _OWNER_AT, this_process())
+        _write(whole, _OWNER_AT, this_process() + bytes(OWNER_BYTES))
         self._sequence = max(self._names(0)[0], self._names(1)[0])
 
     @classmethod
@@ -133,6 +135,16 @@ class ArenaFile:
         self.huge_bytes = found = huge_bytes(self.address, self.capacity_bytes)
         if found:
             log.info("memory: %s of %s are in huge pages", format_bytes(found), format_bytes(self.capacity_bytes))
+
+    # --- the agent ---
+
+    def record_agent(self, pid: int) -> None:
+        """This process is about to be given the arena: a successor waits for its end, too."""
+        _write(self._whole, _AGENT_AT, process(pid))
+
+    def erase_agent(self) -> None:
+        """The agent is dead."""
+        _write(self._whole, _AGENT_AT, bytes(OWNER_BYTES))
 
     # --- starts that fail ---
 
@@ -259,11 +271,16 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
 
 
 def _await_owner(fd: int) -> int:
-    """The pid of the process that had the pool, if it does not end."""
+    """The pid of the process that had the pool, or of its agent, if it does not end."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return 0  # `unfit` says so
     owner = os.pread(fd, OWNER_BYTES, _OWNER_AT)
-    return await_end(owner, END_S) if len(owner) == OWNER_BYTES else 0
+    if len(owner) < OWNER_BYTES:
+        return 0
+    if pid := await_end(owner, END_S):
+        return pid
+    agent = os.pread(fd, OWNER_BYTES, _AGENT_AT)  # only now: its owner has written it until its own end
+    return await_end(agent, END_S, kill=True) if len(agent) == OWNER_BYTES else 0
 
 
 def file_bytes(capacity_bytes: int, slab_bytes: int, unit_bytes: int = PAGE_BYTES) -> int:

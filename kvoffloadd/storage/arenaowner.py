@@ -1,13 +1,16 @@
-"""The record of which process owns an arena file, so that its successor can wait for its end.
+"""The record of which processes use an arena file, so that a successor can wait for their end.
 
 A killed process lets go of its locks before its GPUs have let go of its memory: what they still copy then would land in
-what the successor has long given to another key. The kernel reports a process as dead only after both.
+what the successor has long given to another key. The kernel reports a process as dead only after both. The same holds
+for the agent, whose transfers from a remote store go on until its own end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import struct
 from pathlib import Path
 
@@ -19,7 +22,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def this_process() -> bytes:
     """`OWNER_BYTES` that name it."""
-    pid = os.getpid()
+    return process(os.getpid())
+
+
+def process(pid: int) -> bytes:
+    """`OWNER_BYTES` that name a process that lives."""
     return _OWNER.pack(pid, _start_ticks(pid), _boot())
 
 
@@ -29,8 +36,8 @@ def is_of_another_boot(owner: bytes) -> bool:
     return boot not in (_NOBODY, _boot())
 
 
-def await_end(owner: bytes, patience_s: float) -> int:
-    """Its pid, if that process still lives after so many seconds; 0 if it is dead.
+def await_end(owner: bytes, patience_s: float, *, kill: bool = False) -> int:
+    """Its pid, if that process still lives after so many seconds; 0 if it is dead. `kill`: it has no business any more.
 
     One of another pid namespace can't be seen, and counts as dead.
     """
@@ -44,6 +51,9 @@ def await_end(owner: bytes, patience_s: float) -> int:
     try:
         if _start_ticks(pid) != start_ticks:  # the number has been given anew
             return 0
+        if kill:
+            with contextlib.suppress(OSError):  # it is dead, or another user's
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         return 0 if poll.poll(1000 * patience_s) else int(pid)

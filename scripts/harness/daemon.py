@@ -26,13 +26,13 @@ from scripts.harness.process import (
     spawn,
     tail,
 )
-from scripts.harness.wait import until
+from scripts.harness.wait import HANG_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-START_S = 30.0
+START_S = HANG_S
 STOP_S = 30.0
 CALL_S = 60.0
 KVOFFLOADD = ("-m", "kvoffloadd")

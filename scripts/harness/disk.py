@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, is_segment_name
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
+from scripts.harness.damage import flip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,6 @@ SHARE_OF_ROOT = 32
 STUCK_S = 120.0
 """Longer than a run waits for any progress: a disk that hangs ends the run, one that is slow does nothing."""
 _REAL = Path("/var/tmp")
-_BIT = 0x40
 
 
 def disk_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
@@ -110,15 +110,3 @@ class Planter:
         flip(self._segments / name, page * PAGE_BYTES + (in_payload if self._rng.random() < 0.7 else in_header))
         self.planted.add(Planted(name, page))
         return True
-
-
-def flip(path: Path, offset: int) -> None:
-    """Damage one byte, so that the next read sees it."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        (byte,) = os.pread(fd, 1, offset)
-        os.pwrite(fd, bytes([byte ^ _BIT]), offset)
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

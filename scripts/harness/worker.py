@@ -6,33 +6,53 @@ import json
 import select
 import signal
 import subprocess
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from scripts.harness.process import DaemonError, end, module, spawn, tail
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 END_S = 60.0
 
 
 class WorkerProcess:
-    """Runs the module `name` with `options`, its only argument. At most one question is open at a time."""
+    """Runs the module `name` with `options`, its only argument. At most one question is open at a time.
 
-    def __init__(self, name: str, options: dict[str, Any], log: Path) -> None:
+    `python`: the interpreter; none: the one that this process has. `environment`: as `spawn` has it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        log: Path,
+        python: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = log
-        self._child = spawn(module(name, json.dumps(options)), log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        _, *words = module(name, json.dumps(options))
+        command = [str(python or sys.executable), *words]
+        self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=environment)
         assert self._child.stdin is not None and self._child.stdout is not None
         self._questions, self._answers = self._child.stdin, self._child.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def fileno(self) -> int:
         """Readable when an answer has come, or the worker has ended."""
         return self._answers.fileno()
 
     def ask(self, question: dict[str, Any]) -> None:
-        """Let it begin."""
-        self._questions.write(json.dumps(question).encode() + b"\n")
-        self._questions.flush()
+        """Let it begin. One that has ended is told of by `answer`."""
+        with suppress(BrokenPipeError):
+            self._questions.write(json.dumps(question).encode() + b"\n")
+            self._questions.flush()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
         """What it says next. Raises DaemonError: it says nothing, or has ended."""
@@ -54,7 +74,7 @@ class WorkerProcess:
 
     def end(self) -> int:
         """Tell it that no more questions come, and wait until it has closed its session. Returns its exit status."""
-        self._questions.close()
+        self._close_questions()
         try:
             status = self._child.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -63,5 +83,9 @@ class WorkerProcess:
         return status
 
     def _close_pipes(self) -> None:
-        self._questions.close()
+        self._close_questions()
         self._answers.close()
+
+    def _close_questions(self) -> None:
+        with suppress(BrokenPipeError):  # it has ended before it had read all
+            self._questions.close()

@@ -20,3 +20,13 @@ def storage_options(**extra: Any) -> dict[str, Any]:
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(named | {"interface_v1": 1, "allocator": "shm"} | extra),
     }
+
+
+def linker_options(**extra: Any) -> dict[str, Any]:
+    """Arguments of SGLang's `Engine` that have the daemon load and store its pages directly. `extra`: of our linker."""
+    config = {"linker": "KVOffloaddLinker", "linker_module_path": MODULE, "linker_extra_config": extra}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": config,
+    }

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.disk.demotion import DiskSettings
-from kvoffloadd.cache.disk.disktier import DiskTier, keys_on_disk
-from kvoffloadd.cache.disk.promotion import Fetch, Urgency
+from kvoffloadd.cache.disk.disktier import DiskTier
+from kvoffloadd.cache.fetches import Fetch, Urgency, keys_below
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
@@ -313,7 +313,7 @@ class Tier:
 
     def take(self, sums: Sums) -> None:
         self.cache.seal(sums.parts, sums.generations, sums.digests)
-        self.disk.demotion.sealed(sums.parts)
+        self.disk.demotion.backlog.sealed(sums.parts)
 
     def seal(self, parts: I64Array) -> None:
         self.take(self.hash(parts))
@@ -369,7 +369,7 @@ class Tier:
     ) -> Fetch:
         keys = keys_of(*numbers)
         on_disk = self.disk.on_disk(keyspace, keys, self.cache.find(keyspace, keys))
-        return self.disk.promotion.fetch([keys_on_disk(keyspace, keys, 0, on_disk)], urgent, done)
+        return self.disk.promotion.fetch([keys_below(keyspace, keys, 0, on_disk)], urgent, done)
 
     async def fetch(self, keyspace: Keyspace, *numbers: int, urgent: int = Urgency.PIN) -> list[int]:
         """Bring them to memory; those that are served when that is over."""

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.disk.demotion import BATCH_SHARE, OFFERS_PER_TURN, Budget, DemotionWrite
+from kvoffloadd.cache.backlog import OFFERS_PER_TURN, Budget
+from kvoffloadd.cache.disk.demotion import BATCH_SHARE, DemotionWrite
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
@@ -63,7 +64,7 @@ async def test_only_what_is_complete_and_sealed_is_written(open_tier: Open) -> N
     keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
     tier.seal(tier.write(keyspace, [1, 2], parts=[0]))
     unsealed = tier.write(keyspace, [2, 3])
-    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(2, 3)).hit_rows)
+    tier.disk.demotion.backlog.offer(tier.cache.find(keyspace, keys_of(2, 3)).hit_rows)
     await tier.quiet()
     assert tier.on_disk(keyspace, 1, 2, 3) == []
     tier.seal(unsealed)
@@ -79,9 +80,9 @@ async def test_nothing_is_written_twice(open_tier: Open) -> None:
     keyspace = tier.keyspace()
     tier.store(keyspace, 1, 2)
     rows = tier.cache.find(keyspace, keys_of(1, 2)).hit_rows
-    tier.disk.demotion.offer(rows)  # while they wait
+    tier.disk.demotion.backlog.offer(rows)  # while they wait
     await tier.quiet()
-    tier.disk.demotion.offer(rows)  # and when they are there
+    tier.disk.demotion.backlog.offer(rows)  # and when they are there
     tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(1, 2)), 0)])
     await tier.quiet()
     tier.evict(keyspace, 1, 2)
@@ -274,7 +275,7 @@ async def test_what_is_evicted_before_the_look_ahead_comes_to_it_is_counted(open
     tier.evict(keyspace, 1)
     assert tier.not_demoted == {"evicted": 1}
     tier.store(keyspace, 2)
-    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(2)).hit_rows)
+    tier.disk.demotion.backlog.offer(tier.cache.find(keyspace, keys_of(2)).hit_rows)
     await tier.quiet()
     tier.evict(keyspace, 2)
     assert tier.on_disk(keyspace, 1, 2) == [2]
@@ -355,11 +356,11 @@ async def test_many_offers_that_are_void_are_passed_over_several_turns(
     await tier.until(lambda: tier.files.writing.entered.is_set())
     tier.evict(keyspace, *range(400, 500))
     await tier.clear(keyspace.namespace)
-    waiting = [len(demotion._queue)]
+    waiting = [len(demotion.backlog.queue)]
 
     def look() -> None:
-        waiting.append(len(demotion._queue))
-        if demotion._queue:
+        waiting.append(len(demotion.backlog.queue))
+        if demotion.backlog.queue:
             tier.loop.call_soon(look)
 
     tier.files.writing.open()
@@ -447,13 +448,13 @@ async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open,
     await tier.store_away(other, 1)
     old, writes = tier.disk.of(keyspace), sum(tier.files.writes)
     waiting: list[int] = []
-    offer = tier.disk.demotion.offer
+    offer = tier.disk.demotion.backlog.offer
 
     def watched(rows: U32Array) -> None:
         offer(rows)
         waiting.append(tier.disk.demotion.backlog_bytes)
 
-    tier.disk.demotion.offer = watched  # type: ignore[method-assign]
+    tier.disk.demotion.backlog.offer = watched  # type: ignore[method-assign]
     paths[1].chmod(0o700)
     await tier.until(lambda: tier.disk.of(keyspace) is not old and len(tier.on_disk(keyspace, *range(40))) == 40)
     await tier.quiet()
@@ -510,7 +511,7 @@ async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier:
     tier.root.path.rename(on_disk)
     await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.accepted)
     tier.store(keyspace, *range(10))
-    tier.disk.demotion.offer(tier.cache.find(keyspace, keys_of(*range(10))).hit_rows)
+    tier.disk.demotion.backlog.offer(tier.cache.find(keyspace, keys_of(*range(10))).hit_rows)
     await tier.quiet()
     assert tier.not_demoted == {"no disk": 10}
     on_disk.rename(tier.root.path)

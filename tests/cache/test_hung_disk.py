@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.disk.promotion import PIECE_SHARE, WINDOW_SHARES, Fetch, Urgency
+from kvoffloadd.cache.disk.promotion import PIECE_SHARE, WINDOW_SHARES
+from kvoffloadd.cache.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.index import WORDS, Index
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U16Array, U64Array
@@ -18,6 +19,15 @@ from tests.calls import Calls, assert_short
 ALL = (1 << 64) - 1
 BITS = (0, 0x3F, 0xFF00, 0b11 << 62, ALL >> 8, ALL << 8 & ALL, ALL)
 """Of a bad hash: none; those that name the bucket, or the tag; two that name a segment; all but those for either."""
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this file holds for both."""
+    if request.param == "numpy":
+        monkeypatch.setattr(keyhash, "NATIVE", None)
+    elif keyhash.NATIVE is None:
+        pytest.skip("_indexfind.c was not compiled here")
 
 
 def random_keys(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -233,8 +243,8 @@ class AgainstADict(RuleBasedStateMachine):
         assert self.index.check_table() == []
 
 
-TestAgainstADict = AgainstADict.TestCase
-TestAgainstADict.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+def test_any_steps_agree_with_a_dict() -> None:
+    run_state_machine_as_test(AgainstADict, settings=settings(max_examples=30, stateful_step_count=12, deadline=None))
 
 
 def test_growth_is_incremental_and_memory_stays_within_the_budget() -> None:
@@ -294,3 +304,51 @@ def test_expecting_is_harmless_once_there_is_something() -> None:
     index.expect(0)
     assert index.memory_bytes() == size
     assert check(index) == []
+
+
+def test_both_implementations_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of keyspaces of each key, of hashes that collide, and where segments have split and rows have gone."""
+    rng = np.random.default_rng(5)
+    for bits in BITS[1:]:
+        index = Colliding(20_000, 7, bits)
+        keys = random_keys(rng, 400)
+        with contextlib.suppress(LimitError):
+            for at in range(0, len(keys), 50):
+                index.insert(at % 3, keys[at : at + 50])
+        index.remove(np.arange(0, len(index), 5, dtype=np.uint32))
+        asked = np.concatenate([keys, random_keys(rng, 100)])[rng.permutation(500)]
+        keyspaces = rng.integers(0, 4, 500).astype(np.uint16)
+        for count in (0, 1, 2, 17, 500):
+            for keyspace in (1, keyspaces[:count]):
+                found = index.find(keyspace, asked[:count])
+                with monkeypatch.context() as other:
+                    other.setattr(keyhash, "NATIVE", None)
+                    assert index.find(keyspace, asked[:count]).tolist() == found.tolist()
+
+
+def test_keys_and_rows_that_do_not_match_are_refused() -> None:
+    native = keyhash.NATIVE
+    if native is None:
+        pytest.skip("numpy has no such call")
+    keys, secret, table = random_keys(np.random.default_rng(0), 4), np.zeros(22, np.uint64), np.zeros(6, np.uint64)
+    hashes, rows = np.zeros(4, np.uint64), np.zeros(4, np.int64)
+    read_only = np.frombuffer(bytes(32), np.uint64)
+    for wrong in (
+        (secret[:21], 0, keys, hashes),
+        (secret, 0, keys, hashes[:3]),
+        (secret, np.zeros(3, np.uint16), keys, hashes),
+        (secret, 0, keys[:, ::2], hashes),
+        (secret, 0, keys, read_only),
+        (secret, -1, keys, hashes),
+        (secret, 0, keys),
+    ):
+        with pytest.raises((ValueError, BufferError, OverflowError, TypeError)):
+            native.hash(*wrong)
+    for other in (
+        (table[:5], 0, keys, hashes, rows),
+        (table, 0, keys, hashes, rows[:3]),
+        (table, np.zeros(5, np.uint16), keys, hashes, rows),
+        (table, 0, keys, hashes),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            native.find(*other)

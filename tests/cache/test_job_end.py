@@ -140,7 +140,7 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
         raise bug
 
     ends: list[Completion] = []
-    request: Any = SimpleNamespace(on_disk=[], resolve=resolve)
+    request: Any = SimpleNamespace(below=[], resolve=resolve)
     nothing = LoadPlan(np.zeros(0, np.uint32), np.zeros(0, np.int64), [])
     job = jobs.load(nothing, CopyOptions(nobody, 1e9), ends.append, request)
     assert ends == []

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.memory.index import SEED_BITS, WORDS, Index, KeyHash
+from kvoffloadd.cache.memory import keyhash
+from kvoffloadd.cache.memory.index import WORDS, Index
+from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
 from kvoffloadd.cache.stats.missreasons import MissReasons
 from kvoffloadd.model import U64Array
 
@@ -19,6 +21,15 @@ SEEDS = (0, 1, 2, 12345, (1 << 62) + 7, (1 << SEED_BITS) - 1)
 ALL = (1 << 64) - 1
 
 words = st.integers(0, ALL)
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this file holds for both."""
+    if request.param == "numpy":
+        monkeypatch.setattr(keyhash, "NATIVE", None)
+    elif keyhash.NATIVE is None:
+        pytest.skip("_indexfind.c was not compiled here")
 
 
 def by_the_book(seed: int, purpose: str, keyspace: int, key: list[int]) -> int:

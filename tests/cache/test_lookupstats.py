@@ -45,7 +45,7 @@ def store(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
 def ask(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
     keys = keys_of(*numbers)
     found = cache.find(keyspace, keys)
-    disk = cache.lower
+    disk = cache.local
     on_disk = disk.on_disk(keyspace, keys, found) if isinstance(disk, DiskTier) else np.zeros(len(keys), bool)
     cache.lookups.record(keyspace, keys, found, on_disk)
     cache.lookups.classify_misses()

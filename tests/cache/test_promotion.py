@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, SLICE_KEYS, Urgency, pieces
+from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, pieces
+from kvoffloadd.cache.fetches import SLICE_KEYS, Urgency
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.health import RootState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffloadd.cache.disk.window import Window
+from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import Flow
 
 

@@ -100,7 +100,7 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
     "function",
     [
         pytest.param("kvoffloadd.server.pins::find_all", id="the server"),
-        pytest.param("kvoffloadd.cache.memory.lookup::_servable_lengths", id="a pure function of the cache"),
+        pytest.param("kvoffloadd.cache.memory.lookup::_full_boundaries", id="a pure function of the cache"),
     ],
 )
 def test_a_bug_elsewhere_costs_the_request(plant: Plant, rng_keys: np.ndarray, function: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvoffloadd.client import Client, KeyState
 from kvoffloadd.model import PAGE_BYTES
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import flip
+from scripts.harness.damage import flip
 from tests.e2e.disk import (
     MIB,
     Record,

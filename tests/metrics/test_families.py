@@ -25,7 +25,8 @@ DOCUMENTED = dict(re.findall(r"^\| `((?:kvoffloadd|process)_\w+)` \| ([\w, ]*?) 
 def status(start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int) -> dict[str, Any]:
     """Of a daemon with a disk, something stored, loaded and asked for."""
     roots = f'disk.roots=[{{ path = "{tmp_path / "disk"}", capacity = "16MiB" }}]'
-    daemon = start_daemon(roots, "disk.min_free_bytes=0")
+    store = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}")
+    daemon = start_daemon(roots, "disk.min_free_bytes=0", *store)
     rank: Rank = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(np.random.default_rng(seed), 6)
     rank.store_keys(keys[:4])

@@ -9,15 +9,19 @@ import pytest
 
 from kvoffloadd import cli
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "PLANNING.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "PLANNING.md"
 
 
-def test_the_example_is_real(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    example = text.split("## An example\n")[1].split("\n## ")[0]
+@pytest.mark.parametrize(("document", "section"), [("PLANNING.md", "An example"), ("SGLANG.md", "How much")])
+def test_the_example_is_real(
+    document: str, section: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / document).read_text(encoding="utf-8")
+    example = text.split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line.removeprefix("    ") for line in example.splitlines() if line.startswith("    ") or not line.strip()]
     command, *shown = "\n".join(lines).strip().splitlines()
-    monkeypatch.chdir(DOCUMENT.parents[1])
+    monkeypatch.chdir(DOCS.parent)
     assert cli.main(shlex.split(command.removeprefix("kvoffloadd "))) == 0
     said = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
     assert [line.rstrip() for line in "\n".join(shown).strip().splitlines()] == said

@@ -436,7 +436,7 @@ async def test_a_plan_that_fails_leaves_what_the_end_of_the_job_reads(room: Room
     nobody: Any = None
     load = SessionLoad(
         1, nobody, nobody, nobody, [np.zeros(0, np.int64)], [np.arange(2)],
-        cache=cache, groups=[made], wanted=[np.ones(2, bool)], on_disk=nobody,
+        cache=cache, groups=[made], wanted=[np.ones(2, bool)], below=nobody,
         lookups=cache.find_all([(keyspace, keys)]),
     )  # fmt: skip
 

@@ -19,7 +19,10 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "STATUS.md").read_text(encoding
 BY_NAME = {"transfers", "lanes", "devices"}
 """Maps whose keys are names, and whose values are alike."""
 
-REASONS = {"missed", "not_demoted", "late_beats", "demoted", "promoted"}
+REASONS = {
+    "missed", "not_demoted", "late_beats", "demoted", "promoted", "corrupt", "fetched", "not_fetched", "pushed",
+    "not_pushed", "lookup_s", "get_s", "eras",
+}  # fmt: skip
 """Maps that are explained where they are named."""
 
 ONLY_SOMETIMES = {"pinned_bytes", "batch_failures", "pitched_copies", "kernel_chunks"} | {
@@ -46,7 +49,8 @@ def test_every_key_is_explained_and_every_explained_key_exists(
     start_daemon: Callable[..., Daemon], hold: Hold, tmp_path: Path, seed: int
 ) -> None:
     disk = f'disk.roots=[{{ path = "{tmp_path / "disk"}", capacity = "16MiB" }}]'
-    daemon = start_daemon(disk, "disk.min_free_bytes=0", faults=hold.fault)
+    store = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}")
+    daemon = start_daemon(disk, "disk.min_free_bytes=0", *store, faults=hold.fault)
     rank: Rank = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(np.random.default_rng(seed), 2)
     rank.client.pin({0: keys})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
-from scripts.sglang import storage_options
+from scripts.sglang import linker_options, storage_options
 from tests.enginechild import ROOT, EngineChild
 
 ANSWER_S = 500.0
@@ -19,15 +19,18 @@ PAGE = 64
 COUNT = 8
 ALL = [448] * COUNT
 """Cached tokens of prompts of 500 tokens, where each page of 64 was."""
+LINKED_TOKENS = 2048
+"""In the pools of an engine with a linker: half of them may be under way to the daemon. All prompts need twice that."""
 SESSIONS = 3
 """Of a rank with the daemon: for lookups, loads and stores."""
 
 _SHIM = Path(__file__).parent / "shim"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_models",
     "PYTHONPATH": os.pathsep.join((str(_SHIM), str(ROOT))),
+    "SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS": "1",
     "OMP_NUM_THREADS": "1",
     # Threads that spin while they wait would starve the daemon on a small machine.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -36,6 +39,23 @@ _ENVIRONMENT = {
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 _PATIENCE = {"timeout_s": 60.0, "job_deadline_s": 200.0, "prefetch_threshold": PAGE}
 """A slow machine is no reason for a miss."""
+
+VICTIM = "KVOFFLOADD_TEST_VICTIM"
+"""For `killing`. Names a file with the pid of the daemon to be killed; the kill removes it."""
+OPTIONS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 1536,
+    "context_length": 1024,
+    "dtype": "float32",  # with fewer bits, the order of sums decides between tokens that are nearly equal
+    "page_size": PAGE,
+    "mem_fraction_static": 0.1,
+    "max_running_requests": 2,
+    "random_seed": 0,
+    "log_level": "info",
+}
+"""Of SGLang's `Engine`, for all."""
 
 Prompts = list[list[int]]
 
@@ -63,23 +83,10 @@ class Engine(EngineChild):
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        given = {
-            "model_path": str(model),
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "disable_cuda_graph": True,
-            "max_total_tokens": 1536,
-            "context_length": 1024,
-            "dtype": "float32",  # with fewer bits, the order of sums decides between tokens that are nearly equal
-            "page_size": PAGE,
-            "mem_fraction_static": 0.1,
-            "max_running_requests": 2,
-            "random_seed": 0,
-            "log_level": "info",
-        }
+        given = {"model_path": str(model), **OPTIONS}
         if storage is not None:
             given |= {"hicache_ratio": 1.5, **storage}
-        super().__init__("tests.sglang.engineprocess", given | options, log, {**_ENVIRONMENT, **(environment or {})})
+        super().__init__("tests.sglang.engineprocess", given | options, log, {**ENVIRONMENT, **(environment or {})})
 
     def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
         """One after the other, or with `together` all at once, to their ends."""
@@ -98,14 +105,35 @@ class Engine(EngineChild):
         """What became of what was begun."""
         return [Request(**request) for request in self._answer(ANSWER_S)["requests"]]
 
+    def start(self, prompts: Mapping[str, list[int]], max_tokens: int = OUTPUT_TOKENS) -> None:
+        """Have the engine begin with prompts, by names. They go on while it is asked other things."""
+        self.do("start", prompts=list(prompts.values()), names=list(prompts), max_tokens=max_tokens)
+
+    def abort(self, name: str) -> Request:
+        """Give up a prompt that was started: what became of it."""
+        return Request(**self.do("abort", name=name)["requests"][0])
+
+    def end(self, *names: str) -> list[Request]:
+        """What became of prompts that were started, at their ends."""
+        return [Request(**request) for request in self.do("end", names=names)["requests"]]
+
     def do(self, command: str, **given: Any) -> dict[str, Any]:
         """Any other command, to its end."""
         self._say(do=command, **given)
         return self._answer(ANSWER_S)
 
+    def begin_flush(self) -> None:
+        """As `flush`, without waiting: `finish_flush` does."""
+        self._say(do="flush", patience_s=ANSWER_S)
+
+    def finish_flush(self) -> bool:
+        """Whether it was done."""
+        return bool(self._answer(ANSWER_S)["success"])
+
     def flush(self) -> None:
-        """SGLang's own levels of cache are emptied, as soon as it has nothing under way: until then it refuses."""
-        until(lambda: self.do("flush")["success"], "SGLang is idle")
+        """SGLang's own levels of cache are emptied, as soon as it has nothing under way."""
+        self.begin_flush()
+        assert self.finish_flush()
 
 
 def stored_at(socket: Path, **options: Any) -> dict[str, Any]:
@@ -113,6 +141,15 @@ def stored_at(socket: Path, **options: Any) -> dict[str, Any]:
     engine = {name: value for name, value in options.items() if name.startswith("hicache_")}
     ours = {name: value for name, value in options.items() if name not in engine}
     return storage_options(socket=str(socket), **(_PATIENCE | ours)) | engine
+
+
+def linked_to(socket: Path, name: str = "KVOffloaddLinker", module: str = "", **options: Any) -> dict[str, Any]:
+    """Further arguments of an engine with a linker. `options`: of ours."""
+    patience = {"timeout_s": 60.0, "job_deadline_s": 200.0}
+    given = linker_options(socket=str(socket), **(patience | options))
+    config = given["unified_cache_external_linker_config"] | {"linker": name}
+    config |= {"linker_module_path": module} if module else {}
+    return given | {"unified_cache_external_linker_config": config, "max_total_tokens": LINKED_TOKENS}
 
 
 def settle(daemon: Daemon) -> None:
@@ -136,3 +173,8 @@ def tokens(requests: Sequence[Request]) -> list[list[int]]:
 def cached(requests: Sequence[Request]) -> list[int]:
     """Per request, tokens that came from the storage."""
     return [request.stored for request in requests]
+
+
+def linked(requests: Sequence[Request]) -> list[int]:
+    """Per request, tokens that were not computed: SGLang does not tell a linker's from its own."""
+    return [request.cached for request in requests]

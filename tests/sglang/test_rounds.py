@@ -30,3 +30,21 @@ def test_a_second_round_and_a_second_engine(
     assert (tokens(found), cached(found)) == (expected, ALL)
     found = second.generate(asked, together=True)
     assert tokens(found) == expected
+
+
+def test_a_buffer_smaller_than_the_gpus_cache(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
+) -> None:
+    """It holds two prompts: what is on its way is all that it has to hold."""
+    daemon = start_daemon(memory="256MiB")
+    storage = stored_at(daemon.socket, hicache_host_memory_mode="buffer_only", hicache_ratio=0.7)
+    expected = reference("dense", asked)
+    engine = start_engine("dense", storage=storage)
+    found = engine.generate(asked, together=True)
+    assert tokens(found) == expected
+    settle(daemon)
+    engine.flush()
+    found = engine.generate(asked)
+    assert (tokens(found), cached(found)) == (expected, ALL)
+    engine.flush()
+    assert tokens(engine.generate(asked, together=True)) == expected

@@ -72,7 +72,7 @@ def test_what_hit_lately_is_of_the_last_minute() -> None:
         history.add(float(second), status(lookups=[row]))
     recent = figures(history)["lookups"]
     assert recent["recent_s"] == WINDOW_S
-    assert recent["recent"] == {"asked": 60, "hit_rate": 1.0, "keys": {"hit": 60, "on_disk": 0}}
+    assert recent["recent"] == {"asked": 60, "hit_rate": 1.0, "keys": {"hit": 60, "on_disk": 0, "remote": 0}}
 
 
 def test_instances_are_sessions_by_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,8 @@ class Request(NamedTuple):
 class Engine(EngineChild):
     """Started by the constructor, which returns when it can be asked.
 
-    `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map.
+    `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map. `python`: of a
+    venv that has vLLM.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine(EngineChild):
         *,
         connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
         **options: Any,
     ) -> None:
         given = {
@@ -72,7 +75,7 @@ class Engine(EngineChild):
             "seed": 0,
             "connector": connector,
         } | options
-        super().__init__("tests.vllm.engineprocess", given, log, {**_ENVIRONMENT, **(environment or {})})
+        super().__init__("tests.vllm.engineprocess", given, log, {**_ENVIRONMENT, **(environment or {})}, python)
 
     # --- what may be asked ---
 

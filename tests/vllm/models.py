@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
-_WRITE_S = 180.0
+_WRITE_S = 600.0
 
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": (
@@ -115,11 +115,14 @@ OTHER = "dense-other"
 KINDS[OTHER] = KINDS["dense"]
 
 
-def write(kind: str, folder: Path) -> Path:
-    """The model's folder. A process of its own writes it: the libraries take seconds to load and warn a lot."""
+def write(kind: str, folder: Path, python: str = sys.executable) -> Path:
+    """The model's folder. A process of its own writes it: the libraries take seconds to load and warn a lot.
+
+    `python`: of a venv that has them.
+    """
     path = folder / kind
     if not path.exists():
-        command = [sys.executable, "-m", __name__, kind, str(path)]
+        command = [python, "-m", __name__, kind, str(path)]
         done = subprocess.run(
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=_WRITE_S
         )

@@ -6,19 +6,17 @@ Event loop only. What moves keys there and back is built on it: see `disktier`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import msgpack
 import numpy as np
 
 from kvoffloadd.cache.disk.catalog import Catalog, DiskKeyspace
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keys import pack
-from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U32Array, U64Array
 from kvoffloadd.storage.disk.format import KeyspaceId
@@ -58,13 +56,8 @@ class DiskContents:
         if keyspace in self._opened or not all(keyspace.part_bytes):
             return
         schema, namespace = keyspace.schema, keyspace.namespace
-        facts = [
-            schema.group, schema.kind, schema.tokens_per_key, schema.window_keys, schema.blocks_per_key, schema.parts,
-            keyspace.part_bytes,
-        ]  # fmt: skip
-        shape = hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()
         name = KeyspaceId(
-            namespace.fingerprint, shape, namespace.epoch, schema.group, schema.parts, namespace.key_bytes
+            namespace.fingerprint, shape_of(keyspace), namespace.epoch, schema.group, schema.parts, namespace.key_bytes
         )
         disk_keyspace = self.catalog.disk_keyspace(name, namespace.uid)
         if disk_keyspace is not None:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
+from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, BacklogSettings, Budget
 from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
-from kvoffloadd.cache.memory.index import distinct
-from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.policy.ghost import UseCounts
 from kvoffloadd.changes import Changes
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
-from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.model import BoolArray, U32Array
 from kvoffloadd.storage.disk.format import ENTRY, Records
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
@@ -30,21 +26,11 @@ from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
 
 BATCH_BYTES = 8 << 20
-BATCH_KEYS = 256
 BATCH_SHARE = 64
-"""What one write takes at most: bytes, keys, and a fraction (1/n) of memory, since what is written can't be evicted."""
+"""What one write takes at most: bytes, and a fraction (1/n) of memory, since what is written can't be evicted."""
 
-LOOK_AHEAD_S = 0.05
-"""How often the next victims of the memory tier are inspected."""
-
-LOOK_AHEAD_KEYS = 4096
 ROOM_S = 5.0
 """How long a batch waits for a segment before it is dropped."""
-
-OFFERS_PER_TURN = 64
-"""Batches that one turn of the loop inspects: after a clear all that wait may be void."""
-
-ADMISSION_SLOTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +47,16 @@ class DiskSettings:
     stuck_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DemotionBatch:
-    """Keys to be written."""
-
-    keyspace: Keyspace
-    rows: U32Array  # of memory
-    generations: U16Array  # of each key's first part: if it has changed, the row is another key's
-    tries: int = 0  # so far
-
-
 @dataclass(slots=True, eq=False)
 class DemotionWrite:
     """One batch under way. Its rows are held until all records are written."""
 
-    offer: DemotionBatch
+    offer: BacklogBatch
     disk_keyspace: DiskKeyspace
     left: int  # records that are not written yet
     failed: bool = False
     dropped: bool = False  # some records were not taken by any root
     again: bool = False  # and the keys are to be offered again
-
-
-@dataclass(slots=True)
-class Budget:
-    """A token bucket for bytes and operations a second; 0: no limit. May go into debt for one batch."""
-
-    bytes_per_s: int
-    ops_per_s: int
-    free_at_s: float = 0.0
-
-    def delay_s(self, now: float) -> float:
-        """Seconds until the next batch may begin."""
-        return max(0.0, self.free_at_s - now)
-
-    def spend(self, num_bytes: int, ops: int, now: float) -> None:
-        """Count a batch that begins now."""
-        for_bytes = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-        for_ops = ops / self.ops_per_s if self.ops_per_s else 0.0
-        self.free_at_s = max(self.free_at_s, now) + max(for_bytes, for_ops)
 
 
 @dataclass(slots=True)
@@ -129,22 +86,27 @@ class Demotion:
         self._cache = disk.cache
         self._settings = settings
         self.counters = DemotionCounters()
-        self.backlog_bytes = 0
-        self._queue: deque[DemotionBatch] = deque()
         self._writes: set[DemotionWrite] = set()
-        # By row of memory: 1 if it waits to be written.
-        self._demoting: U8Array = reserve_array((disk.cache.entries.max_rows,), np.uint8)
-        self._queue_changes = Changes()
         self._again: set[Keyspace] = set()
         self._again_changes = Changes()
-        self._batch_bytes = min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE)
         self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
-        self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
+        chosen = BacklogSettings(
+            on_evict=settings.on_evict,
+            second_use=settings.second_use,
+            backlog_bytes=settings.backlog_bytes,
+            batch_bytes=min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE),
+        )
+        self.backlog = Backlog(disk.cache, chosen, partial(only_in_memory, disk), self.counters.not_demoted)
 
     @property
     def holds(self) -> int:
         """Rows that are being written."""
         return sum(len(write.offer.rows) for write in self._writes)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return self.backlog.bytes
 
     @property
     def unwritten_bytes(self) -> int:
@@ -153,54 +115,11 @@ class Demotion:
 
     # --- offers ---
 
-    def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys."""
-        self._demoting[rows] = 0
-
-    def sealed(self, parts: I64Array) -> None:
-        """The checksums of these parts are known now."""
-        rows = distinct(self._cache.entries.parts.row[parts])
-        if self._uses is not None:
-            # Ranks store their parts one after the other: that is one use of the key, not many.
-            rows = self._admitted(self._whole(rows))
-        if not self._settings.on_evict:
-            self.offer(rows)
-
     def adopted(self, rows: U32Array) -> None:
         """These keys were found in memory at the start, sealed."""
-        if self._uses is None:
+        if not self._settings.second_use:
             for keyspace, _ in self._cache.entries.by_keyspace(rows):
                 self.offer_again(keyspace)  # there may be more of them than the backlog has room for
-
-    def used(self, rows: U32Array) -> None:
-        """These keys were used in memory."""
-        if self._uses is not None:
-            rows = self._admitted(rows)
-            if not self._settings.on_evict:
-                self.offer(rows)
-
-    def evicted(self, rows: U32Array) -> None:
-        """These keys are about to leave memory. Count those that were to be written, and never were offered: they had
-        no checksum yet; or, where eviction decides, memory needed their room before it was looked ahead to them.
-        """
-        rows = self._known(rows)
-        for keyspace, indices in self._cache.entries.by_keyspace(rows):
-            gone = rows[indices]
-            offered = self._sealed(keyspace, gone)
-            if self._settings.on_evict:
-                offered &= self._demoting[gone] > 0
-            lost = only_in_memory(self._disk, keyspace, gone[~offered])
-            if lost.any():
-                self.counters.not_demoted["evicted"] += int(np.count_nonzero(lost))
-
-    def offer(self, rows: U32Array) -> None:
-        """Write these keys, if they are complete, sealed and not on disk."""
-        rows = self._cache.entries.live(rows)
-        for keyspace, indices in self._cache.entries.by_keyspace(rows):
-            offered = rows[indices]
-            wanted = offered[self._writable(keyspace, offered)]
-            if len(wanted):
-                self._enqueue(keyspace, wanted, 0)
 
     def offer_again(self, keyspace: Keyspace) -> None:
         """Keys of this keyspace were not written, or what was written is void: offer all keys that only memory has, as
@@ -210,73 +129,18 @@ class Demotion:
             self._again.add(keyspace)
             self._again_changes.notify_all()
 
-    def _whole(self, rows: U32Array) -> U32Array:
-        """The subset of the keys whose parts are all sealed."""
-        rows = self._cache.entries.live(rows)
-        whole = np.zeros(len(rows), bool)
-        for keyspace, indices in self._cache.entries.by_keyspace(rows):
-            whole[indices] = self._sealed(keyspace, rows[indices])
-        return rows[whole]
-
-    def _sealed(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-        entries = self._cache.entries
-        records = entries.parts.run(entries.first[rows], keyspace.schema.parts)
-        sealed: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
-        return sealed
-
-    def _admitted(self, rows: U32Array) -> U32Array:
-        """Count a use of each key. Returns the subset that was used before."""
-        index = self._cache.entries.index
-        if self._uses is None or not len(rows):
-            return rows
-        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        known, uses = self._uses.look_up(tags)
-        self._uses.record(tags, np.minimum(uses + np.uint8(1), np.uint8(15)))
-        return rows[known]
-
-    def _known(self, rows: U32Array) -> U32Array:
-        """The subset of the keys that were used twice; all, if `second_use` is off."""
-        index = self._cache.entries.index
-        if self._uses is None or not len(rows):
-            return rows
-        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
-        return rows[self._uses.look_up(tags)[1] >= 2]
-
-    def _enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
-        size = sum(keyspace.part_bytes)
-        if not tries:
-            rows = rows[self._demoting[rows] == 0]
-        room = max(0, self._settings.backlog_bytes - self.backlog_bytes) // size
-        if room < len(rows):
-            self.counters.not_demoted["backlog"] += len(rows) - room
-            rows = rows[:room]
-        if not len(rows):
-            return
-        first = self._cache.entries.first[rows]
-        self._demoting[rows] = 1
-        self._queue.append(DemotionBatch(keyspace, rows, self._cache.entries.parts.generation[first], tries))
-        self.backlog_bytes += size * len(rows)
-        self._queue_changes.notify_all()
-
-    def _writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-        """Which keys are complete, sealed and not on disk."""
-        flags = self._sealed(keyspace, rows)
-        flags[flags] = only_in_memory(self._disk, keyspace, rows[flags])
-        return flags
-
     # --- writing ---
 
     async def run(self) -> None:
         """Write what is offered, until cancelled."""
         while True:
-            offer = self._take()
-            if offer is not None:
-                await self._write(offer)
-            if offer is not None or self._queue:
-                await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
-                continue
-            if not await self._queue_changes.wait(LOOK_AHEAD_S if self._settings.on_evict else None):
-                self._look_ahead()
+            await self._write_next()
+            await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
+
+    async def _write_next(self) -> None:
+        """In a frame of its own: while nothing is to be written no keyspace may be referred to."""
+        if (batch := await self.backlog.next()) is not None:
+            await self._write(batch)
 
     async def run_again(self) -> None:
         """Offer the keyspaces of `offer_again` as soon as they may be written, until cancelled."""
@@ -313,8 +177,8 @@ class Demotion:
         left, entries = 0, self._cache.entries
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
-            rows = self._known(rows[self._writable(keyspace, rows)])
-            left += int(np.count_nonzero(self._demoting[rows] == 0))
+            rows = self.backlog.known(rows[self.backlog.writable(keyspace, rows)])
+            left += self.backlog.num_outside(rows)
             await asyncio.sleep(0)
         return left * sum(keyspace.part_bytes)
 
@@ -327,13 +191,13 @@ class Demotion:
         step = max(1, self._settings.backlog_bytes // 2 // size)
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
-            rows = self._known(rows[self._writable(keyspace, rows)])
+            rows = self.backlog.known(rows[self.backlog.writable(keyspace, rows)])
             for at in range(0, len(rows), step):
                 await self._until(max(0, self._settings.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
-                    left += int(np.count_nonzero(self._demoting[rows[at:]] == 0))  # the others are in the backlog
+                    left += self.backlog.num_outside(rows[at:])  # the others are in the backlog
                     break
-                self.offer(rows[at : at + step])
+                self.backlog.offer(rows[at : at + step])
             await asyncio.sleep(0)
         return left * size
 
@@ -344,34 +208,7 @@ class Demotion:
                 return
             await self._disk.numbers.changes.wait(LOOK_AHEAD_S)
 
-    def _take(self) -> DemotionBatch | None:
-        """Take the next keys to write out of the queue: of one keyspace, still the same keys, no more than one write
-        takes. None: there are none, at least not among the first batches.
-        """
-        for _ in range(min(OFFERS_PER_TURN, len(self._queue))):
-            offer = self._queue.popleft()
-            size = sum(offer.keyspace.part_bytes)
-            count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
-            if len(offer.rows) > count:
-                self._queue.appendleft(
-                    DemotionBatch(offer.keyspace, offer.rows[count:], offer.generations[count:], offer.tries)
-                )
-            rows, generations = offer.rows[:count], offer.generations[:count]
-            self.backlog_bytes -= size * len(rows)
-            entries = self._cache.entries
-            same = entries.state[rows] == RowState.LIVE
-            same &= entries.index.keyspace[rows] == offer.keyspace.id
-            live = np.flatnonzero(same)
-            same[live] = entries.parts.generation[entries.first[rows[live]]] == generations[live]
-            self.counters.not_demoted["evicted"] += int(len(rows) - same.sum())
-            rows, generations = rows[same], generations[same]
-            writable = self._writable(offer.keyspace, rows)
-            self._demoting[rows[~writable]] = 0
-            if writable.any():
-                return DemotionBatch(offer.keyspace, rows[writable], generations[writable], offer.tries)
-        return None
-
-    async def _write(self, offer: DemotionBatch) -> None:
+    async def _write(self, offer: BacklogBatch) -> None:
         keyspace, disk_keyspace = offer.keyspace, self._disk.of(offer.keyspace)
         if disk_keyspace is None:  # it was when the offer was taken
             return
@@ -383,7 +220,7 @@ class Demotion:
         ]
         if not usable or max(sizes) > max(root.writer.payload_bytes_max for root in usable):
             self.counters.not_demoted["too large" if usable else self._why_not()] += len(offer.rows)
-            self._demoting[offer.rows] = 0
+            self.backlog.settle(offer.rows)
             if not usable:
                 self.offer_again(keyspace)
             return
@@ -460,33 +297,20 @@ class Demotion:
             return
         self._writes.discard(write)
         offer = write.offer
-        self._demoting[offer.rows] = 0
+        self.backlog.settle(offer.rows)
         if write.again:
             self.offer_again(offer.keyspace)
         elif write.dropped:
             pass  # counted
         elif write.failed and not offer.tries:
             rows = self._cache.entries.live(offer.rows)
-            self._enqueue(offer.keyspace, rows, 1)
+            self.backlog.enqueue(offer.keyspace, rows, 1)
         elif write.failed:
             self.counters.not_demoted["write failed"] += len(offer.rows)
         elif write.disk_keyspace is not self._disk.of(
             offer.keyspace
         ):  # a root that came late knew of a clear: what was written is void
-            self.offer(offer.rows)
+            self.backlog.offer(offer.rows)
         else:
             self.counters.keys += len(offer.rows)
         self._cache.unhold(offer.rows)
-
-    # --- before they are evicted ---
-
-    def _look_ahead(self) -> None:
-        """Offer what the memory tier would evict next."""
-        tier = self._cache.tier
-        for size, queue in self._cache.eviction.queues.items():
-            # Slots per key as the keys have them now, not as they might have at most.
-            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
-            ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
-            if tier.num_free(size) // per_key >= ahead or self.backlog_bytes >= self._settings.backlog_bytes // 2:
-                continue
-            self.offer(self._known(self._cache.eviction.victims(queue, ahead)))

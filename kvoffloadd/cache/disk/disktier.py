@@ -14,14 +14,14 @@ from kvoffloadd.cache.disk.arrivals import Arrivals
 from kvoffloadd.cache.disk.clears import DiskClears
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion, DiskSettings
-from kvoffloadd.cache.disk.promotion import KeysOnDisk, Promotion
+from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.disk.scrub import Scrub
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, KeyState, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import SequenceNumbers
@@ -32,7 +32,7 @@ _MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
 
 
 class DiskTier(DiskContents):
-    """The `LowerTier` on disk."""
+    """The `LocalTier` on disk."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DiskTier(DiskContents):
         self.arrivals = Arrivals(self, self.clears, self.demotion, self.promotion, self.reclaim)
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        cache.attach(self)
+        cache.attach_local(self)
 
     # --- life ---
 
@@ -76,20 +76,20 @@ class DiskTier(DiskContents):
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
 
-    # --- calls from memory, see `LowerTier` ---
+    # --- calls from memory, see `LocalTier` ---
 
     def reset(self, rows: U32Array) -> None:
         self.promotion.reset(rows)
-        self.demotion.reset(rows)
+        self.demotion.backlog.reset(rows)
 
     def sealed(self, parts: I64Array) -> None:
-        self.demotion.sealed(parts)
+        self.demotion.backlog.sealed(parts)
 
     def used(self, rows: U32Array) -> None:
-        self.demotion.used(rows)
+        self.demotion.backlog.used(rows)
 
     def evicted(self, rows: U32Array) -> None:
-        self.demotion.evicted(rows)
+        self.demotion.backlog.evicted(rows)
 
     # --- lookups ---
 
@@ -138,14 +138,6 @@ class DiskTier(DiskContents):
             "evicted_keys": self.reclaim.keys_evicted,
             "rewritten": self.reclaim.records_rewritten,
         }
-
-
-def keys_on_disk(keyspace: Keyspace, keys: U64Array, first: int, on_disk: BoolArray) -> KeysOnDisk:
-    """The distinct keys of the mask, with their positions in the prompt. `first`: the position of the first key."""
-    indices = np.flatnonzero(on_disk)
-    once = np.unique(keys[indices].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
-    indices = indices[np.sort(once)]
-    return KeysOnDisk(keyspace, np.ascontiguousarray(keys[indices]), (indices + first).astype(np.uint32))
 
 
 def find_on_disk(

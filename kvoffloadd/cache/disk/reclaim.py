@@ -14,7 +14,7 @@ import numpy as np
 from kvoffloadd.cache.disk.catalog import STEP_RECORDS, DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
-from kvoffloadd.cache.disk.promotion import Urgency
+from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
@@ -87,7 +87,7 @@ class Reclaim:
             self.keys_evicted += len(rows)
         catalog.close_segment(segment.ordinal)
         for rows in again:
-            self._demotion.offer(rows)
+            self._demotion.backlog.offer(rows)
 
     async def forget(self, ordinal: int) -> list[np.ndarray]:
         """Drop every record of a segment from the catalog, some at a time. Returns the catalog rows of the keys that

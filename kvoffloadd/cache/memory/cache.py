@@ -19,7 +19,7 @@ from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState, begins_of
 from kvoffloadd.cache.memory.lookup import LookupResult
-from kvoffloadd.cache.memory.lowertier import LowerTier
+from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
@@ -32,7 +32,7 @@ from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
 
-_IN_LOWER = 1 << 46  # a snapshot's cursor from here on is one of the tier below
+_IN_LOCAL = 1 << 46  # a snapshot's cursor from here on is one of the local tier
 
 
 @dataclass(slots=True)
@@ -86,14 +86,29 @@ class Cache:
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
-        self.lower: LowerTier | None = None
+        self.local: LocalTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._warned_of_names = False
         self._state_changed = False
 
+    @property
+    def lower(self) -> list[LowerTier]:
+        """The tiers below memory."""
+        return self.entries.lower
+
     def attach(self, lower: LowerTier) -> None:
         """Put a tier below memory."""
-        self.lower = self.entries.lower = lower
+        self.entries.lower.append(lower)
+
+    def attach_local(self, local: LocalTier) -> None:
+        """Put a tier of this host below memory; there is one at most."""
+        self.local = self.entries.local = local
+        self.attach(local)
+
+    def sealed(self, parts: I64Array) -> None:
+        """Tell the tiers below that the checksums of these parts are known now."""
+        for lower in self.lower:
+            lower.sealed(parts)
 
     # --- namespaces and groups ---
 
@@ -118,8 +133,8 @@ class Cache:
             if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
                 for keyspace in namespace.keyspaces.values():
                     self.entries.keyspaces.retire(keyspace)
-                    if self.lower is not None:
-                        self.lower.close_keyspace(keyspace)
+                    for lower in self.lower:
+                        lower.close_keyspace(keyspace)
                 namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
                 del self.namespaces[namespace.fingerprint]
 
@@ -153,8 +168,8 @@ class Cache:
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """Make room in queues and below for parts whose payload sizes, `known`, have just become known."""
         self.eviction.admit(keyspace, known)
-        if self.lower is not None:
-            self.lower.open_keyspace(keyspace)
+        for lower in self.lower:
+            lower.open_keyspace(keyspace)
 
     def save_state(self) -> None:
         """Save namespaces and epochs for a successor: before the slot record of a key whose group has changed is
@@ -194,12 +209,14 @@ class Cache:
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
         keys = groups[0][1] if len(groups) == 1 else join_keys(keys for _, keys in groups)
         rows = self.entries.find_all(counts, keys)
+        hits = self.entries.missing[rows] == 0  # row -1 reads some other row
         held = rows >= 0
-        hits = held & (self.entries.missing[rows] == 0)  # row -1 reads some other row, and `held` takes it out
+        hits &= held
         states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
-        unready = np.flatnonzero(held & ~hits)
-        if len(unready):
-            states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
+        if not hits.all():
+            unready = np.flatnonzero(held & ~hits)
+            if len(unready):
+                states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
         if len(groups) == 1:
             return [LookupResult(rows, states, hits)]
         return [LookupResult(rows[s], states[s], hits[s]) for s in spans(count for _, count in counts)]
@@ -230,8 +247,8 @@ class Cache:
             rows, places, begins = _used(groups)
             queue.policy.touch(rows, places, begins)
             self.tier.touch(self.entries.parts.page[self.entries.first[rows]])
-            if self.lower is not None:
-                self.lower.used(rows)
+            for lower in self.lower:
+                lower.used(rows)
 
     # --- writing: `reservation` reserves, then commit or abort ---
 
@@ -322,24 +339,24 @@ class Cache:
     def forget_clears(self) -> None:
         """If too many clears are remembered, forget those of namespaces of which nothing is left here."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
-            in_lower = self.lower.namespaces() if self.lower is not None else set()
-            self.epochs.forget(self.namespaces.keys() | in_lower)
+            below = self.local.namespaces() if self.local is not None else set()
+            self.epochs.forget(self.namespaces.keys() | below)
 
     def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
         """List packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
-        tier below come last. A retired keyspace has none.
+        local tier below come last. A retired keyspace has none.
         """
         if keyspace.retired:
             return b"", 0
-        if self.lower is not None and cursor >= _IN_LOWER:
-            packed, after = self.lower.snapshot(keyspace, cursor - _IN_LOWER, SCAN_ROWS)
-            return packed, after + _IN_LOWER if after else 0
+        if self.local is not None and cursor >= _IN_LOCAL:
+            packed, after = self.local.snapshot(keyspace, cursor - _IN_LOCAL, SCAN_ROWS)
+            return packed, after + _IN_LOCAL if after else 0
         rows = self.entries.live(self.entries.scan_step(keyspace, cursor, SCAN_ROWS))
         after = cursor + SCAN_ROWS
         packed = self.entries.packed(rows[self.entries.complete(rows)], keyspace)
         if after < self.entries.index.rows_end:
             return packed, after
-        return packed, 0 if self.lower is None else _IN_LOWER
+        return packed, 0 if self.local is None else _IN_LOCAL
 
     def figures(self) -> dict[str, int]:
         """Counters and gauges, for `status`."""

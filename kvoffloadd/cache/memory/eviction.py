@@ -186,6 +186,6 @@ class Eviction:
     def drop(self, rows: U32Array) -> None:
         """Evict these rows, which must be evictable."""
         self.keys_evicted += len(rows)
-        if self._entries.lower is not None:
-            self._entries.lower.evicted(rows[self._entries.complete(rows)])
+        for lower in self._entries.lower:
+            lower.evicted(rows[self._entries.complete(rows)])
         self._entries.retire(rows)

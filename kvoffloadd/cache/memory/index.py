@@ -15,15 +15,16 @@ Event loop only.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.ma  # or the first np.unique would, in the midst of serving: it takes 12 ms
 import numpy.typing as npt
 
+from kvoffloadd.cache.memory import keyhash
+from kvoffloadd.cache.memory.keyhash import KeyHash
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 
 Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
@@ -41,46 +42,6 @@ _EXPECTED_FILL = 0.65
 _EMPTY, _DEAD, _FIRST_TAG = 0, 1, 2
 _DEEPER_MAX = 3
 """How many splits deeper than all segments together would be a segment may be. Keys of different hashes need fewer."""
-
-SEED_BITS = 128
-_HALF_BITS = np.uint64(32)
-_HIGH_HALF = np.uint64(0xFFFFFFFF00000000)
-_HALVES = KEY_BYTES_MAX // 4
-
-
-class KeyHash:
-    """(keyspace, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
-
-    Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
-    keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
-    hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
-    them with chance 2**-b, however the keys were chosen without knowing the secret. Sums of whole words
-    would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
-
-    What follows is a bijection with secret factors, which takes the sums' linearity away: who learns of two keys that
-    share some bits can't tell from that which others do.
-    """
-
-    def __init__(self, seed: int, purpose: str) -> None:
-        secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + purpose.encode())
-        words: U64Array = np.frombuffer(secret.digest(8 * (2 * _HALVES + 6)), "<u8").astype(np.uint64)
-        self._factors = words[: 2 * _HALVES].reshape(_HALVES, 2)
-        self._of_space, self._offset = words[2 * _HALVES : 2 * _HALVES + 4].reshape(2, 2)
-        self._mixers = words[-2:] | np.uint64(1)
-
-    def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
-        """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
-        sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
-        keyspaces = keyspace[:, None] if isinstance(keyspace, np.ndarray) else np.uint64(keyspace)
-        sums += keyspaces * self._of_space + self._offset
-        h: U64Array = sums[:, 0] >> _HALF_BITS
-        h |= sums[:, 1] & _HIGH_HALF
-        h ^= h >> np.uint64(32)
-        h *= self._mixers[0]
-        h ^= h >> np.uint64(29)
-        h *= self._mixers[1]
-        h ^= h >> np.uint64(32)
-        return h
 
 
 class Index:
@@ -108,8 +69,7 @@ class Index:
         self._live: U32Array = reserve_array((segments,), np.uint32)
         self._depth = reserve_array((segments,), np.uint8)
         self._num_segments = 1
-        self._directory: U32Array = np.zeros(1, np.uint32)
-        self._directory_depth = 0
+        self._set_directory(np.zeros(1, np.uint32), 0)
 
     def __len__(self) -> int:
         return self._rows_used - self._num_free
@@ -127,10 +87,15 @@ class Index:
         """The row of each key, or -1. `keys`: (n, WORDS); `keyspace`: of all of them, or of each; `hashes`: what `hash`
         says of them, if the caller has asked. Changes nothing.
         """
-        found = np.full(len(keys), -1, np.int64)
-        if not len(keys):
-            return found
         h = self.hash(keyspace, keys) if hashes is None else hashes
+        if keyhash.NATIVE is None:
+            return self._find_in_numpy(keyspace, keys, h)
+        rows = np.empty(len(keys), np.int64)
+        keyhash.NATIVE.find(self._table, keyspace, np.ascontiguousarray(keys), h, rows)
+        return rows
+
+    def _find_in_numpy(self, keyspace: int | U16Array, keys: U64Array, h: U64Array) -> I64Array:
+        found = np.full(len(keys), -1, np.int64)
         bucket, tag = self._home(h), self._tag(h)
         asked = np.arange(len(keys))
         while len(asked):
@@ -152,10 +117,11 @@ class Index:
         """Make room at once for so many keys in a table that is empty still: growing one by one takes twice as long."""
         if self._num_segments > 1 or len(self):
             return
-        while count > _EXPECTED_FILL * _SEGMENT * self._num_segments and self._directory_depth < 24:
-            self._directory_depth += 1
+        depth = 0
+        while count > _EXPECTED_FILL * _SEGMENT * self._num_segments and depth < 24:
+            depth += 1
             self._num_segments *= 2
-        self._directory = np.arange(self._num_segments, dtype=np.uint32)
+        self._set_directory(np.arange(self._num_segments, dtype=np.uint32), depth)
         self._depth[: self._num_segments] = self._directory_depth
 
     def insert(self, keyspace: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> U32Array:
@@ -244,6 +210,13 @@ class Index:
         tag = ((h >> np.uint64(8)) & np.uint64(0xFFFF)).astype(np.uint16)
         return np.maximum(tag, np.uint16(_FIRST_TAG))
 
+    def _set_directory(self, directory: U32Array, depth: int) -> None:
+        """`depth`: how many top bits of a hash choose a segment."""
+        self._directory, self._directory_depth = directory, depth
+        columns = (self.keys, self.keyspace, self._tags, self._rows, directory)
+        # `Table` of _indexfind.c. The columns stay where they are; `directory` is kept for as long as this is.
+        self._table = np.array([*(column.ctypes.data for column in columns), depth], np.uint64)
+
     def _take_rows(self, count: int) -> U32Array:
         reused = min(count, self._num_free)
         self._num_free -= reused
@@ -301,8 +274,7 @@ class Index:
     def _split_directory(self, segments: I64Array) -> None:
         """Give half of what leads to each of these segments to a new one."""
         if (self._depth[segments] == self._directory_depth).any():
-            self._directory = np.repeat(self._directory, 2)
-            self._directory_depth += 1
+            self._set_directory(np.repeat(self._directory, 2), self._directory_depth + 1)
         new = np.arange(self._num_segments, self._num_segments + len(segments))
         self._num_segments += len(segments)
         self._depth[segments] += 1

@@ -16,7 +16,7 @@ import numpy as np
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
-from kvoffloadd.cache.memory.lowertier import LowerTier
+from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
@@ -69,7 +69,8 @@ class KeyTable:
         self.inherited: U8Array = reserve_array(
             (max_rows,), np.uint8
         )  # 1: not stored in this run, but by an earlier one
-        self.lower: LowerTier | None = None
+        self.lower: list[LowerTier] = []
+        self.local: LocalTier | None = None
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()
         self.events_lost = 0
@@ -98,8 +99,8 @@ class KeyTable:
         self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
         self.state[rows] = RowState.LIVE
-        if self.lower is not None:
-            self.lower.reset(rows)
+        for lower in self.lower:
+            lower.reset(rows)
         if queue := keyspaces[0][0].queue:
             queue.policy.insert(rows, hashes, positions, begins)
         return rows
@@ -294,9 +295,9 @@ class KeyTable:
                 self.ghosts.went(fingerprint, hashes, why)
             for keyspace, indices in keyspaces if keyspaces[0][0].namespace.listeners else ():
                 changed = self.index.keys[rows[indices]]
-                # Keys that the lower tier holds could be served before, and can be served after.
-                if self.lower is not None:
-                    changed = changed[~self.lower.holds_keys(keyspace, changed)]
+                # Keys that the local tier holds could be served before, and can be served after.
+                if self.local is not None:
+                    changed = changed[~self.local.holds_keys(keyspace, changed)]
                 self.emit_event(keyspace, changed, added=added)
 
     def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:

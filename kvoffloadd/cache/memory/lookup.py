@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.model import BoolArray, GroupSchema, I64Array, U8Array, U32Array
+from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U8Array, U32Array
 
 TOKENS_MAX = (1 << 32) - 1
 
@@ -41,6 +41,8 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     every key before it; a sliding window the last `window_keys` before it; chunked attention those since the start of
     its chunk; Mamba the one state right before it.
     """
+    if len(groups) == 1 and groups[0].schema.kind is GroupKind.FULL:
+        return _full_boundaries(groups[0])
     common: I64Array | None = None
     for group in groups:
         lengths = _servable_lengths(group) * group.schema.tokens_per_key  # below 2**56
@@ -54,6 +56,16 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     if common is None:
         return np.zeros(0, np.uint32)
     return common[::-1].astype(np.uint32)
+
+
+def _full_boundaries(group: GroupHits) -> U32Array:
+    """`restorable_boundaries` of full attention alone, by fewer operations: most lookups ask for nothing else."""
+    tokens = group.schema.tokens_per_key
+    keys = len(group.hits)
+    if keys and not group.hits.all():
+        keys = int(group.hits.argmin())
+    end = min(group.first + keys, TOKENS_MAX // tokens)
+    return np.arange(end * tokens, group.first * tokens, -tokens, dtype=np.int64).astype(np.uint32)
 
 
 def _servable_lengths(group: GroupHits) -> I64Array:

@@ -1,4 +1,4 @@
-"""The interface between the memory tier and the tier below it (disk)."""
+"""The interface between the memory tier and the tiers below it: disk, and a store that several hosts share."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class LowerTier(Protocol):
 
     def evicted(self, rows: U32Array) -> None:
         """These complete keys are about to leave memory, for want of room."""
+
+
+class LocalTier(LowerTier, Protocol):
+    """A lower tier of this host alone: what it has is known here, without asking anybody."""
 
     def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
         """Which of the keys the tier can serve."""

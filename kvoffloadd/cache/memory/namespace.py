@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgpack
 import numpy as np
 
 from kvoffloadd.cache.policy.base import Policy
@@ -143,3 +145,13 @@ class Namespace:
         known = self.keyspaces.get(schema.group)
         if known and known.schema != schema:
             raise SchemaError(f"group {schema.group} is {known.schema} in this namespace, not {schema}")
+
+
+def shape_of(keyspace: Keyspace) -> bytes:
+    """16 bytes of its group's schema and the sizes of all its parts: in another layout a key is another key."""
+    schema = keyspace.schema
+    facts = [
+        schema.group, schema.kind, schema.tokens_per_key, schema.window_keys, schema.blocks_per_key, schema.parts,
+        keyspace.part_bytes,
+    ]  # fmt: skip
+    return hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()

@@ -36,6 +36,7 @@ class NamespaceStats:
     keys: int = 0  # asked for
     hits: int = 0
     on_disk: int = 0
+    remote: int = 0  # that came from the remote store, as far as that was waited for
     missed: list[int] = field(default_factory=lambda: [0] * len(REASONS))  # by reason
     new: HyperLogLog = field(default_factory=HyperLogLog)  # different keys that an infinite cache would have missed
 
@@ -48,6 +49,7 @@ class NamespaceStats:
             "asked": self.keys,
             "hit": self.hits,
             "on_disk": self.on_disk,
+            "remote": self.remote,
             "missed": dict(zip(REASONS, self.missed, strict=True)),
             "new": new,
             "ceiling_rate": round(1 - new / self.keys, 4) if self.keys else 0.0,
@@ -80,25 +82,45 @@ class LookupStats:
         """Whether misses were recorded that are not classified yet."""
         return bool(self._waiting)
 
-    def record(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, on_disk: BoolArray) -> None:
-        """Count the result of a lookup. `on_disk`: keys that are on disk, or on their way from there. Call
-        `classify_misses` soon after.
+    def record(
+        self,
+        keyspace: Keyspace,
+        keys: U64Array,
+        found: LookupResult,
+        on_disk: BoolArray,
+        asked: BoolArray | None = None,
+    ) -> None:
+        """Count the result of a lookup. `on_disk`: keys that are on disk, or on their way from there. `asked`: keys
+        that the remote store is asked for: they are left to `record_asked`. Call `classify_misses` soon after.
         """
         stats = self._of(keyspace.namespace)
         hits = int(np.count_nonzero(found.hits))
-        stats.keys += len(keys)
+        total = len(keys) - (0 if asked is None else int(np.count_nonzero(asked)))
+        stats.keys += total
         stats.hits += hits
-        if hits == len(keys):
+        if hits == total:
             return
         num_on_disk = int(np.count_nonzero(on_disk))
         missed = np.flatnonzero(found.states == 0)
-        absent = found.rows[missed] < 0
         stats.on_disk += num_on_disk
-        stats.missed[Reason.PENDING] += len(keys) - hits - num_on_disk - len(missed)
-        stats.missed[Reason.INCOMPLETE] += len(missed) - int(np.count_nonzero(absent))
-        if len(missed):
+        stats.missed[Reason.PENDING] += total - hits - num_on_disk - len(missed)
+        self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
+
+    def record_asked(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, asked: BoolArray) -> None:
+        """Count the keys of an earlier lookup that the remote store was asked for. `found`: where they stand now."""
+        stats = self._of(keyspace.namespace)
+        total, hits = int(np.count_nonzero(asked)), int(np.count_nonzero(found.hits & asked))
+        stats.keys += total
+        stats.remote += hits
+        missed = np.flatnonzero(asked & (found.states == 0))
+        stats.missed[Reason.PENDING] += total - hits - len(missed)
+        self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
+
+    def _add_misses(self, stats: NamespaceStats, keyspace: Keyspace, keys: U64Array, absent: BoolArray) -> None:
+        stats.missed[Reason.INCOMPLETE] += len(keys) - int(np.count_nonzero(absent))
+        if len(keys):
             namespace = keyspace.namespace
-            batch = _Batch(stats, namespace.uid, namespace.fingerprint, keyspace.schema.group, keys[missed], absent)
+            batch = _Batch(stats, namespace.uid, namespace.fingerprint, keyspace.schema.group, keys, absent)
             self._waiting.append(batch)
 
     def figures(self, uid: int | None = None) -> list[dict[str, Any]]:
@@ -110,9 +132,11 @@ class LookupStats:
         return [stats.figures() for stats in rows]
 
     def totals(self, uid: int | None = None) -> dict[str, int]:
-        """Sums over namespaces (`uid` None: all users'): keys that hit, that were under way or on disk, that missed."""
+        """Sums over namespaces (`uid` None: all users'): keys that hit, that were to come (they were under way, on
+        disk, or came from the remote store), that missed.
+        """
         rows = [stats for stats in (*self._by_fingerprint.values(), self._others) if uid in (None, stats.uid)]
-        hits, pending = sum(a.hits for a in rows), sum(a.on_disk + a.missed[Reason.PENDING] for a in rows)
+        hits, pending = sum(a.hits for a in rows), sum(a.on_disk + a.remote + a.missed[Reason.PENDING] for a in rows)
         missed = sum(a.keys for a in rows) - hits - pending
         return {"keys_hit": hits, "keys_pending": pending, "keys_missed": missed}
 

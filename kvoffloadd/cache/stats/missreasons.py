@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.cache.memory.index import SEED_BITS, KeyHash
+from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
 from kvoffloadd.model import BoolArray, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 

@@ -14,7 +14,8 @@ SAMPLES_MAX = 240
 WINDOW_S = 60.0
 """What hit lately is told of so long, or since the first look."""
 
-DIRECTIONS = ("store", "load", "demote", "promote")
+DIRECTIONS = ("store", "load", "demote", "promote", "fetch", "push")
+REMOTE = {"fetch": "fetched", "push": "pushed"}
 
 
 @dataclass(slots=True)
@@ -57,6 +58,8 @@ class History:
         seconds, first, last = self.window(0.0)
         found = {}
         for direction in DIRECTIONS if "transfers" in last else ():
+            if direction in REMOTE and "remote" not in last:
+                continue
             (bytes0, done0), (bytes1, done1) = _moved(first, direction), _moved(last, direction)
             found[direction] = {
                 "bytes": bytes1,
@@ -96,6 +99,7 @@ def figures(history: History) -> Figures:
         "lanes": _lanes(first, status, seconds),
         "roots": _roots(first, status, seconds),
         "backlog_bytes": disk["backlog_bytes"] if disk else 0,
+        "remote": _remote(status.get("remote")),
         "loop": {name: status["loop"][name] for name in ("recent_lag_s", "worst_lag_s")},
         "server": {name: status["server"].get(name) for name in ("requests", "errors", "busy", "peers_killed")},
         "requests_per_s": _rate(status["server"]["requests"] - first["server"]["requests"], seconds),
@@ -111,7 +115,10 @@ def _moved(status: Status, direction: str) -> tuple[int, int]:
     if direction in status["transfers"]:
         counters = status["transfers"][direction]
         return counters["bytes"], counters["jobs"]
-    counters = status.get("disk", {}).get(f"{direction}d", {})
+    if direction in REMOTE:
+        counters = status.get("remote", {}).get(REMOTE[direction], {})
+    else:
+        counters = status.get("disk", {}).get(f"{direction}d", {})
     return counters.get("bytes", 0), counters.get("keys", 0)
 
 
@@ -135,9 +142,12 @@ def _asked(status: Status, since: Status | None) -> Figures:
 
 
 def _outcomes(status: Status) -> dict[str, int]:
-    found = {"hit": 0, "on_disk": 0}
+    found = {"hit": 0, "on_disk": 0, "remote": 0}
     for row in status["lookups"]:
-        for name, count in [("hit", row["hit"]), ("on_disk", row["on_disk"]), *row["missed"].items()]:
+        for name, count in [
+            *((tier, row.get(tier, 0)) for tier in ("hit", "on_disk", "remote")),
+            *row["missed"].items(),
+        ]:
             found[name] = found.get(name, 0) + count
     return found
 
@@ -146,7 +156,7 @@ def _shares(keys: Mapping[str, int]) -> Figures:
     asked = sum(keys.values())
     return {
         "asked": asked,
-        "hit_rate": round((keys["hit"] + keys["on_disk"]) / asked, 4) if asked else 0.0,
+        "hit_rate": round((keys["hit"] + keys["on_disk"] + keys["remote"]) / asked, 4) if asked else 0.0,
         "keys": dict(keys),
     }
 
@@ -187,6 +197,14 @@ def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:
         kept = ("queued", "running", "threads", "oldest_queued_s", "oldest_running_s")
         found.append({"lane": name, "busy_rate": round(min(busy, 1.0), 4), **{key: lane[key] for key in kept}})
     return found
+
+
+def _remote(remote: Status | None) -> Figures | None:
+    """None: there is no remote tier."""
+    if remote is None:
+        return None
+    kept = ("state", "reason", "backlog_bytes", "quarantined_bytes")
+    return {**{key: remote[key] for key in kept}, "pid": remote["agent"]["pid"], "about": remote["agent"]["about"]}
 
 
 def _roots(first: Status, last: Status, seconds: float) -> list[Figures]:

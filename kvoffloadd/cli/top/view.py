@@ -26,13 +26,18 @@ WIDE = 150
 ROWS_MAX = 8
 QUIET, FAINT = "grey58", "grey35"
 GOOD, FAIR, BAD = "green3", "gold3", "red3"
-COLOURS = {"store": "dark_orange", "load": "green3", "demote": "medium_purple", "promote": "deep_sky_blue1"}
+COLOURS = {
+    "store": "dark_orange", "load": "green3", "demote": "medium_purple", "promote": "deep_sky_blue1",
+    "fetch": "turquoise2", "push": "plum3",
+}  # fmt: skip
 WAYS = {
     "store": "worker → memory", "load": "memory → worker", "demote": "memory → disk", "promote": "disk → memory",
+    "fetch": "store → memory", "push": "memory → store",
 }  # fmt: skip
 OUTCOMES = {
     "hit": ("hit", "green3"),
     "on_disk": ("on disk", "deep_sky_blue1"),
+    "remote": ("remote", "turquoise2"),
     "pending": ("being stored", "dark_cyan"),
     "evicted": ("evicted", "dark_orange"),
     "cleared": ("cleared", "grey70"),
@@ -42,6 +47,7 @@ OUTCOMES = {
     "never_stored": ("never stored", "grey42"),
 }
 STATES = {"ok": GOOD, "full": FAIR, "read-only": FAIR, "off": BAD}
+REMOTE_STATES = {"ok": GOOD, "starting": FAIR, "open": FAIR, "stuck": BAD, "closed": BAD}
 LAG_FAIR_S, LAG_BAD_S = 0.02, 0.1
 FULL_SHARE = 0.9
 
@@ -60,6 +66,8 @@ def render(
     right = [_instances(figures["instances"]), _slow_jobs(figures["slow_jobs"])]
     if figures["roots"]:
         right.insert(1, _roots(figures))
+    if figures["remote"]:
+        right.insert(1, _remote(figures["remote"]))
     top = [_head(figures, waiting), _loop(figures)]
     if waiting:
         top.insert(1, _waiting_line(waiting))
@@ -152,7 +160,13 @@ def _tiers(figures: Figures) -> RenderableType:
 def _throughput(figures: Figures, rates: Mapping[str, Sequence[float]]) -> RenderableType:
     # Wide enough for most figures, so that the lines do not move with them.
     table = _grid({"style": "bold"}, {"style": QUIET}, _BAR, {**_RIGHT, "min_width": 12}, {**_RIGHT, "min_width": 11})
-    directions = [d for d in figures["throughput"] if d in ("store", "load") or figures["roots"]]
+    needs = {
+        "demote": figures["roots"],
+        "promote": figures["roots"],
+        "fetch": figures["remote"],
+        "push": figures["remote"],
+    }
+    directions = [direction for direction in figures["throughput"] if needs.get(direction, True)]
     most = max((max(rates[d], default=0.0) for d in directions), default=0.0)
     for direction in directions:
         moved = figures["throughput"][direction]
@@ -202,10 +216,21 @@ def _namespaces(rows: Sequence[Figures]) -> RenderableType:
     table = _grid(_BAR, _RIGHT, _RIGHT, _RIGHT)
     table.add_row(*(Text(word, QUIET) for word in ("", "asked", "hits", "ceiling")))
     for row in _some(sorted(rows, key=lambda row: -int(row["asked"]))):
-        hits = _share(row["hit"] + row["on_disk"], row["asked"])
+        hits = _share(row["hit"] + row["on_disk"] + row.get("remote", 0), row["asked"])
         ceiling = f"{100 * row['ceiling_rate']:.1f} %"
         table.add_row(Text(printable(row["namespace"])), _count(row["asked"]), f"{100 * hits:.1f} %", ceiling)
     return _section("namespaces", table, *_more(rows))
+
+
+def _remote(remote: Figures) -> RenderableType:
+    state, reason = remote["state"], remote["reason"]
+    line = Text.assemble(("● ", REMOTE_STATES.get(state, BAD)), state, no_wrap=True, overflow="ellipsis")
+    for value, name in ((remote["backlog_bytes"], "to be put"), (remote["quarantined_bytes"], "in quarantine")):
+        if value:
+            line.append(f"  {format_bytes(value)}")
+            line.append(f" {name}", QUIET)
+    line.append(f"  {printable(reason if reason and state != 'ok' else remote['about'])}", QUIET)
+    return _section("remote store", line)
 
 
 def _instances(rows: Sequence[Figures]) -> RenderableType:

@@ -1,23 +1,25 @@
-"""SGLang's HiCache stores its pages in the daemon: `KVOffloaddStorage`, a dynamic storage backend.
+"""SGLang stores its pages in the daemon: `KVOffloaddStorage`, a storage for its HiCache, and `KVOffloaddLinker`, which
+has no HiCache and no host pool in between.
 
-Importing this loads neither SGLang nor torch; the name does, and raises ImportError where the installed SGLang is none
-of those that are supported.
+Importing this loads neither SGLang nor torch; the names do, and raise ImportError where the installed SGLang is none of
+those that are supported.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-__all__ = ["KVOffloaddStorage"]
+__all__ = ["KVOffloaddLinker", "KVOffloaddStorage"]
+
+_MODULES = {"KVOffloaddLinker": "linker", "KVOffloaddStorage": "storage"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Not at the top: SGLang is there in its own processes only, and our tests of the pure parts have none.
     from kvoffloadd.integrations.sglang import versions
 
     versions.check()
-    from kvoffloadd.integrations.sglang.storage import KVOffloaddStorage
-
-    return KVOffloaddStorage
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

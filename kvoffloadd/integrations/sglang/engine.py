@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_device, get_exec, get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_exec, get_memory, get_model, get_parallel, get_spec
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL
-from kvoffloadd.integrations.sglang.weights import WeightChanges
+from kvoffloadd.integrations.sglang.pagestore import PageStore
+from kvoffloadd.integrations.sglang.pools import TpRank
+from kvoffloadd.integrations.sglang.weights import WEIGHTS
 
-WEIGHTS = WeightChanges()
-"""Of this process, which has one rank. `watch_weights` keeps it up to date."""
+_AT_REST: weakref.WeakSet[PageStore] = weakref.WeakSet()
 
 _CHANGES = (
     "update_weights_from_disk",
@@ -36,18 +40,44 @@ def arguments() -> dict[str, Any]:
     return found | {"device": get_device().device}
 
 
-def refuse_parallel(config: Any) -> None:
-    """`config`: SGLang's HiCacheStorageConfig. Raises UsageError for ranks that are not known to share keys well."""
-    parallel = get_parallel()
+def refuse_parallel(pp_size: int, attn_cp_size: int, dcp_size: int) -> None:
+    """Raises UsageError for ranks that are not known to share keys well."""
     given = {
-        "--pp-size": config.pp_size,
-        "--attn-cp-size": config.attn_cp_size,
-        "--dcp-size": config.dcp_size,
-        "--nnodes": parallel.nnodes,
+        "--pp-size": pp_size,
+        "--attn-cp-size": attn_cp_size,
+        "--dcp-size": dcp_size,
+        "--nnodes": get_parallel().nnodes,
     }
     for flag, size in given.items():
         if size > 1:
             raise UsageError(f"kvoffloadd was not tried with {flag} {size}, and refuses it: leave it at 1")
+
+
+def refuse_moving_memory() -> None:
+    """Raises UsageError where the memory of device pools may be exchanged for other memory behind the daemon's back."""
+    given = {
+        "--enable-memory-saver": get_exec().features.enable_memory_saver,
+        "--enable-unified-memory": get_memory().enable_unified_memory,
+    }
+    for flag, is_set in given.items():
+        if is_set:
+            raise UsageError(f"kvoffloadd's linker can't go with {flag}: the daemon copies from and to the KV cache")
+
+
+def dcp_size() -> int:
+    """How many ranks share a request's tokens when it decodes."""
+    return int(get_parallel().attn_dcp_size)
+
+
+def stream() -> Any:
+    """The GPU's stream that the thread that asks works on."""
+    return importlib.import_module("torch").cuda.current_stream()
+
+
+def rank() -> TpRank:
+    """This rank among those that hold parts of the same keys."""
+    parallel = get_parallel()
+    return TpRank(parallel.attn_tp_rank, parallel.attn_tp_size)
 
 
 def agreed(number: int) -> int:
@@ -62,6 +92,17 @@ def agreed(number: int) -> int:
     return int(numbers[0])
 
 
+def all_agree(good: bool) -> bool:
+    """Whether it is good on all ranks that hold parts of the same keys; they all come here, each time."""
+    group = get_parallel().attn_tp_group
+    if group.world_size == 1:
+        return good
+    torch = importlib.import_module("torch")
+    flag = torch.tensor([int(good)])
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())
+
+
 @functools.cache
 def watch_weights() -> None:
     """Have `WEIGHTS` told of every change, from now on. Raises AttributeError where SGLang has other methods."""
@@ -69,7 +110,29 @@ def watch_weights() -> None:
         _call_before(WeightUpdater, name, WEIGHTS.change)
     _call_before(WeightUpdater, "begin_weight_update", WEIGHTS.session_begins)
     _call_after(WeightUpdater, "end_weight_update", WEIGHTS.session_ends)
-    _call_after(HiCacheController, "reset", WEIGHTS.flush)
+    _call_after(UnifiedRadixCache, "reset", WEIGHTS.flush)
+
+
+def rest_during_flushes(pages: PageStore) -> None:
+    """Have `pages` at rest while SGLang's HiCache forgets what it has: it waits ten seconds for its storage's threads,
+    and its scheduler dies if one of them still waits for the daemon then.
+    """
+    _AT_REST.add(pages)
+    _watch_flushes()
+
+
+@functools.cache
+def _watch_flushes() -> None:
+    forget = HiCacheController.reset
+
+    @functools.wraps(forget)
+    def wrapper(controller: HiCacheController) -> None:
+        with ExitStack() as stack:
+            for pages in list(_AT_REST):
+                stack.enter_context(pages.at_rest())
+            forget(controller)
+
+    HiCacheController.reset = wrapper
 
 
 def _call_before(owner: type, name: str, told: Callable[[], None]) -> None:

@@ -8,63 +8,46 @@ SGLang was told to take its `shm` allocator, and stays SGLang's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
+from kvoffloadd.client import Group, KvCache, Ref, SharedTensor
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang.options import FLAG
-from kvoffloadd.model import U8Array, U32Array
+from kvoffloadd.integrations.sglang.options import STORAGE_FLAG
+from kvoffloadd.integrations.sglang.pools import (
+    KV,
+    NAMES,
+    STATES,
+    USUAL_ORDER,
+    PagePool,
+    Pools,
+    Shape,
+    TpRank,
+    shape_of_attention,
+    shape_of_latents,
+)
+from kvoffloadd.model import U8Array
 
-KV = "kv"
-_STATE = "mamba"
 _LAYOUT = "page_first_direct"
-_DENSE = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost"})
+_ATTENTION = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost"})
+_LATENTS = frozenset({"MLATokenToKVPoolHost"})
 _POOLS = {
-    KV: _DENSE | {"MLATokenToKVPoolHost"},
-    "swa": _DENSE,
-    _STATE: frozenset({"MambaPoolHost"}),
+    KV: _ATTENTION | _LATENTS,
+    "swa": _ATTENTION,
+    STATES: frozenset({"MambaPoolHost"}),
     "indexer": frozenset({"DSAIndexerPoolHost"}),
 }
-"""SGLang's names of pools -> the classes of host pools that are known to say where all bytes of a page lie. A pool's
-group is its place in here.
-"""
+"""SGLang's names of pools -> the classes of host pools that are known to say where all bytes of a page lie."""
 
-_SHAPE = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "num_mamba_layers", "dtype")
-
-
-@dataclass(frozen=True, slots=True)
-class PagePool:
-    """One pool. `group`: its number; `tokens`: of one of its pages, as its slots are counted."""
-
-    group: int
-    tokens: int
-    pages: int
-
-    def blocks(self, slots: npt.NDArray[np.int64], keys: int) -> U32Array | None:
-        """Block ids (keys,) of pages that are named by all their slots; None where that names no `keys` whole pages."""
-        if slots.size != keys * self.tokens:
-            return None
-        first = slots[:: self.tokens]
-        blocks = first // self.tokens
-        if (first % self.tokens).any() or not ((blocks >= 0) & (blocks < self.pages)).all():
-            return None
-        return blocks.astype(np.uint32)
+_FORMAT = (
+    *("layer_num", "num_mamba_layers", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim"),
+    *("temporal_state_shape", "temporal_dtype", "conv_state_shapes", "indexer_dtype"),
+)
+"""What tells one format of pages from another of the same size, in pools of states or of indexes."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostPools:
-    """What a rank registers, and each pool by its name. `shapes`: what its pages' bytes mean."""
-
-    caches: KvCache
-    pools: Mapping[str, PagePool]
-    shapes: tuple[tuple[Any, ...], ...]
-
-
-def host_pools(pools: Mapping[str, Any], tp_rank: int, tp_size: int, *, replicated: bool) -> HostPools:
+def host_pools(pools: Mapping[str, Any], rank: TpRank, *, replicated: bool) -> Pools:
     """`pools`: SGLang's host pools by their names; `replicated`: all ranks hold the same, but for states.
 
     Raises UsageError, with the flag to change, for pools that can't be shared or are not known.
@@ -72,39 +55,27 @@ def host_pools(pools: Mapping[str, Any], tp_rank: int, tp_size: int, *, replicat
     tensors: list[SharedTensor] = []
     groups: list[Group] = []
     found: dict[str, PagePool] = {}
-    shapes: list[tuple[Any, ...]] = []
+    shapes: list[Shape] = []
     for name, pool in pools.items():
         check_pool(name, pool)
     if KV not in pools:
         raise UsageError("SGLang has registered no pool for keys and values")
-    for number, name in enumerate(_POOLS):
+    for number, name in enumerate(NAMES):
         pool = pools.get(name)
         if pool is None:
             continue
         rows = _rows(name, pool)
         refs = [Ref(len(tensors) + at, 0, tensor.page_bytes) for at, tensor in enumerate(rows)]
         tensors += rows
-        alone = replicated and name != _STATE
-        groups.append(
-            Group(
-                group=number,
-                # Windows and states, too: which of their keys a prompt needs is SGLang's to say, for each prompt.
-                kind=GroupKind.FULL,
-                tokens_per_key=pools[KV].page_size,
-                refs=refs,
-                parts=1 if alone else tp_size,
-                part=0 if alone else tp_rank,
-            )
-        )
+        groups.append(rank.group(name, refs, pools[KV].page_size, replicated=replicated and name != STATES))
         found[name] = PagePool(number, pool.page_size, rows[0].num_blocks)
-        sizes = tuple(tensor.page_bytes for tensor in rows)
-        shapes.append((name, type(pool).__name__, pool.layout, pool.page_size, *map(repr, _shape(pool)), sizes))
-    return HostPools(KvCache(tensors, groups), found, tuple(shapes))
+        shapes.append(_shape(name, pool, sum(tensor.page_bytes for tensor in rows)))
+    return Pools(KvCache(tensors, groups), found, tuple(shapes))
 
 
 def check_pool(name: str, pool: Any) -> None:
     """Raises UsageError for a pool that is not known."""
-    if name.startswith("draft"):
+    if name.startswith("draft") or _has_draft_layers(pool):
         raise UsageError(
             f"kvoffloadd can't store the pool {name!r} of a draft model: start SGLang without --speculative-algorithm"
         )
@@ -121,13 +92,31 @@ def check_pool(name: str, pool: Any) -> None:
         )
     if not getattr(pool.allocator, "fds", None):
         raise UsageError(
-            f'kvoffloadd needs host pools that other processes can map: "allocator": "shm" in {FLAG}, which must be '
-            "given in full when SGLang is started, not by @file, together with --hicache-storage-backend dynamic"
+            f'kvoffloadd needs host pools that other processes can map: "allocator": "shm" in {STORAGE_FLAG}, which '
+            "must be given in full when SGLang is started, not by @file, with "
+            "--hicache-storage-backend dynamic"
         )
 
 
-def _shape(pool: Any) -> list[Any]:
-    return [getattr(pool, name, None) for name in _SHAPE]
+def _has_draft_layers(pool: Any) -> bool:
+    """SGLang puts layers of some draft models behind those of the model, in the same pages."""
+    layers = getattr(pool, "layer_num", None)
+    return bool(getattr(pool, "target_layer_num", layers) != layers or getattr(pool, "mtp_draft_buffer_infos", ()))
+
+
+def _shape(name: str, pool: Any, page_bytes: int) -> Shape:
+    kind = type(pool).__name__
+    if kind in _ATTENTION:
+        shape = shape_of_attention(name, pool, pool.page_size, page_bytes)
+    elif kind in _LATENTS:
+        shape = shape_of_latents(name, pool, pool.page_size, page_bytes)
+    else:
+        # Device pools of this kind were not seen to have the same bytes: the linker has other shapes for them.
+        described = [getattr(pool, what, None) for what in _FORMAT]
+        shape = (name, "host", kind, pool.layout, *described, pool.page_size, page_bytes)
+    # SGLANG_USE_HND_KVCACHE and the like change the order of a page's bytes, and nothing else.
+    orders = [info.buffers.layout.value for info in getattr(pool, "_buffer_infos", ())]
+    return (*shape, repr(pool.dtype), *(order for order in orders if order != USUAL_ORDER))
 
 
 def _rows(name: str, pool: Any) -> list[SharedTensor]:

@@ -24,6 +24,7 @@ from kvoffloadd.client import (
     KeyState,
     KvCache,
     Outcome,
+    Ready,
     Registration,
 )
 from kvoffloadd.errors import KvOffloadError, RemoteError
@@ -39,15 +40,17 @@ Chunks = Mapping[int, tuple[bytes, U32Array]]
 """Group -> packed keys and their block ids (keys,)."""
 
 _WAIT_WARNING_S = 30.0
+_REST_WARNING_S = 15.0
 _REFUSAL_TOLD_S = 60.0
 
 
 class Line:
-    """All methods but `carry` and `keep` return within the client's deadline, whatever the daemon does."""
+    """All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the daemon does."""
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float, warning: str = "") -> None:
         """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another line's is enough."""
         self._up = threading.Event()
+        self._resting = threading.Event()
         self._client = client
         self._caches = caches
         self._job_deadline_s = job_deadline_s
@@ -79,18 +82,18 @@ class Line:
         """How many keys fit one request that names so many groups, without blocks."""
         return most_keys(self._client.limits, self._caches, groups)
 
-    def carry(self, direction: Direction, chunks: Chunks) -> dict[int, BoolArray]:
+    def carry(self, direction: Direction, chunks: Chunks, ready: Ready | None = None) -> dict[int, BoolArray]:
         """Copy pages. bool (keys,) for each group: what was loaded, or what the daemon has now or is just being given.
 
-        It returns when the blocks are the engine's again, however long that takes: a daemon that hangs may still
-        write to them.
+        `ready`: when the blocks may be touched; None: they may. It returns when the blocks are the engine's again,
+        however long that takes: a daemon that hangs may still write to them.
         """
         done = {group: np.zeros(blocks.size, np.bool_) for group, (_, blocks) in chunks.items()}
         if not self._up.is_set():
             return done
         with self._mutex:
-            if self._up.is_set() and self._registration is not None:
-                for piece, job in self._submit(self._registration, direction, chunks):
+            if self._up.is_set() and self._registration is not None and not self._resting.is_set():
+                for piece, job in self._submit(self._registration, direction, chunks, ready):
                     self._take(piece, job, done)
         return done
 
@@ -103,6 +106,19 @@ class Line:
                 self._connect()
         finally:
             self._mutex.release()
+
+    def rest(self) -> None:
+        """Returns when no call is under way, however long that takes. Until `resume` none carries anything."""
+        self._resting.set()
+        waiting_since = monotonic()
+        while not self._mutex.acquire(timeout=_REST_WARNING_S):
+            waited_s = monotonic() - waiting_since
+            logger.warning("kvoffloadd: SGLang's flush waits for the daemon to end a copy: %.0f s", waited_s)
+        self._mutex.release()
+
+    def resume(self) -> None:
+        """After `rest`."""
+        self._resting.clear()
 
     def close(self, deadline_s: float) -> None:
         """End the session. What the daemon has not given back by then stays its own until this process ends."""
@@ -125,7 +141,9 @@ class Line:
             self._daemon.succeeded()
             self._up.set()
 
-    def _submit(self, registration: Registration, direction: Direction, chunks: Chunks) -> list[tuple[Piece, Job]]:
+    def _submit(
+        self, registration: Registration, direction: Direction, chunks: Chunks, ready: Ready | None
+    ) -> list[tuple[Piece, Job]]:
         """Jobs that may have the blocks, whatever went wrong."""
         jobs: list[tuple[Piece, Job]] = []
         begin = self._client.store if direction is Direction.STORE else self._client.load
@@ -136,7 +154,7 @@ class Line:
                 for group, some in piece.items()
             }
             try:
-                jobs.append((piece, begin(registration, named, deadline_s=self._job_deadline_s)))
+                jobs.append((piece, begin(registration, named, deadline_s=self._job_deadline_s, ready=ready)))
             except (JobDeadlineError, JobConnectionLostError) as error:
                 jobs.append((piece, error.job))
                 self._lost(error)

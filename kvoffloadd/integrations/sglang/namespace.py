@@ -12,7 +12,7 @@ from typing import Any
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.integrations.common.keys import KEY_BYTES
 from kvoffloadd.integrations.common.naming import digest_of, files_of, fitting
-from kvoffloadd.integrations.sglang.hostpool import HostPools
+from kvoffloadd.integrations.sglang.pools import Pools
 
 MODEL = (
     "load_format",
@@ -35,7 +35,7 @@ DRAFT = ("speculative_algorithm", "speculative_draft_model_path", "speculative_d
 """SGLang's server arguments that decide the bytes of a page, whatever its pools look like."""
 
 
-def namespace_of(arguments: Mapping[str, Any], pools: HostPools, tp_size: int, release: str) -> NamespaceSpec:
+def namespace_of(arguments: Mapping[str, Any], pools: Pools, tp_size: int, release: str) -> NamespaceSpec:
     """`arguments`: SGLang's, as resolved: `model_path`, `revision`, `device`, and those named above.
 
     cache_salt, LoRA and the like are in SGLang's names of pages, and so in the keys.

@@ -1,7 +1,7 @@
-"""Looking up, loading and storing pages of SGLang's host pools, without SGLang: keys and slots in, answers out.
+"""Looking up, loading and storing pages of SGLang's pools, without SGLang: keys and slots in, answers out.
 
-Whatever goes wrong with the daemon is a miss. Three lines, one for each of SGLang's threads that come here; a fourth
-thread, ours, keeps them connected.
+Whatever goes wrong with the daemon is a miss. Three lines, one for each of the threads that come here; a fourth thread
+keeps them connected.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -18,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client import Client, Found, KeyState, KvCache
+from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of, pieces
-from kvoffloadd.integrations.sglang.hostpool import KV, HostPools
 from kvoffloadd.integrations.sglang.line import Line
+from kvoffloadd.integrations.sglang.pools import KV, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
 
@@ -31,7 +32,8 @@ _KEEP_S = 0.5
 _CLOSE_S = 2.0
 _MOVED_MAX = 1024
 
-MakeClient = Callable[[Literal["scheduler", "worker"]], Client]
+Purpose = Literal["lookups", "loads", "stores"]
+MakeClient = Callable[[Purpose], Client]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +54,20 @@ class Moved:
 
 
 class PageStore:
-    """Calls of one kind come from one thread at a time. `load` and `store` return when their pages are SGLang's again;
-    everything else within the client's deadline.
+    """Calls of one kind come from one thread at a time. `load` and `store` return when their pages are SGLang's again,
+    `at_rest` begins then; everything else within the client's deadline.
     """
 
-    def __init__(self, pools: HostPools, client: MakeClient, *, job_deadline_s: float) -> None:
-        """Connects, if there is a daemon. `client`: makes one of a role, which tries once to connect."""
+    def __init__(self, pools: Pools, client: MakeClient, *, job_deadline_s: float) -> None:
+        """Connects, if there is a daemon. `client`: makes one for a purpose (for lookups a scheduler, else a worker),
+        which tries once to connect.
+        """
         self._pools = pools
         announced = KvCache((), [replace(group, refs=()) for group in pools.caches.groups])
         warning = "no cache until the daemon answers"
-        self._lookups = Line(client("scheduler"), announced, job_deadline_s=job_deadline_s, warning=warning)
-        self._loads = Line(client("worker"), pools.caches, job_deadline_s=job_deadline_s)
-        self._stores = Line(client("worker"), pools.caches, job_deadline_s=job_deadline_s)
+        self._lookups = Line(client("lookups"), announced, job_deadline_s=job_deadline_s, warning=warning)
+        self._loads = Line(client("loads"), pools.caches, job_deadline_s=job_deadline_s)
+        self._stores = Line(client("stores"), pools.caches, job_deadline_s=job_deadline_s)
         self._lines = (self._lookups, self._loads, self._stores)
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
@@ -75,12 +79,12 @@ class PageStore:
         self._keeper = threading.Thread(target=self._run, name="kvoffloadd-lines", daemon=True)
         self._keeper.start()
 
-    # --- SGLang's threads --------------------------------------------------------------------------
+    # --- the threads that come here --------------------------------------------------------------------------
 
     def restorable(self, keys: Sequence[str], needed: Sequence[Needed] = ()) -> Restorable:
         """`keys`: of consecutive pages of one prompt. What of them is on disk begins to be read."""
         nothing = Restorable(0, (), {})
-        if self._paused or not keys or not self.connected:
+        if not keys or not self.available:
             return nothing
         packed = self._packed(keys)
         every = [KV, *(one.pool for one in needed)]
@@ -98,9 +102,12 @@ class PageStore:
             return longest
         return restorable({pool: found == KeyState.HIT for pool, found in states.items()}, needed)
 
-    def load(self, transfers: Sequence[Pages]) -> dict[str, BoolArray]:
-        """Fill pages. bool (keys,) by pool: True where the page holds what its key names; others may hold anything."""
-        return self._move(self._loads, Direction.LOAD, transfers)
+    def load(self, transfers: Sequence[Pages], ready: Ready | None = None) -> dict[str, BoolArray]:
+        """Fill pages. bool (keys,) by pool: True where the page holds what its key names; others may hold anything.
+
+        `ready`: when they may be written to; None: now.
+        """
+        return self._move(self._loads, Direction.LOAD, transfers, ready)
 
     def store(self, transfers: Sequence[Pages]) -> dict[str, BoolArray]:
         """Store pages. bool (keys,) by pool: True where the daemon has the key, or somebody is storing it."""
@@ -118,6 +125,15 @@ class PageStore:
         """Whether the daemon answered last, on every line: what can't be loaded is not to be found."""
         return all(line.connected for line in self._lines)
 
+    @property
+    def available(self) -> bool:
+        """Whether there is any use in asking."""
+        return self.connected and not self._paused
+
+    def responds(self) -> bool:
+        """Ask the daemon, within the deadline of a lookup, whether it answers."""
+        return self.available and self._lookups.ask(_pinged) is not None
+
     def suspend(self) -> None:
         """The weights change: what pages hold is no longer what their keys name. Until `renew` all is a miss."""
         self._suspended = True
@@ -131,6 +147,18 @@ class PageStore:
         """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss."""
         self._clearing = True
         self._clear()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within, nothing is loaded or stored: waits until what is under way has ended, as `load` and `store` do."""
+        lines = self._loads, self._stores
+        try:
+            for line in lines:
+                line.rest()
+            yield
+        finally:
+            for line in lines:
+                line.resume()
 
     def close(self) -> None:
         """End the sessions. Idempotent."""
@@ -208,7 +236,9 @@ class PageStore:
             answers.append(([pools[group] for group in piece], found))
         return answers
 
-    def _move(self, line: Line, direction: Direction, transfers: Sequence[Pages]) -> dict[str, BoolArray]:
+    def _move(
+        self, line: Line, direction: Direction, transfers: Sequence[Pages], ready: Ready | None = None
+    ) -> dict[str, BoolArray]:
         done = {pages.pool: np.zeros(len(pages.keys), np.bool_) for pages in transfers}
         chunks: dict[int, tuple[bytes, U32Array]] = {}
         pools = {}
@@ -226,7 +256,7 @@ class PageStore:
                 pools[pool.group] = pages.pool
         begun = monotonic()
         copied_bytes = 0
-        for group, copied in line.carry(direction, chunks).items():
+        for group, copied in line.carry(direction, chunks, ready).items():
             done[pools[group]] = copied
             copied_bytes += int(copied.sum()) * self._page_bytes[group]
         if copied_bytes:
@@ -239,3 +269,8 @@ def _asked(
     call: Callable[[Client, Any, Any], Found], groups: dict[int, U8Array], first: dict[int, int], client: Client
 ) -> Found:
     return call(client, groups, first)
+
+
+def _pinged(client: Client) -> bool:
+    client.ping()
+    return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.integrations.sglang.hostpool import KV
+from kvoffloadd.integrations.sglang.pools import KV
 from kvoffloadd.model import BoolArray
 
 

@@ -5,11 +5,8 @@ SGLang takes a page that it does not get for one to compute, so whatever goes wr
 
 from __future__ import annotations
 
-import functools
-import logging
-import secrets
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,49 +14,24 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
     PoolTransfer,
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvoffloadd.client import Client
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang import engine, versions
-from kvoffloadd.integrations.sglang.hostpool import KV, check_pool, host_pools
-from kvoffloadd.integrations.sglang.namespace import namespace_of
+from kvoffloadd.integrations.sglang import engine
+from kvoffloadd.integrations.sglang.guard import or_else
+from kvoffloadd.integrations.sglang.hostpool import check_pool, host_pools
 from kvoffloadd.integrations.sglang.options import StorageOptions
 from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore
-from kvoffloadd.integrations.sglang.prefixes import Needed
+from kvoffloadd.integrations.sglang.pools import KV, TpRank
+from kvoffloadd.integrations.sglang.start import page_store
+from kvoffloadd.integrations.sglang.transfers import needed_of
 from kvoffloadd.model import BoolArray, Direction
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("sglang.kvoffloadd")
-
-R = TypeVar("R")
-
-_WORKER_S = 10.0  # an engine's memory is attached in it, too
-
-
-def _missing_if_it_fails(
-    miss: Callable[..., R],
-) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """The boundary to SGLang's threads: a bug of ours costs a request its computation. `miss`: the answer then."""
-
-    def decorate(method: Callable[..., R]) -> Callable[..., R]:
-        @functools.wraps(method)
-        def guarded(self: KVOffloaddStorage, *arguments: Any, **named: Any) -> R:
-            try:
-                return method(self, *arguments, **named)
-            except Exception:
-                logger.exception("kvoffloadd: a bug, please report it")
-                return miss(*arguments, **named)
-
-        return guarded
-
-    return decorate
 
 
 def _no_pages(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str, list[bool]]:
@@ -75,7 +47,7 @@ class KVOffloaddStorage(HiCacheStorage):
         self._options = StorageOptions.of(storage_config.extra_config or {})
         self._host_pools: dict[str, Any] = {}
         self._pages: PageStore | None = None
-        engine.refuse_parallel(storage_config)
+        engine.refuse_parallel(storage_config.pp_size, storage_config.attn_cp_size, storage_config.dcp_size)
         engine.watch_weights()
 
     # --- the start, and the end --------------------------------------------------------------------
@@ -85,37 +57,20 @@ class KVOffloaddStorage(HiCacheStorage):
         self.register_mem_host_pool_v2(mem_pool_host, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Any pool. Raises UsageError for one that comes after the others were shared."""
+        """Any pool. Raises UsageError for one that can't be shared, or comes after the others were."""
         name = str(host_pool_name)
+        check_pool(name, host_pool)  # here, since SGLang takes a storage off again whose first pool was refused
         if self._pages is not None:
-            check_pool(name, host_pool)
             raise UsageError(f"kvoffloadd: SGLang has registered the pool {name!r} too late")
         self._host_pools[name] = host_pool
 
     def on_host_pools_registered(self) -> None:
         """All pools are known: share them with the daemon, or keep trying. Raises UsageError for what can't be."""
-        config, options = self._config, self._options
-        pools = host_pools(self._host_pools, config.tp_rank, config.tp_size, replicated=config.is_mla_model)
-        namespace = namespace_of(engine.arguments(), pools, config.tp_size, versions.check())
-
-        instance = secrets.token_bytes(16)
-
-        def client(role: Literal["scheduler", "worker"]) -> Client:
-            deadline_s = options.timeout_s if role == "scheduler" else max(_WORKER_S, options.timeout_s)
-            return Client(
-                options.socket,
-                namespace=namespace,
-                role=role,
-                instance=instance,
-                deadline_s=deadline_s,
-                connect_deadline_s=0.0,
-            )
-
-        known = engine.WEIGHTS.engine
-        number = engine.agreed(secrets.randbits(64)) if known is None else known
-        self._pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
-        engine.WEIGHTS.follow(self._pages, number)
-        logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
+        config = self._config
+        rank = TpRank(config.tp_rank, config.tp_size)
+        pools = host_pools(self._host_pools, rank, replicated=config.is_mla_model)
+        self._pages = page_store(pools, self._options, config.tp_size, retry_busy=True)
+        engine.rest_during_flushes(self._pages)
 
     def close(self) -> None:
         """SGLang's threads have ended. Nothing is known any more."""
@@ -125,12 +80,12 @@ class KVOffloaddStorage(HiCacheStorage):
 
     # --- SGLang's threads --------------------------------------------------------------------------
 
-    @_missing_if_it_fails(lambda *_, **__: 0)
+    @or_else(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages could be loaded, from the first on."""
         return 0 if self._pages is None else self._pages.restorable(keys).pages
 
-    @_missing_if_it_fails(lambda *_, **__: PoolTransferResult(0, {}, []))
+    @or_else(lambda *_, **__: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -140,31 +95,33 @@ class KVOffloaddStorage(HiCacheStorage):
         """As `batch_exists`, with what other pools need for a prefix of each length."""
         if self._pages is None:
             return PoolTransferResult(0, {}, [])
-        found = self._pages.restorable(keys, [_needed(transfer) for transfer in pool_transfers or ()])
+        found = self._pages.restorable(
+            keys, [needed_of(transfer, str(transfer.name)) for transfer in pool_transfers or ()]
+        )
         return PoolTransferResult(found.pages, dict(found.by_pool), list(found.lengths))
 
-    @_missing_if_it_fails(lambda keys, *_, **__: [False] * len(keys))
+    @or_else(lambda keys, *_, **__: [False] * len(keys))
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Which pages hold what was asked for."""
         return self._move(Direction.LOAD, [Pages(KV, keys, _slots(host_indices))])[KV]
 
-    @_missing_if_it_fails(lambda keys, *_, **__: [False] * len(keys))
+    @or_else(lambda keys, *_, **__: [False] * len(keys))
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Which pages the daemon has, or is being given."""
         return self._move(Direction.STORE, [Pages(KV, keys, _slots(host_indices))])[KV]
 
-    @_missing_if_it_fails(_no_pages)
+    @or_else(_no_pages)
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """As `batch_get_v1`, of several pools."""
         return self._move(Direction.LOAD, _pages(transfers))
 
-    @_missing_if_it_fails(_no_pages)
+    @or_else(_no_pages)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
@@ -219,14 +176,6 @@ class KVOffloaddStorage(HiCacheStorage):
     def exists(self, key: str) -> bool:
         """Whether a page could be loaded."""
         return self.batch_exists([key]) == 1
-
-
-def _needed(transfer: PoolTransfer) -> Needed:
-    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return Needed(str(transfer.name))
-    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-        return Needed(str(transfer.name), max(1, len(transfer.keys or ())))
-    raise ValueError(f"pages of {transfer.name} are needed by a rule that is not known: {transfer.hit_policy}")
 
 
 def _pages(transfers: list[PoolTransfer]) -> list[Pages]:

@@ -88,3 +88,7 @@ class WeightChanges:
             f"{self._engine} {self._changes}".encode(), digest_size=8, person=b"kvoffloadd"
         ).digest()
         return int.from_bytes(digest, "little")
+
+
+WEIGHTS = WeightChanges()
+"""Of this process, which has one rank. `engine.watch_weights` has it told."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U64Array
+from kvoffloadd.storage.signedpages import CHECKSUM_OFFSET, digest_of, is_signed, sign_page
 
 Records = npt.NDArray[Any]
 """A structured array: of ENTRY, RECORD or SPACE."""
@@ -32,9 +32,6 @@ TRAILER_PAGES = 1
 SEGMENT_MAGIC = int.from_bytes(b"KVOSEGM\n", "little")
 RECORD_MAGIC = int.from_bytes(b"KVORECD\n", "little")
 TRAILER_MAGIC = int.from_bytes(b"KVOTRLR\n", "little")
-
-CHECKSUM_OFFSET = PAGE_BYTES - 16
-"""Of the page's own checksum, high half first."""
 
 ENTRY = np.dtype(
     {
@@ -170,14 +167,14 @@ def encode_segment_header(header: SegmentHeader) -> U8Array:
     fields["uuid"] = _bytes(header.uuid)
     fields["number"], fields["segment_bytes"] = header.number, header.segment_bytes
     fields["created_s"] = header.created_s
-    _sign(page)
+    sign_page(page)
     return page
 
 
 def decode_segment_header(page: U8Array) -> SegmentHeader | Problem:
     """What page 0, (4096,), says."""
     fields = page.view(SEGMENT)[0]
-    if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION and _is_signed(page):
+    if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION and is_signed(page):
         return SegmentHeader(
             fields["uuid"].tobytes(), int(fields["number"]), int(fields["segment_bytes"]), int(fields["created_s"])
         )
@@ -192,7 +189,7 @@ def _problem(page: U8Array) -> Problem:
     mended = page.copy()
     fields_of_mended = mended.view(SEGMENT)[0]
     fields_of_mended["magic"], fields_of_mended["version"] = SEGMENT_MAGIC, FORMAT_VERSION
-    if _is_signed(mended):
+    if is_signed(mended):
         return Problem.DAMAGED
     if fields["magic"] == SEGMENT_MAGIC:
         return Problem.VERSION
@@ -223,7 +220,7 @@ def encode_records(
     fields["digest"] = digests
     fields["written_s"] = now_s
     for page in out:
-        _sign(page)
+        sign_page(page)
 
 
 def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
@@ -239,7 +236,7 @@ def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
         good &= (sizes > 0) & (sizes < 1 << 62) & (records["part"][found] < records["parts"][found])
         valid[found] = good
         for at in found[good].tolist():
-            valid[at] = _is_signed(pages[at])
+            valid[at] = is_signed(pages[at])
     return records, valid
 
 
@@ -283,15 +280,15 @@ def encode_footer(
     trailer["number"], trailer["segment_bytes"] = number, segment_bytes
     trailer["footer_page"] = segment_bytes // PAGE_BYTES - pages
     trailer["num_entries"], trailer["num_spaces"] = len(entries), len(keyspaces)
-    trailer["footer_digest"] = _digest(body)
-    _sign(last)
+    trailer["footer_digest"] = digest_of(body)
+    sign_page(last)
     return out
 
 
 def decode_trailer(page: U8Array) -> Trailer | None:
     """What the last page, (4096,), of a sealed segment says; None if it is no whole trailer."""
     fields = page.view(TRAILER)[0]
-    if fields["magic"] != TRAILER_MAGIC or fields["version"] != FORMAT_VERSION or not _is_signed(page):
+    if fields["magic"] != TRAILER_MAGIC or fields["version"] != FORMAT_VERSION or not is_signed(page):
         return None
     high, low = fields["footer_digest"].tolist()
     trailer = Trailer(
@@ -316,7 +313,7 @@ def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId
         return None
     body = pages[:-PAGE_BYTES]
     whole = len(pages) == footer_pages(trailer.num_entries, trailer.num_spaces) * PAGE_BYTES
-    if not whole or _digest(body) != trailer.footer_digest:
+    if not whole or digest_of(body) != trailer.footer_digest:
         return None
     at = trailer.num_entries * ENTRY.itemsize
     entries = body[:at].view(ENTRY)
@@ -343,17 +340,3 @@ def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
 
 def _bytes(raw: bytes) -> U8Array:
     return np.frombuffer(raw, np.uint8)
-
-
-def _digest(raw: U8Array) -> tuple[int, int]:
-    value = xxhash.xxh3_128_intdigest(raw.data)
-    return value >> 64, value & 0xFFFF_FFFF_FFFF_FFFF
-
-
-def _sign(page: U8Array) -> None:
-    page[CHECKSUM_OFFSET:].view("<u8")[:] = _digest(page[:CHECKSUM_OFFSET])
-
-
-def _is_signed(page: U8Array) -> bool:
-    high, low = page[CHECKSUM_OFFSET:].view("<u8").tolist()
-    return _digest(page[:CHECKSUM_OFFSET]) == (high, low)

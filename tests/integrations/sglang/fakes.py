@@ -40,6 +40,8 @@ class HostPool:
         self.size = page_num * page_size
         self.size_per_token = sum(runs) // page_size
         self.layer_num, self.head_num, self.dtype = 2, 4, "bfloat16"
+        self.head_dim = self.v_head_dim = self.kv_cache_dim = 16
+        self.kv_lora_rank, self.qk_rope_head_dim = 12, 4
         self.allocator: Any = ShmHostTensorAllocator()
         if together:
             whole = self.allocator.allocate(sum(runs) * page_num)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from kvoffloadd.client import Ref, SharedTensor
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang.hostpool import PagePool, host_pools
+from kvoffloadd.integrations.sglang.hostpool import host_pools
+from kvoffloadd.integrations.sglang.pools import PagePool, TpRank
 from tests.integrations.sglang.fakes import (
     DSAIndexerPoolHost,
     HostPool,
@@ -18,10 +20,12 @@ from tests.integrations.sglang.fakes import (
     MLATokenToKVPoolHost,
 )
 
+ALONE = TpRank(0, 1)
+
 
 def test_keys_and_values_of_a_page_are_one_key() -> None:
     pool = MHATokenToKVPoolHost(6, 64, [4096, 4096])
-    found = host_pools({"kv": pool}, tp_rank=1, tp_size=2, replicated=False)
+    found = host_pools({"kv": pool}, TpRank(1, 2), replicated=False)
     (group,) = found.caches.groups
     assert list(group.refs) == [Ref(0, 0, 4096), Ref(1, 0, 4096)]
     assert (group.tokens_per_key, group.parts, group.part) == (64, 2, 1)
@@ -38,7 +42,7 @@ def test_each_pool_is_a_group_of_a_number_of_its_own() -> None:
         "mamba": MambaPoolHost(5, 1, [300, 200], together=False),
         "kv": MLATokenToKVPoolHost(6, 64, [6400]),
     }
-    found = host_pools(pools, tp_rank=1, tp_size=2, replicated=True)
+    found = host_pools(pools, TpRank(1, 2), replicated=True)
     groups = {group.group: group for group in found.caches.groups}
     assert {name: pool.group for name, pool in found.pools.items()} == {"kv": 0, "mamba": 2, "indexer": 3}
     assert {number: (group.parts, group.part) for number, group in groups.items()} == {0: (1, 0), 2: (2, 1), 3: (1, 0)}
@@ -56,7 +60,39 @@ def test_blocks_of_slots() -> None:
     assert pool.blocks(slots, 3) is None
     assert pool.blocks(slots[1:5], 1) is None
     assert pool.blocks(slots + 40, 2) is None
+    assert pool.blocks(slots[[0, 1, 3, 2, 4, 5, 6, 7]], 2) is None
     assert pool.blocks(np.empty(0, np.int64), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "what"),
+    [
+        ("kv", MHATokenToKVPoolHost, "dtype"),
+        ("kv", MHATokenToKVPoolHost, "head_dim"),
+        ("kv", MLATokenToKVPoolHost, "kv_lora_rank"),
+        ("mamba", MambaPoolHost, "temporal_dtype"),
+        ("mamba", MambaPoolHost, "conv_state_shapes"),
+        ("indexer", DSAIndexerPoolHost, "indexer_dtype"),
+        ("indexer", DSAIndexerPoolHost, "kv_lora_rank"),
+    ],
+)
+def test_formats_of_one_size_differ(name: str, kind: type[HostPool], what: str) -> None:
+    shapes = []
+    for value in (8, 16):
+        pools = {"kv": MHATokenToKVPoolHost(6, 64, [4096, 4096])} | {name: kind(6, 64, [4096, 4096])}
+        setattr(pools[name], what, value)
+        shapes.append(host_pools(pools, ALONE, replicated=False).shapes)
+    assert shapes[0] != shapes[1]
+
+
+def test_orders_of_heads_and_tokens_differ() -> None:
+    pools = [MHATokenToKVPoolHost(6, 64, [4096, 4096]) for _ in range(3)]
+    for pool, order in zip(pools, ("nhd", "hnd"), strict=False):
+        layout = SimpleNamespace(value=order)
+        pool._buffer_infos = [SimpleNamespace(buffers=SimpleNamespace(layout=layout))]  # type: ignore[attr-defined]
+    usual, other, untold = (host_pools({"kv": pool}, ALONE, replicated=False).shapes for pool in pools)
+    assert usual == untold
+    assert usual != other
 
 
 def refused(**changes: Any) -> str:
@@ -65,7 +101,7 @@ def refused(**changes: Any) -> str:
     for name, value in changes.items():
         setattr(pool, name, value)
     with pytest.raises(UsageError) as error:
-        host_pools({"kv": pool}, 0, 1, replicated=False)
+        host_pools({"kv": pool}, TpRank(0, 1), replicated=False)
     return str(error.value)
 
 
@@ -86,9 +122,13 @@ def test_what_is_refused_is_told_with_its_flag() -> None:
         raise NotImplementedError("slot states")
 
     assert "slot states" in refused(get_page_buffer_meta=unable)
+    drafts = "without --speculative-algorithm"
+    assert drafts in refused(target_layer_num=1)
+    assert drafts in refused(mtp_draft_buffer_infos=("layer",))
+    assert "lie outside" in refused(target_layer_num=2, get_page_buffer_meta=outside.get_page_buffer_meta)
     for name, kind in (("draft", MHATokenToKVPoolHost), ("kv", MambaPoolHost), ("deepseek_v4_c4", HostPool)):
         pools = {"kv": MHATokenToKVPoolHost(6, 64, [64, 64]), name: kind(6, 64, [64, 64])}
         with pytest.raises(UsageError, match="speculative" if name == "draft" else "not supported"):
-            host_pools(pools, 0, 1, replicated=False)
+            host_pools(pools, TpRank(0, 1), replicated=False)
     with pytest.raises(UsageError, match="no pool"):
-        host_pools({}, 0, 1, replicated=False)
+        host_pools({}, TpRank(0, 1), replicated=False)

@@ -14,6 +14,7 @@ from kvoffloadd.integrations.sglang import versions
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL, namespace_of
 from kvoffloadd.integrations.sglang.options import StorageOptions
+from kvoffloadd.integrations.sglang.pools import TpRank
 from tests.integrations.sglang.fakes import HostPool, MHATokenToKVPoolHost
 
 ARGUMENTS: dict[str, Any] = {
@@ -27,7 +28,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def named(pool: HostPool | None = None, *, tp: int = 1, release: str = "0.5.23", **changed: Any) -> NamespaceSpec:
-    pools = host_pools({"kv": pool or MHATokenToKVPoolHost(4, 64, [4096, 4096])}, 0, tp, replicated=False)
+    pools = host_pools({"kv": pool or MHATokenToKVPoolHost(4, 64, [4096, 4096])}, TpRank(0, tp), replicated=False)
     return namespace_of(ARGUMENTS | changed, pools, tp, release)
 
 

@@ -18,12 +18,14 @@ import pytest
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.integrations.sglang import line
 from kvoffloadd.integrations.sglang.hostpool import host_pools
-from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore
+from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
+from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.prefixes import Needed
 from kvoffloadd.model import Direction
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.conftest import SEED
+from tests.e2e.daemons import Hold
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
 NAMESPACE = NamespaceSpec(model="m", dtype="bfloat16", layout="sglang test", parallel="tp1", key_bytes=32)
@@ -47,10 +49,13 @@ class Rank:
             "mamba": MambaPoolHost(PAGES, 1, [300, 212], together=False),
         }
 
-        def client(role: Any) -> Client:
+        def client(purpose: Purpose) -> Client:
+            role: Any = "scheduler" if purpose == "lookups" else "worker"
             return Client(daemon.socket, namespace=NAMESPACE, role=role, deadline_s=timeout_s, connect_deadline_s=0.0)
 
-        self.store = PageStore(host_pools(self.pools, rank, ranks, replicated=False), client, job_deadline_s=60.0)
+        self.store = PageStore(
+            host_pools(self.pools, TpRank(rank, ranks), replicated=False), client, job_deadline_s=60.0
+        )
 
     def pages(self, keys: list[str], at: int = 0, pool: str = "kv") -> Pages:
         """Pages from `at` on."""
@@ -264,6 +269,45 @@ def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
     daemon.kill()
     loading.join(60.0)
     assert not answers[0]["kv"].any()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_at_rest_nothing_is_under_way(
+    start_daemon: StartDaemon,
+    start_rank: StartRank,
+    hold: Hold,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: Direction,
+) -> None:
+    """It begins when the last copy has ended, and within it none begins."""
+    monkeypatch.setattr(line, "_REST_WARNING_S", 0.05)
+    daemon = start_daemon(memory="64MiB", faults=hold.fault)
+    rank, keys = start_rank(daemon), names(4)
+    assert rank.store.store([rank.fill(keys[:2])])["kv"].all()
+    calls = {Direction.LOAD: (rank.store.load, keys[:2]), Direction.STORE: (rank.store.store, keys[2:])}
+    move, moved = calls[direction]
+    pages = rank.fill(moved, at=10)
+    with hold:
+        mover = threading.Thread(target=move, args=([pages],))
+        mover.start()
+        until(lambda: daemon.status()["running"]["jobs"] == 1, "it is under way")
+        held = threading.Event()
+
+        def rest() -> None:
+            with rank.store.at_rest():
+                held.set()
+
+        resting = threading.Thread(target=rest)
+        resting.start()
+        until(lambda: "flush waits for the daemon" in caplog.text, "it waits")
+        assert not held.is_set()
+    for thread in (mover, resting):
+        thread.join(PATIENCE_S)
+    assert held.is_set()
+    with rank.store.at_rest():
+        assert not move([pages])["kv"].any()
+    assert move([pages])["kv"].all()
 
 
 def test_killed_at_any_time_nothing_wrong_is_loaded(

@@ -3,113 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
-from importlib import metadata
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL
 from scripts.harness.daemon import Daemon
 from tests.integrations.sglang.fakes import MambaPoolHost, MHATokenToKVPoolHost
+from tests.integrations.sglang.fakesglang import ADAPTER, PoolHitPolicy, PoolTransfer, PoolTransferResult
 from tests.integrations.sglang.test_pagestore import PAGE, StartDaemon, names
 
 torch = pytest.importorskip("torch")
-
-ADAPTER = "kvoffloadd.integrations.sglang"
-
-
-class PoolHitPolicy(StrEnum):
-    ALL_PAGES = "all_pages"
-    TRAILING_PAGES = "trailing_pages"
-    BLOCK_GROUPS = "block_groups"
-
-
-@dataclass
-class PoolTransfer:
-    name: str
-    host_indices: Any = None
-    keys: list[str] | None = None
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-
-
-@dataclass
-class PoolTransferResult:
-    kv_hit_pages: int
-    extra_pool_hit_pages: dict[str, int]
-    restorable_prefix_pages: list[int] | None = None
-
-
-@dataclass
-class StorageMetrics:
-    prefetch_pgs: list[int] = field(default_factory=list)
-    backup_pgs: list[int] = field(default_factory=list)
-    prefetch_bandwidth: list[float] = field(default_factory=list)
-    backup_bandwidth: list[float] = field(default_factory=list)
-
-
-class WeightUpdater:
-    def update_weights_from_disk(self) -> str:
-        return "updated"
-
-    update_weights_from_tensor = update_weights_from_ipc = update_weights_from_disk
-    receive_weights_from_distributed = load_weights_from_distributed = update_weights_from_disk
-    begin_weight_update = end_weight_update = update_weights_from_disk
-
-
-class HiCacheController:
-    def reset(self) -> None:
-        """SGLang forgets its pages."""
-
-
-@pytest.fixture
-def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """As much of SGLang as is imported, and `config` and `parallel` to change."""
-    arguments: dict[str, Any] = dict.fromkeys((*MODEL, *KERNELS, *DRAFT))
-    arguments |= {"model_path": "org/model", "revision": None, "device": "cpu"}
-    bag = SimpleNamespace(**arguments)
-    parallel = SimpleNamespace(nnodes=1, attn_tp_group=SimpleNamespace(world_size=1))
-    updater = type("WeightUpdater", (WeightUpdater,), {})
-    controller = type("HiCacheController", (HiCacheController,), {})
-    modules: dict[str, dict[str, Any]] = {
-        "srt.mem_cache.hicache_storage": {
-            "HiCacheStorage": object,
-            "HiCacheStorageConfig": object,
-            "HiCacheStorageExtraInfo": object,
-            "PoolHitPolicy": PoolHitPolicy,
-            "PoolTransfer": PoolTransfer,
-            "PoolTransferResult": PoolTransferResult,
-        },
-        "srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
-        "srt.managers.cache_controller": {"HiCacheController": controller},
-        "srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": updater},
-        "srt.runtime_context": {
-            "get_device": lambda: bag,
-            "get_exec": lambda: SimpleNamespace(kernel=bag),
-            "get_model": lambda: bag,
-            "get_parallel": lambda: parallel,
-            "get_spec": lambda: bag,
-        },
-    }
-    for name, content in modules.items():
-        for end in range(len(f"sglang.{name}".split("."))):
-            package = ".".join(f"sglang.{name}".split(".")[: end + 1])
-            if package not in sys.modules:
-                monkeypatch.setitem(sys.modules, package, ModuleType(package))
-        for attribute, value in content.items():
-            monkeypatch.setattr(sys.modules[f"sglang.{name}"], attribute, value, raising=False)
-    monkeypatch.setattr(metadata, "version", lambda _: "0.5.23")
-    for module in ("engine", "storage"):
-        monkeypatch.delitem(sys.modules, f"{ADAPTER}.{module}", raising=False)
-        monkeypatch.delattr(importlib.import_module(ADAPTER), module, raising=False)
-    yield SimpleNamespace(parallel=parallel, updater=updater, controller=controller)
-    for module in ("engine", "storage"):
-        sys.modules.pop(f"{ADAPTER}.{module}", None)
 
 
 class Rank:
@@ -191,16 +96,27 @@ def test_whatever_goes_wrong_is_a_miss(sglang: SimpleNamespace, start_daemon: St
     storage.close()
 
 
+def test_at_rest_while_sglang_forgets_its_pages(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
+    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    stored = []
+    controller = sglang.controller()
+    controller.meanwhile = lambda: stored.append(rank.storage.batch_set_v1(keys, rank.slots(0, 2)))
+    controller.reset()
+    assert stored == [[False, False]]
+    assert rank.storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
+    rank.storage.close()
+
+
 def test_weights_that_change_are_told(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
     rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
     storage = rank.storage
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
-    sglang.controller().reset()
+    sglang.tree().reset()
     assert storage.batch_exists(keys) == 2
     assert sglang.updater().update_weights_from_disk() == "updated"
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [False, False]
-    sglang.controller().reset()
+    sglang.tree().reset()
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
     assert storage.batch_exists(keys) == 2

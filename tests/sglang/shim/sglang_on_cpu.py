@@ -1,4 +1,4 @@
-"""A plug-in of SGLang's: what its builds for CPUs leave out of HiCache, in plain torch.
+"""A plug-in of SGLang's: what its builds for CPUs leave out of HiCache and of short convolutions, in plain torch.
 
 HiCache copies pages between the device's pools and the host's with kernels that only GPUs have. Their names are put
 where they would have been imported. Semantics as SGLang 0.5.23 calls them, for the layout `page_first_direct`: a host
@@ -8,6 +8,7 @@ page is (layers, tokens of a page, ...), a device's layer is (tokens, ...); indi
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from typing import Any
 
 
@@ -35,11 +36,48 @@ def copy_rows(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices
         target[dst_indices] = source[src_indices]
 
 
+def convolve(x: Any, weight: Any, bias: Any, *, conv_states: Any, cache_indices: Any, **given: Any) -> Any:
+    """A causal convolution of each channel of some sequences, one after the other.
+
+    `x`: (channels, tokens); `weight`: (channels, width); `conv_states`: (slots, channels, width - 1), what came before
+    a sequence if it `has_initial_state`, and afterwards its end. `query_start_loc`: where they start, and the end.
+    """
+    torch = importlib.import_module("torch")
+    found = torch.empty_like(x)
+    starts = given["query_start_loc"].tolist()
+    for nth, (start, end) in enumerate(pairwise(starts)):
+        state = conv_states[cache_indices[nth]]
+        before = state.to(x.dtype) * given["has_initial_state"][nth]
+        whole = torch.cat([before, x[:, start:end]], 1)
+        found[:, start:end] = torch.nn.functional.conv1d(whole[None], weight[:, None], bias, groups=len(x))[0]
+        state.copy_(whole[:, -state.shape[1] :])
+    return torch.nn.functional.silu(found) if given["activation"] else found
+
+
+def convolve_one(
+    x: Any, conv_state: Any, weight: Any, bias: Any, activation: Any, *, conv_state_indices: Any, **_: Any
+) -> Any:
+    """As `convolve`, of the next token of each sequence: `x`: (sequences, channels)."""
+    torch = importlib.import_module("torch")
+    return convolve(
+        x.T,
+        weight,
+        bias,
+        conv_states=conv_state,
+        cache_indices=conv_state_indices,
+        query_start_loc=torch.arange(len(x) + 1),
+        has_initial_state=torch.ones(len(x)),
+        activation=activation,
+    ).T
+
+
 KERNELS = {
     "transfer_kv_per_layer_direct_pf_lf": load_layer,
     "transfer_kv_all_layer_direct_lf_pf": store_layers,
     "transfer_kv_direct": copy_rows,
 }
+NAMED = ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu")
+"""Kernels of linear attention that only processors with AMX have: named when models with states are, not called."""
 MODULES = ("pool_host.mha", "pool_host.mla", "pool_host.mamba", "memory_pool_host")
 
 
@@ -53,6 +91,13 @@ def install() -> None:
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_, **__: None  # memory is pinned for GPUs
     _translate_windows()
+    torch: Any = importlib.import_module("torch")
+    for kernel in NAMED:
+        if not hasattr(torch.ops.sgl_kernel, kernel):
+            torch.library.define(f"sgl_kernel::{kernel}", "() -> ()")
+    convolutions: Any = importlib.import_module("sglang.srt.layers.attention.mamba.causal_conv1d")
+    convolutions._causal_conv1d_fn_triton = convolve
+    convolutions._causal_conv1d_update_triton = convolve_one
 
 
 def _translate_windows() -> None:

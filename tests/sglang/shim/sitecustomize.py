@@ -1,8 +1,8 @@
 """SGLang's stock wheel on a CPU: Python imports this first in each process that has this folder on its PYTHONPATH.
 
-The wheel names two packages that no CPU has. `torchvision`: configs of image models import it, no test calls it.
-`sgl_kernel`: kernels, of which SGLang on a CPU without AMX takes none, but it imports their names. Here both are made
-up: whatever is imported from them is there, and says so when it is called.
+The wheel names packages that are not here. `torchvision`: configs of image models import it, no test calls it.
+`sgl_kernel`: kernels, of which SGLang on a CPU without AMX takes none, but it imports their names. `datasets`: its
+kit for tests imports it. Here they are made up: whatever is imported from them is there, and says so when it is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MADE_UP = ("torchvision", "sgl_kernel")
+_MADE_UP = ("torchvision", "sgl_kernel", "datasets")
 _WITHOUT = "sgl_kernel.scalar_type"  # SGLang does without it where it can't be imported
 
 
@@ -53,7 +53,7 @@ class Finder(MetaPathFinder, Loader):
     """Finds what is made up."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Of both packages and everything below them."""
+        """Of these packages and everything below them."""
         if name.partition(".")[0] not in _MADE_UP or name == _WITHOUT:
             return None
         return ModuleSpec(name, self, is_package=True)

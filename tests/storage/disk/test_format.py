@@ -29,6 +29,7 @@ from kvoffloadd.storage.disk.format import (
     footer_pages,
     record_pages,
 )
+from kvoffloadd.storage.signedpages import sign_page
 from tests.storage.disk.builders import SEGMENT_BYTES, SPACE_A, SPACE_B, entries_of, header_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "DISK_FORMAT.md"
@@ -65,7 +66,7 @@ def test_headers_that_are_not_ours() -> None:
     assert decode_segment_header(np.full(PAGE_BYTES, 0x41, np.uint8)) is Problem.FOREIGN
     newer = encode_segment_header(header_of())
     newer[8] = 2
-    disk_format._sign(newer)
+    sign_page(newer)
     assert decode_segment_header(newer) is Problem.VERSION
 
 
@@ -86,7 +87,7 @@ def test_no_page_makes_a_decoder_fail(number: int, magic: int, version: int, sig
     page[:8].view("<u8")[:] = magic
     page[8:12].view("<u4")[:] = version
     if signed:
-        disk_format._sign(page)
+        sign_page(page)
     decode_segment_header(page)
     assert decode_trailer(page) is None
     assert decode_footer(page, b"\0" * 16) is None

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.storage.disk import format as disk_format
 from kvoffloadd.storage.disk import recovery
 from kvoffloadd.storage.disk.files import DiskError, aligned_pages
 from kvoffloadd.storage.disk.format import (
@@ -29,6 +28,7 @@ from kvoffloadd.storage.disk.format import (
 from kvoffloadd.storage.disk.recovery import Kind
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from kvoffloadd.storage.hashing import hash_payloads
+from kvoffloadd.storage.signedpages import sign_page
 from tests.storage.disk.builders import NAME, SEGMENT_BYTES, SPACE_A, SPACE_B, Folder, entries_of, header_of
 
 SIZES = [1, 4095, 4096, 4097, 9000, 12288, 70]
@@ -154,7 +154,7 @@ def test_other_versions_are_not_read(folder: Folder, version: int) -> None:
     folder.build(entries_of(SIZES))
     page = encode_segment_header(header_of())
     page[8:12].view("<u4")[:] = version
-    disk_format._sign(page)
+    sign_page(page)
     patch(folder, 0, page.tobytes())
     found = folder.recover()
     assert (found.kind, found.header, len(found.entries)) == (Kind.UNREADABLE, None, 0)

@@ -12,12 +12,12 @@ import pytest
 import xxhash
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.storage.disk import format as disk_format
 from kvoffloadd.storage.disk.files import DiskError
 from kvoffloadd.storage.disk.format import encode_footer, encode_segment_header
 from kvoffloadd.storage.disk.manifest import Manifest, encode_manifest
 from kvoffloadd.storage.disk.recovery import Kind
 from kvoffloadd.storage.disk.repair import RootReport, check_root
+from kvoffloadd.storage.signedpages import sign_page
 from tests.storage.disk.builders import NAME, SEGMENT_BYTES, SPACE_A, SPACE_B, Folder, entries_of, header_of
 
 SIZES = [300, 9000, 300, 4096]
@@ -121,7 +121,7 @@ def test_a_lost_segment_header_is_written_again_or_the_file_removed(root: Path, 
 def test_what_is_not_ours_is_never_touched(root: Path, folder: Folder) -> None:
     newer = encode_segment_header(header_of())
     newer[8] = 2
-    disk_format._sign(newer)
+    sign_page(newer)
     (folder.path / ("1" * 16)).write_bytes(newer.tobytes() * 4)
     (folder.path / ("2" * 16)).write_bytes(b"\x7fELF" * 4096)
     (folder.path / "notes.txt").write_bytes(b"mine")

@@ -1,4 +1,4 @@
-"""A read window: the bytes of slots that may be reserved at once for the reads of one root. Event loop only."""
+"""A read window: the bytes of slots that may be reserved at once for reads from one place. Event loop only."""
 
 from __future__ import annotations
 

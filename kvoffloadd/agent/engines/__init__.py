@@ -1,0 +1,1 @@
+"""One module per store that the agent can speak to."""

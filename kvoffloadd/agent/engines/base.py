@@ -1,0 +1,101 @@
+"""What the agent needs of a store's client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from kvoffloadd.errors import KvOffloadError
+
+
+class EngineError(KvOffloadError):
+    """The engine can't start. `fault`: "operator" (settings, packages) or "store" (it does not answer)."""
+
+    code = "engine"
+
+    def __init__(self, reason: str, *, fault: str) -> None:
+        super().__init__(reason)
+        self.fault = fault  # type: ignore[misc]  # per instance here
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`size_bytes` of this process's memory, from `address` on. Page-aligned; mapped as long as the process lives."""
+
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where pieces of transfers lie: for engines that must register memory with their hardware."""
+
+    arena: Region
+    headers: Region
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectTransfer:
+    """An object, and where its bytes come from or go to: address and bytes of each piece, in the object's order, the
+    header page first. Its size is the sum.
+    """
+
+    name: str
+    pieces: list[tuple[int, int]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the object."""
+        return sum(size for _, size in self.pieces)
+
+
+class Engine(Protocol):
+    """A client of a store.
+
+    Called from several threads at once: one for `exists`, `get_threads` for `get`, `put_threads` for `put`, and one for
+    all else. Calls may take long: the daemon kills this process if one takes too long. What a call raises counts as
+    FAILED for all that it names, and is logged.
+
+    Codes are `agentframes.Code`. Any code but FAILED, and any success, says that nothing reads or writes the memory of
+    the call any more: not even an earlier attempt of the same call that was given up. An engine that can't be sure
+    answers FAILED.
+    """
+
+    stops_at_once: ClassVar[bool]
+    """Whether FAILED says so, too, because giving up a transfer ends it. False: only the end of this process does."""
+
+    def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
+        """Connect. Called once, before all else. Raises EngineError."""
+
+    def about(self) -> str:
+        """Name and version of the client, for people."""
+
+    def exists(self, names: Sequence[str]) -> list[int]:
+        """A `Presence` for each name."""
+
+    def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """For each the object's bytes, all of which came, or a `Code`. Writes nowhere but to the pieces. An object of
+        another size is SIZE.
+        """
+
+    def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """For each the object's bytes, or a `Code`. One that is there already stays as it is: a success."""
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None: there is none."""
+
+    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+        """Write a small object: its bytes, or a `Code`. `if_absent`: one that is there stays, which is a success.
+        Without it, the value takes the place of one that is there. `pinned`: it is not evicted, in as many copies as
+        there can be.
+        """
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """For each 1 (removed), 0 (there was none) or a `Code`; whatever leases and pins say."""
+
+    def sweep(self, prefix: str) -> int:
+        """Remove every object whose name begins so; how many, or a `Code`."""
+
+    def close(self) -> None:
+        """The process is about to end. May be called while other calls are under way."""

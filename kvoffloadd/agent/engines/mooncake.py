@@ -1,0 +1,303 @@
+"""Mooncake Store as an engine: a client that lends no memory of its own to the cluster.
+
+Of versions around 0.3.13; what is said of its calls here was measured, or read in its source. It has no deadlines: a
+transfer that is given up after a minute goes on in its threads, so only the end of this process ends it. It has no
+authentication either, and listens at random ports on all addresses: whoever reaches them can read and write all memory
+that is registered. So on TCP, which does not need it, nothing is ever registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import mmap
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
+from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+
+_PACKAGES: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine")
+
+_ENVIRONMENT: Final = {
+    "MC_RPC_TIMEOUT_MS": "300",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "300",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""Its own settings, which are read as it starts; those of the agent's environment come first. With its defaults, some
+calls last two minutes.
+"""
+
+_LENT_BYTES: Final = 0
+_STAGING_BYTES: Final = 16 << 20
+"""Memory of its own, through which it reads what stores have on their disks."""
+_MASTER_ANSWERS_S: Final = 2.0
+_SURE_S: Final = 30.0
+"""A transfer that fails sooner has ended. Mooncake waits for one until its end, or for 60 s (wait_for_completion)."""
+_PINNED_COPIES: Final = 3
+
+_OK: Final = 0
+_NOT_FOUND: Final = -704
+_ALREADY_THERE: Final = -705
+_BAD_CHECKSUM: Final = -801
+_TRANSFER_FAILED: Final = -800
+_CODES: Final = {
+    _NOT_FOUND: Code.MISS,
+    -703: Code.NOT_COMPLETE,
+    -200: Code.NO_SPACE,
+    -707: Code.LEASE_OVER,
+    -600: Code.SIZE,  # the object is larger than its place
+}
+"""Mooncake's ErrorCode, which are final, to ours. All others depend on when they come."""
+_PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._]+")
+
+
+class MooncakeEngine:
+    """Settings: `master` ("HOST:PORT", or "etcd://..." where there are several), `host` (this host's address in the
+    cluster's network), `protocol` ("tcp" or "rdma"), `devices` (for rdma, comma-separated; empty: all), `replicas`.
+
+    `store`: what speaks to the cluster, for tests; else a `MooncakeDistributedStore` of its own.
+    """
+
+    stops_at_once: ClassVar[bool] = False
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = store
+        self._about = "mooncake"
+        self._tcp = True
+        self._ordinary: Any = None
+        self._pinned: Any = None
+        self._small = _SmallPages()
+
+    def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
+        """Join the cluster. Takes up to five seconds if the master does not answer. Raises EngineError."""
+        host, master = str(settings["host"]), str(settings["master"])
+        protocol = str(settings.get("protocol", "tcp"))
+        self._tcp = protocol == "tcp"
+        _check_host(host)
+        _check_master(master)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        store = _imported()
+        self._store = self._store or store.MooncakeDistributedStore()
+        devices = str(settings.get("devices", ""))
+        code = self._store.setup(host, "P2PHANDSHAKE", _LENT_BYTES, _STAGING_BYTES, protocol, devices, master)
+        if code != _OK:
+            raise EngineError(f"the master at {master} takes no client at {host} ({code})", fault="store")
+        if not self._tcp:
+            self._register(memory)
+        self._ordinary, self._pinned = store.ReplicateConfig(), store.ReplicateConfig()
+        self._ordinary.replica_num = int(settings.get("replicas", 1))
+        self._pinned.replica_num = max(_PINNED_COPIES, self._ordinary.replica_num)
+        self._pinned.with_hard_pin = True
+        self._about = f"{_version()} over {protocol}"
+
+    def _register(self, memory: Memory) -> None:
+        """RDMA reaches only what is registered; with local access, so not for others."""
+        for region in (memory.arena, memory.headers):
+            if code := self._store.register_buffer(region.address, region.size_bytes):
+                raise EngineError(
+                    f"{region.size_bytes} bytes can't be registered with the RDMA device ({code}): "
+                    "raise its limit of locked memory (LimitMEMLOCK=infinity), and name the right devices",
+                    fault="operator",
+                )
+        self._small.register = self._store.register_buffer
+
+    def about(self) -> str:
+        """The package's name and version."""
+        return self._about
+
+    def exists(self, names: Sequence[str]) -> list[int]:
+        """One call for all; also renews the leases of those that are there."""
+        known = {0: Presence.NO, 1: Presence.YES}
+        return [known.get(found, Presence.UNKNOWN) for found in self._store.batch_is_exist(list(names))]
+
+    def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """One call for all. What is wrong with one does not stop the others."""
+        began = time.monotonic()
+        came = self._store.batch_get_into_multi_buffers(*_columns(transfers))
+        failed = self._code_of_failures(time.monotonic() - began)
+        # A checksum of Mooncake's own is not needed: ours tells.
+        codes = [
+            transfer.size_bytes if code == _BAD_CHECKSUM else _checked(code, transfer, failed)
+            for transfer, code in zip(transfers, came, strict=True)
+        ]
+        # An object that is smaller than its place fails like a transfer that breaks off.
+        if broken := [i for i, code in enumerate(came) if code == _TRANSFER_FAILED and codes[i] == Code.REFUSED]:
+            there = self._sizes([transfers[i].name for i in broken])
+            for i in broken:
+                if there.get(transfers[i].name, transfers[i].size_bytes) != transfers[i].size_bytes:
+                    codes[i] = Code.SIZE
+        return codes
+
+    def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """One call for all. Of an object that is there already no bytes are sent."""
+        began = time.monotonic()
+        went = self._store.batch_put_from_multi_buffers(*_columns(transfers), self._ordinary)
+        failed = self._code_of_failures(time.monotonic() - began)
+        return [
+            transfer.size_bytes if code in (_OK, _ALREADY_THERE) else _CODES.get(code, failed)
+            for transfer, code in zip(transfers, went, strict=True)
+        ]
+
+    def _code_of_failures(self, took_s: float) -> Code:
+        """What to call failures of a call that took so long."""
+        return Code.REFUSED if self._tcp and took_s < _SURE_S else Code.FAILED
+
+    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """Of objects in the memory of stores. Empty: the master does not say."""
+        found = self._store.batch_get_replica_desc(list(names))
+        return {
+            name: replicas[0].get_memory_descriptor().buffer_descriptor.size
+            for name, replicas in found.items()
+            if replicas and replicas[0].is_memory_replica()
+        }
+
+    def read(self, name: str) -> bytes | None:
+        """Raises EngineError if it can't be read."""
+        with self._small.page() as page:
+            code = self._store.get_into(name, page.address, VALUE_BYTES_MAX)
+            if code >= 0:
+                return bytes(page.view[:code])
+            page.give_up()
+        if code == _NOT_FOUND:
+            return None
+        raise EngineError(f"a small object can't be read ({code})", fault="store")
+
+    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+        """An empty one is refused: Mooncake takes it, and has nothing."""
+        if not 0 < len(value) <= VALUE_BYTES_MAX:
+            return Code.REFUSED
+        write = self._store.put_from if if_absent else self._store.upsert_from
+        with self._small.page() as page:
+            page.view[: len(value)] = value
+            code = write(name, page.address, len(value), self._pinned if pinned else self._ordinary)
+            if code in (_OK, _ALREADY_THERE):
+                return len(value)
+            page.give_up()
+        return _CODES.get(code, Code.FAILED)
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """By force: leases and hard pins of others count for nothing."""
+        codes = self._store.batch_remove(list(names), True)
+        return [1 if code == _OK else 0 if code == _NOT_FOUND else _CODES.get(code, Code.REFUSED) for code in codes]
+
+    def sweep(self, prefix: str) -> int:
+        """By a regular expression, which the master runs over all names."""
+        if not _PLAIN_PREFIX.fullmatch(prefix):
+            raise EngineError(f"{prefix!r}: no prefix of names", fault="daemon")
+        removed = int(self._store.remove_by_regex("^" + prefix.replace(".", "[.]"), True))
+        return removed if removed >= 0 else Code.REFUSED
+
+    def close(self) -> None:
+        """Nothing: to leave takes a second, and the process's end does the same."""
+
+
+def _columns(transfers: Sequence[ObjectTransfer]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """Names, addresses and sizes. Raises EngineError: a name is there twice, which Mooncake would mix up."""
+    names = [transfer.name for transfer in transfers]
+    if len(set(names)) != len(names):
+        raise EngineError("a name is there twice in one call", fault="daemon")
+    addresses = [[address for address, _ in transfer.pieces] for transfer in transfers]
+    return names, addresses, [[size for _, size in transfer.pieces] for transfer in transfers]
+
+
+def _checked(code: int, transfer: ObjectTransfer, failed: Code) -> int:
+    if code >= 0:
+        return code if code == transfer.size_bytes else Code.SIZE
+    return _CODES.get(code, failed)
+
+
+def _imported() -> Any:
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise EngineError(
+            f"Mooncake can't be imported: {error}. Install kvoffloadd[remote-mooncake] for remote.python, and the system's libibverbs (Debian: libibverbs1)",  # noqa: E501
+            fault="operator",
+        ) from error
+    return mooncake.store
+
+
+def _version() -> str:
+    for name in _PACKAGES:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "mooncake of an unknown version"
+
+
+def _check_host(host: str) -> None:
+    """It must be an address of ours: peers connect to it. Raises EngineError."""
+    try:
+        (family, kind, number, _, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise EngineError(
+            f"remote.mooncake.host = {host!r}: no address of this host: {error.strerror}", fault="operator"
+        ) from error
+
+
+def _check_master(master: str) -> None:
+    """Whether somebody listens there, since `setup` does not say why it failed. Raises EngineError."""
+    if "://" in master:
+        return
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _MASTER_ANSWERS_S).close()
+    except ValueError as error:
+        raise EngineError(f"remote.mooncake.master = {master!r}: HOST:PORT is needed", fault="operator") from error
+    except OSError as error:
+        raise EngineError(f"the master at {master} does not answer: {error}", fault="store") from error
+
+
+class _SmallPage:
+    """Memory for one small object. Once given up it is never used again: late bytes may still come."""
+
+    def __init__(self) -> None:
+        memory = mmap.mmap(-1, VALUE_BYTES_MAX)
+        self.view = memoryview(memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.given_up = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+class _SmallPages:
+    """Pages that are in nobody's hands. Those that were given up stay mapped as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.register: Any = None
+        self._lock = threading.Lock()
+        self._free: list[_SmallPage] = []
+        self._given_up: list[_SmallPage] = []
+
+    @contextmanager
+    def page(self) -> Iterator[_SmallPage]:
+        """One for the caller alone."""
+        with self._lock:
+            page = self._free.pop() if self._free else None
+        if page is None:
+            page = _SmallPage()
+            if self.register is not None and self.register(page.address, VALUE_BYTES_MAX):
+                raise EngineError("a page can't be registered with the RDMA device", fault="operator")
+        try:
+            yield page
+        except BaseException:
+            page.give_up()
+            raise
+        finally:
+            with self._lock:
+                (self._given_up if page.given_up else self._free).append(page)

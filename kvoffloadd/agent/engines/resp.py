@@ -1,0 +1,256 @@
+"""A connection to a Valkey or Redis server: RESP2 over TCP or TLS, payloads straight from and to the caller's memory.
+
+Blocking, for one thread at a time. Every wait ends at the deadline that was set last. After any error but `ReplyError`
+the connection is closed, and nothing reads or writes the caller's memory any more.
+
+https://valkey.io/topics/protocol/
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_READ_BYTES: Final = 16 << 10
+"""How much is read at once where no payload is expected. What it takes of a payload is copied to its place."""
+_LINE_BYTES_MAX: Final = 64 << 10
+_STRING_BYTES_MAX: Final = 1 << 20
+_ITEMS_MAX: Final = 1 << 20
+_DEPTH_MAX: Final = 8
+"""Of a reply that is read whole. Payloads, which are larger, go to the caller's memory."""
+_VECTORS_MAX: Final = 512
+"""Of one call: below IOV_MAX."""
+_CRLF: Final = b"\r\n"
+
+Piece = bytes | memoryview
+Reply = int | bytes | str | list["Reply"] | None
+
+
+class ReplyError(Exception):
+    """The server refuses a command, and the connection goes on. `kind`: the first word of what it says."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.kind = text.partition(" ")[0]
+
+
+class ProtocolError(OSError):
+    """The other end is no such server, or has lost its place in the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a server is, and who asks. `port` 0: `host` is a Unix socket's path. `tls`: None: plain."""
+
+    host: str
+    port: int
+    database: int = 0
+    user: str = ""
+    password: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+class RespConnection:
+    """Connected and authenticated. Raises OSError (TimeoutError at `until_s`, a `time.monotonic()`) or ReplyError."""
+
+    def __init__(self, server: Server, until_s: float) -> None:
+        self._until_s = until_s
+        self._read = bytearray(_READ_BYTES)
+        self._view = memoryview(self._read)
+        self._at = self._end = 0
+        self._plain = self._open(server)
+        self._sock: socket.socket = self._plain
+        try:
+            if server.tls is not None:
+                self._wait()
+                self._sock = server.tls.wrap_socket(self._plain, server_hostname=server.host)
+            if server.password:
+                self.ask(*filter(None, ("AUTH", server.user, server.password)))
+            if server.database:
+                self.ask("SELECT", str(server.database))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, server: Server) -> socket.socket:
+        if server.port:
+            plain = socket.create_connection((server.host, server.port), self._left())
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return plain
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            plain.settimeout(self._left())
+            plain.connect(server.host)
+        except BaseException:
+            plain.close()
+            raise
+        return plain
+
+    def until(self, until_s: float) -> None:
+        """The deadline of all that follows."""
+        self._until_s = until_s
+
+    def close(self) -> None:
+        """At once, whatever is on its way. Idempotent."""
+        self._sock.close()
+        self._plain.close()
+
+    # --- commands ---
+
+    def ask(self, *words: str | bytes) -> Reply:
+        """One command, and its reply."""
+        self.send([command(*words)])
+        return self.reply()
+
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """All of these bytes."""
+        if self._sock is not self._plain:
+            for piece in pieces:
+                self._wait()
+                self._sock.sendall(piece)
+            return
+        left = [memoryview(piece) for piece in pieces if len(piece)]
+        while left:
+            self._wait()
+            sent = self._sock.sendmsg(left[:_VECTORS_MAX])
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+
+    # --- replies ---
+
+    def reply(self, depth: int = 0) -> Reply:
+        """The next reply, whole. Raises ReplyError if it is one. `depth`: of the array it is in."""
+        kind, rest = self._line()
+        if kind == b"+":
+            return rest.decode("utf-8", "replace")
+        if kind == b":":
+            return _number(rest)
+        if kind == b"$":
+            size = _number(rest, _STRING_BYTES_MAX)
+            return None if size < 0 else self._bulk(size)
+        if kind == b"*":
+            count = _number(rest, _ITEMS_MAX)
+            if depth == _DEPTH_MAX:
+                raise ProtocolError("arrays in arrays in arrays")
+            return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
+        raise _refusal(kind, rest)
+
+    def reply_into(self, pieces: Sequence[memoryview]) -> int | None:
+        """The size of the string that comes next, which fills `pieces` if it has their size, and is dropped if it has
+        another; None: nil.
+        """
+        kind, rest = self._line()
+        if kind != b"$":
+            raise _refusal(kind, rest)
+        size = _number(rest)
+        if size < 0:
+            return None
+        if size == sum(map(len, pieces)):
+            for piece in pieces:
+                self._fill(piece)
+        else:
+            self._drop(size)
+        self._end_of_bulk()
+        return size
+
+    def _bulk(self, size: int) -> bytes:
+        value = bytearray(size)
+        self._fill(memoryview(value))
+        self._end_of_bulk()
+        return bytes(value)
+
+    def _end_of_bulk(self) -> None:
+        end = bytearray(len(_CRLF))
+        self._fill(memoryview(end))
+        if end != _CRLF:
+            raise ProtocolError("a string does not end where it must")
+
+    def _line(self) -> tuple[bytes, bytes]:
+        """A line's first letter, and the rest of it."""
+        line = b""
+        while True:
+            found = self._read.find(_CRLF[1:], self._at, self._end)
+            if found >= 0:
+                line += self._view[self._at : found + 1]
+                self._at = found + 1
+                break
+            line += self._view[self._at : self._end]
+            if len(line) > _LINE_BYTES_MAX:
+                raise ProtocolError("a line without an end")
+            self._at, self._end = 0, self._receive(self._view)
+        if not line.endswith(_CRLF) or len(line) == len(_CRLF):
+            raise ProtocolError("a line that is no reply")
+        return line[:1], line[1 : -len(_CRLF)]
+
+    def _fill(self, piece: memoryview) -> None:
+        """First from what was read already, the rest straight from the socket."""
+        at = min(len(piece), self._end - self._at)
+        piece[:at] = self._view[self._at : self._at + at]
+        self._at += at
+        while at < len(piece):
+            at += self._receive(piece[at:])
+
+    def _drop(self, size: int) -> None:
+        while size:
+            if self._at == self._end:
+                self._at, self._end = 0, self._receive(self._view)
+            taken = min(size, self._end - self._at)
+            self._at += taken
+            size -= taken
+
+    def _receive(self, into: memoryview) -> int:
+        self._wait()
+        count = self._sock.recv_into(into)
+        if not count:
+            raise ConnectionResetError("the server has closed the connection")
+        return count
+
+    # --- the deadline ---
+
+    def _left(self) -> float:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the server took too long")
+        return left_s
+
+    def _wait(self) -> None:
+        """Have the next operation end at the deadline."""
+        self._sock.settimeout(self._left())
+
+
+def command(*words: str | bytes) -> bytes:
+    """As it is sent."""
+    encoded = [word.encode() if isinstance(word, str) else word for word in words]
+    return b"".join([b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)])
+
+
+def command_with(words: Sequence[str], pieces: Sequence[Piece], after: Sequence[str] = ()) -> list[Piece]:
+    """A command with a string of these pieces among its words, which is not joined."""
+    size = sum(map(len, pieces))
+    count = b"*%d\r\n" % (len(words) + 1 + len(after))
+    strings = [
+        b"".join(b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in some) for some in (words, after)
+    ]
+    return [count + strings[0] + b"$%d\r\n" % size, *pieces, _CRLF + strings[1]]
+
+
+def _number(digits: bytes, most: int = 1 << 63) -> int:
+    try:
+        number = int(digits)
+    except ValueError:
+        number = most + 1
+    if number > most:
+        raise ProtocolError(f"no number that can be: {digits[:20]!r}")
+    return number
+
+
+def _refusal(kind: bytes, rest: bytes) -> Exception:
+    if kind == b"-":
+        return ReplyError(rest.decode("utf-8", "replace"))
+    return ProtocolError(f"a reply of kind {kind!r}")

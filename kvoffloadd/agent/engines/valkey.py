@@ -1,0 +1,323 @@
+"""Valkey as an engine, or what speaks its protocol: Redis, Dragonfly, Garnet. One server, or one address for several.
+
+A connection for each call that is under way; each call has a deadline. A call that is given up closes its connection,
+so nothing comes any more: this engine stops at once.
+
+The server is to be bounded (`maxmemory`) and to evict what was used least recently of what has a time to live
+(`maxmemory-policy volatile-lru`): all has one but what is pinned. With `allkeys-lru`, what is pinned stays as long as
+it is asked for more often than the rest. There are no leases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
+from kvoffloadd.agent.engines.resp import Reply, ReplyError, RespConnection, Server, command, command_with
+from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+
+T = TypeVar("T")
+
+DEADLINE_S: Final = 4.0
+"""Of a call that moves bytes, unless `deadline_s` says otherwise: shorter than what the daemon kills the agent for."""
+_SMALL_S: Final = 1.0
+"""Of all others."""
+_PORT: Final = 6379
+_TLS_OF_SCHEME: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
+_OBJECT_BYTES_MAX: Final = 512 << 20
+"""The server's `proto-max-bulk-len`, as it comes: it ends connections that send more."""
+_SHARE_MAX: Final = 16
+"""An object may have one part in so many of `maxmemory`: the server would evict all others for one that is too large,
+and only then refuse it.
+"""
+_TTL_S: Final = 7 * 86400
+"""Of what is not pinned, unless `ttl_s` says otherwise. It is not renewed: what is of use then is put again."""
+_SCANNED: Final = 1000
+_PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._-]+")
+_NO_SPACE: Final = "OOM"
+_ELSEWHERE: Final = ("MOVED", "CLUSTERDOWN", "CROSSSLOT")
+
+
+class ValkeyEngine:
+    """Settings: `url` ("redis://", "rediss://" with TLS, the same with valkey, or "unix://": [USER@]HOST[:PORT][/DB]),
+    `password_file`; for TLS `ca_file` (empty: the system's), `cert_file` and `key_file`; `deadline_s`; `ttl_s`.
+    """
+
+    stops_at_once: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._server = Server("", 0)
+        self._deadline_s = DEADLINE_S
+        self._expires = ("EX", str(_TTL_S))
+        self._about = "valkey"
+        self._object_bytes_max = _OBJECT_BYTES_MAX
+        self._lock = threading.Lock()
+        self._idle: list[RespConnection] = []
+
+    def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
+        """Connect, and see whether it takes commands of ours. Raises EngineError."""
+        self._server = _server(settings)
+        self._deadline_s = float(settings.get("deadline_s", DEADLINE_S))
+        self._expires = ("EX", str(int(settings.get("ttl_s", _TTL_S))))
+        try:
+            with self._connection(time.monotonic() + self._deadline_s) as connection:
+                connection.ask("TOUCH", "kvo1/")
+                fields = _information(connection)
+        except ssl.SSLError as error:
+            raise EngineError(f"TLS with {self._where()}: {error}", fault="operator") from error
+        except ReplyError as error:
+            fault = "operator" if error.kind in ("NOAUTH", "WRONGPASS", "NOPERM", *_ELSEWHERE) else "store"
+            hint = "; a cluster needs a proxy that is one server" if error.kind in _ELSEWHERE else ""
+            raise EngineError(f"{self._where()} refuses: {error}{hint}", fault=fault) from error
+        except OSError as error:
+            raise EngineError(f"{self._where()} does not answer: {error}", fault="store") from error
+        self._about = _about(fields)
+        if memory_bytes := int(fields.get("maxmemory", 0)):
+            self._object_bytes_max = min(self._object_bytes_max, memory_bytes // _SHARE_MAX)
+
+    def _where(self) -> str:
+        return f"the server at {self._server.host}" + (f":{self._server.port}" if self._server.port else "")
+
+    def about(self) -> str:
+        """The server's name and version, if it tells."""
+        return self._about
+
+    # --- connections ---
+
+    @contextmanager
+    def _connection(self, until_s: float) -> Iterator[RespConnection]:
+        """For one call. It is kept for the next one, unless the call fails."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = RespConnection(self._server, until_s)
+        connection.until(until_s)
+        try:
+            yield connection
+        except ReplyError:
+            self._keep(connection)
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(connection)
+
+    def _keep(self, connection: RespConnection) -> None:
+        with self._lock:
+            self._idle.append(connection)
+
+    def _call(self, work: Callable[[RespConnection], T], deadline_s: float = _SMALL_S) -> T:
+        """Once more if the server has closed the connection, as one that was started again has. All calls are such that
+        twice is as good as once. What was kept from before is of no use then either.
+        """
+        until_s = time.monotonic() + deadline_s
+        try:
+            with self._connection(until_s) as connection:
+                return work(connection)
+        except (ConnectionError, ssl.SSLEOFError):
+            self.close()
+            with self._connection(until_s) as connection:
+                return work(connection)
+
+    def close(self) -> None:
+        """Those that are idle; the others end with their calls."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # --- objects ---
+
+    def exists(self, names: Sequence[str]) -> list[int]:
+        """All in one go. Counts as use of those that are there, which puts off their eviction."""
+        known: Mapping[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
+        try:
+            replies = self._call(lambda connection: _ask_all(connection, "TOUCH", names))
+        except OSError:
+            return [Presence.UNKNOWN] * len(names)
+        return [
+            Presence.UNKNOWN if isinstance(reply, ReplyError) else known.get(reply, Presence.UNKNOWN)
+            for reply in replies
+        ]
+
+    def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """One after the other, all asked for at once. What is wrong with one does not stop the others."""
+        codes: list[int] = []
+
+        def work(connection: RespConnection) -> None:
+            codes.clear()
+            connection.send([b"".join(command("GET", transfer.name) for transfer in transfers)])
+            codes.extend(_get_one(connection, transfer) for transfer in transfers)
+
+        return self._transfer(work, codes, len(transfers))
+
+    def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
+        """One after the other, without waiting for answers in between."""
+        codes: list[int] = []
+        sendable = [transfer for transfer in transfers if self._fits(transfer)]
+
+        def work(connection: RespConnection) -> None:
+            codes.clear()
+            for transfer in sendable:
+                connection.send(command_with(("SET", transfer.name), _views(transfer), ("NX", *self._expires)))
+            codes.extend(_put_one(connection, transfer) for transfer in sendable)
+
+        answers = iter(self._transfer(work, codes, len(sendable)))
+        return [next(answers) if self._fits(transfer) else Code.NO_SPACE for transfer in transfers]
+
+    def _fits(self, transfer: ObjectTransfer) -> bool:
+        return transfer.size_bytes <= self._object_bytes_max
+
+    def _transfer(self, work: Callable[[RespConnection], None], codes: list[int], count: int) -> list[int]:
+        """`codes`, which `work` fills; FAILED for what it did not get to. The connection is closed then."""
+        with suppress(OSError):
+            self._call(work, self._deadline_s)
+        return codes + [Code.FAILED] * (count - len(codes))
+
+    # --- small objects ---
+
+    def read(self, name: str) -> bytes | None:
+        """Raises OSError or ReplyError if it can't be read."""
+        value = self._call(lambda connection: connection.ask("GET", name))
+        return value if isinstance(value, bytes) else None
+
+    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+        """What is pinned lives for ever."""
+        if len(value) > VALUE_BYTES_MAX:
+            return Code.REFUSED
+        words = (*(("NX",) if if_absent else ()), *(() if pinned else self._expires))
+        try:
+            self._call(lambda connection: connection.ask("SET", name, value, *words))
+        except ReplyError as error:
+            return _code_of(error)
+        except OSError:
+            return Code.FAILED
+        return len(value)
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """The server frees their memory later, by itself."""
+        try:
+            replies = self._call(lambda connection: _ask_all(connection, "UNLINK", names))
+        except OSError:
+            return [Code.FAILED] * len(names)
+        return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
+
+    def sweep(self, prefix: str) -> int:
+        """Some thousand names at a time. FAILED when the time is over: what is left is there for the next one."""
+        if not _PLAIN_PREFIX.fullmatch(prefix):
+            raise EngineError(f"{prefix!r}: no prefix of names", fault="daemon")
+        try:
+            return self._call(lambda connection: _sweep(connection, prefix), self._deadline_s)
+        except (OSError, ReplyError):
+            return Code.FAILED
+
+
+def _ask_all(connection: RespConnection, verb: str, names: Sequence[str]) -> list[Reply | ReplyError]:
+    """The same command for each name, in one go."""
+    connection.send([b"".join(command(verb, name) for name in names)])
+    replies: list[Reply | ReplyError] = []
+    for _ in names:
+        try:
+            replies.append(connection.reply())
+        except ReplyError as error:
+            replies.append(error)
+    return replies
+
+
+def _get_one(connection: RespConnection, transfer: ObjectTransfer) -> int:
+    try:
+        size = connection.reply_into(_views(transfer))
+    except ReplyError as error:
+        return _code_of(error)
+    if size is None:
+        return Code.MISS
+    return size if size == transfer.size_bytes else Code.SIZE
+
+
+def _put_one(connection: RespConnection, transfer: ObjectTransfer) -> int:
+    try:
+        connection.reply()  # nil: it was there
+    except ReplyError as error:
+        return _code_of(error)
+    return transfer.size_bytes
+
+
+def _sweep(connection: RespConnection, prefix: str) -> int:
+    removed, cursor = 0, b"0"
+    while True:
+        found = connection.ask("SCAN", cursor, "MATCH", prefix + "*", "COUNT", str(_SCANNED))
+        if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], bytes):
+            raise OSError("SCAN has another answer than expected")
+        cursor, names = found[0], found[1]
+        if isinstance(names, list) and names:
+            count = connection.ask("UNLINK", *(name for name in names if isinstance(name, bytes)))
+            removed += count if isinstance(count, int) else 0
+        if cursor == b"0":
+            return removed
+
+
+def _views(transfer: ObjectTransfer) -> list[memoryview]:
+    """Of the memory of its pieces."""
+    return [memoryview((ctypes.c_char * size).from_address(address)).cast("B") for address, size in transfer.pieces]
+
+
+def _code_of(error: ReplyError) -> Code:
+    return Code.NO_SPACE if error.kind == _NO_SPACE else Code.REFUSED
+
+
+def _information(connection: RespConnection) -> dict[str, str]:
+    """What `INFO` says; not everybody may ask."""
+    try:
+        info = connection.ask("INFO")
+    except ReplyError:
+        return {}
+    text = info.decode("utf-8", "replace") if isinstance(info, bytes) else ""
+    return dict(line.split(":", 1) for line in text.split("\r\n") if ":" in line)
+
+
+def _about(fields: Mapping[str, str]) -> str:
+    name = "valkey" if "valkey_version" in fields else "redis"
+    version = fields.get(f"{name}_version", "of an unknown version")
+    size, policy = fields.get("maxmemory_human", "?"), fields.get("maxmemory_policy", "?")
+    return f"{name} {version}, maxmemory {size}, {policy}"
+
+
+# --- settings ---
+
+
+def _server(settings: Mapping[str, Any]) -> Server:
+    """Raises EngineError: they can't be right, or a file can't be read."""
+    url = urlsplit(str(settings["url"]))
+    try:
+        tls, port = _TLS_OF_SCHEME.get(url.scheme), url.port or _PORT
+        database = int(url.path.strip("/") or 0) if url.scheme != "unix" else 0
+        if tls is None or not (url.path if url.scheme == "unix" else url.hostname):
+            raise ValueError("redis://HOST:PORT/DB is needed, or rediss:// for TLS, or unix:///PATH")
+    except ValueError as error:
+        raise EngineError(f"remote.valkey.url: {error}", fault="operator") from error
+    password = unquote(url.password or "")
+    try:
+        if file := settings.get("password_file"):
+            password = Path(str(file)).read_text(encoding="utf-8").strip()
+        context = _tls(settings) if tls else None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"remote.valkey: {error}", fault="operator") from error
+    if url.scheme == "unix":
+        return Server(url.path, 0, 0, unquote(url.username or ""), password)
+    return Server(url.hostname or "", port, database, unquote(url.username or ""), password, context)
+
+
+def _tls(settings: Mapping[str, Any]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=settings.get("ca_file") or None)
+    if cert := settings.get("cert_file"):
+        context.load_cert_chain(str(cert), str(settings.get("key_file") or cert))
+    return context

@@ -1,0 +1,41 @@
+"""Calls' packed fields -> what an engine takes: names and pieces of memory. Pure."""
+
+from __future__ import annotations
+
+from kvoffloadd.agent.engines.base import Memory, ObjectTransfer, Region
+from kvoffloadd.agentframes import HEADER_BYTES, Exists, Get, Put
+from kvoffloadd.errors import FramingError
+from kvoffloadd.objectnames import KEY_BYTES, key_names, marker_name
+
+
+def asked_names(call: Exists) -> list[str]:
+    """The era's marker, then each key."""
+    space = call.space
+    return [marker_name(space.fingerprint, space.generation, space.era), *key_names(space, call.keys)]
+
+
+def transfers(call: Get | Put, memory: Memory) -> list[ObjectTransfer]:
+    """One for each key. Raises FramingError if a field's size is wrong, or memory is meant that is not the agent's."""
+    headers, parts, sizes = _u64(call.headers), _u64(call.parts), _u64(call.part_bytes)
+    count, width = len(headers), len(sizes)
+    if len(call.keys) != count * KEY_BYTES or len(parts) != count * width:
+        raise FramingError("a call's fields don't fit each other")
+    addresses = [_address(memory.headers, at, HEADER_BYTES) for at in headers]
+    made = []
+    for index, name in enumerate(key_names(call.space, call.keys)):
+        mine = zip(parts[index * width : (index + 1) * width], sizes, strict=True)
+        pieces = [(_address(memory.arena, at, size), size) for at, size in mine]
+        made.append(ObjectTransfer(name, [(addresses[index], HEADER_BYTES), *pieces]))
+    return made
+
+
+def _address(region: Region, offset: int, size_bytes: int) -> int:
+    if offset + size_bytes > region.size_bytes:
+        raise FramingError(f"{size_bytes} bytes at {offset} lie outside a memory of {region.size_bytes}")
+    return region.address + offset
+
+
+def _u64(packed: bytes) -> list[int]:
+    if len(packed) % 8:
+        raise FramingError("a packed field has a torn number")
+    return memoryview(packed).cast("Q").tolist()

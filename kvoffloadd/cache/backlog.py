@@ -1,0 +1,256 @@
+"""The backlog of a tier below memory: complete, sealed keys that wait to be written there, within a budget.
+
+Event loop only. Which keys are offered, and when, is decided here alike for every tier: as soon as they are sealed,
+when they are used again, or before memory evicts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.index import distinct
+from kvoffloadd.cache.memory.keytable import RowState
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.policy.ghost import UseCounts
+from kvoffloadd.changes import Changes
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
+from kvoffloadd.sharedmem import reserve_array
+
+BATCH_KEYS = 256
+LOOK_AHEAD_S = 0.05
+"""How often the next victims of the memory tier are inspected."""
+
+LOOK_AHEAD_KEYS = 4096
+OFFERS_PER_TURN = 64
+"""Batches that one turn of the loop inspects: after a clear all that wait may be void."""
+
+ADMISSION_SLOTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BacklogSettings:
+    """What is offered, and how much may wait."""
+
+    on_evict: bool  # write only keys that memory is about to evict
+    second_use: bool  # write only keys that were used again
+    backlog_bytes: int
+    batch_bytes: int  # what one write takes at most
+
+
+@dataclass(slots=True)
+class Budget:
+    """A token bucket for bytes and operations a second; 0: no limit. May go into debt for one batch."""
+
+    bytes_per_s: int
+    ops_per_s: int
+    free_at_s: float = 0.0
+
+    def delay_s(self, now: float) -> float:
+        """Seconds until the next batch may begin."""
+        return max(0.0, self.free_at_s - now)
+
+    def spend(self, num_bytes: int, ops: int, now: float) -> None:
+        """Count a batch that begins now."""
+        for_bytes = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        for_ops = ops / self.ops_per_s if self.ops_per_s else 0.0
+        self.free_at_s = max(self.free_at_s, now) + max(for_bytes, for_ops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BacklogBatch:
+    """Keys of one keyspace to be written."""
+
+    keyspace: Keyspace
+    rows: U32Array  # of memory
+    generations: U16Array  # of each key's first part: if it has changed, the row is another key's
+    tries: int = 0  # so far
+
+
+class Backlog:
+    """Keys that wait. `missing(keyspace, rows)`: which of these keys the tier could have, and has not. `dropped` counts
+    keys that were to be written and were not, by reason.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        settings: BacklogSettings,
+        missing: Callable[[Keyspace, U32Array], BoolArray],
+        dropped: Counter[str],
+    ) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._missing = missing
+        self._dropped = dropped
+        self.bytes = 0
+        self.queue: deque[BacklogBatch] = deque()
+        self.changes = Changes()
+        """Hears of keys that begin to wait."""
+        # By row of memory: 1 if it waits to be written, or is being written.
+        self._waiting: U8Array = reserve_array((cache.entries.max_rows,), np.uint8)
+        self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
+
+    # --- calls from memory, see `LowerTier` ---
+
+    def reset(self, rows: U32Array) -> None:
+        """These rows are used for new keys."""
+        self._waiting[rows] = 0
+
+    def sealed(self, parts: I64Array) -> None:
+        """The checksums of these parts are known now."""
+        rows = distinct(self._cache.entries.parts.row[parts])
+        if self._uses is not None:
+            # Ranks store their parts one after the other: that is one use of the key, not many.
+            rows = self._admitted(self._whole(rows))
+        if not self._settings.on_evict:
+            self.offer(rows)
+
+    def used(self, rows: U32Array) -> None:
+        """These keys were used in memory."""
+        if self._uses is not None:
+            rows = self._admitted(rows)
+            if not self._settings.on_evict:
+                self.offer(rows)
+
+    def evicted(self, rows: U32Array) -> None:
+        """These keys are about to leave memory. Count those that were to be written, and never were offered: they had
+        no checksum yet; or, where eviction decides, memory needed their room before it was looked ahead to them.
+        """
+        rows = self.known(rows)
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            gone = rows[indices]
+            offered = self._sealed(keyspace, gone)
+            if self._settings.on_evict:
+                offered &= self._waiting[gone] > 0
+            lost = self._missing(keyspace, gone[~offered])
+            if lost.any():
+                self._dropped["evicted"] += int(np.count_nonzero(lost))
+
+    # --- offers ---
+
+    def offer(self, rows: U32Array) -> None:
+        """Write these keys, if they are complete, sealed and missing in the tier."""
+        rows = self._cache.entries.live(rows)
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            offered = rows[indices]
+            wanted = offered[self.writable(keyspace, offered)]
+            if len(wanted):
+                self.enqueue(keyspace, wanted, 0)
+
+    def enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
+        """Let these keys wait, as far as there is room."""
+        size = sum(keyspace.part_bytes)
+        if not tries:
+            rows = rows[self._waiting[rows] == 0]
+        room = max(0, self._settings.backlog_bytes - self.bytes) // size
+        if room < len(rows):
+            self._dropped["backlog"] += len(rows) - room
+            rows = rows[:room]
+        if not len(rows):
+            return
+        first = self._cache.entries.first[rows]
+        self._waiting[rows] = 1
+        self.queue.append(BacklogBatch(keyspace, rows, self._cache.entries.parts.generation[first], tries))
+        self.bytes += size * len(rows)
+        self.changes.notify_all()
+
+    def settle(self, rows: U32Array) -> None:
+        """These keys are written, or will not be: they may be offered again."""
+        self._waiting[rows] = 0
+
+    def num_outside(self, rows: U32Array) -> int:
+        """How many of these keys neither wait nor are being written."""
+        return int(np.count_nonzero(self._waiting[rows] == 0))
+
+    def writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
+        """Which keys are complete, sealed and missing in the tier."""
+        flags = self._sealed(keyspace, rows)
+        flags[flags] = self._missing(keyspace, rows[flags])
+        return flags
+
+    def known(self, rows: U32Array) -> U32Array:
+        """The subset of the keys that were used twice; all, if `second_use` is off."""
+        index = self._cache.entries.index
+        if self._uses is None or not len(rows):
+            return rows
+        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
+        return rows[self._uses.look_up(tags)[1] >= 2]
+
+    def look_ahead(self) -> None:
+        """Offer what the memory tier would evict next."""
+        tier = self._cache.tier
+        for size, queue in self._cache.eviction.queues.items():
+            # Slots per key as the keys have them now, not as they might have at most.
+            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
+            ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
+            if tier.num_free(size) // per_key >= ahead or self.bytes >= self._settings.backlog_bytes // 2:
+                continue
+            self.offer(self.known(self._cache.eviction.victims(queue, ahead)))
+
+    def _whole(self, rows: U32Array) -> U32Array:
+        """The subset of the keys whose parts are all sealed."""
+        rows = self._cache.entries.live(rows)
+        whole = np.zeros(len(rows), bool)
+        for keyspace, indices in self._cache.entries.by_keyspace(rows):
+            whole[indices] = self._sealed(keyspace, rows[indices])
+        return rows[whole]
+
+    def _sealed(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
+        entries = self._cache.entries
+        records = entries.parts.run(entries.first[rows], keyspace.schema.parts)
+        sealed: BoolArray = (entries.parts.state[records] == PartState.SEALED).all(axis=1)
+        return sealed
+
+    def _admitted(self, rows: U32Array) -> U32Array:
+        """Count a use of each key. Returns the subset that was used before."""
+        index = self._cache.entries.index
+        if self._uses is None or not len(rows):
+            return rows
+        tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
+        known, uses = self._uses.look_up(tags)
+        self._uses.record(tags, np.minimum(uses + np.uint8(1), np.uint8(15)))
+        return rows[known]
+
+    # --- writing ---
+
+    async def next(self) -> BacklogBatch | None:
+        """`take`, and if nothing waits, wait for an offer. None: nothing is to be written yet."""
+        batch = self.take()
+        if batch is not None or self.queue:
+            return batch
+        if not await self.changes.wait(LOOK_AHEAD_S if self._settings.on_evict else None):
+            self.look_ahead()
+        return None
+
+    def take(self) -> BacklogBatch | None:
+        """Take the next keys to write out of the queue: of one keyspace, still the same keys, no more than one write
+        takes. None: there are none, at least not among the first batches.
+        """
+        for _ in range(min(OFFERS_PER_TURN, len(self.queue))):
+            offer = self.queue.popleft()
+            size = sum(offer.keyspace.part_bytes)
+            count = max(1, min(BATCH_KEYS, self._settings.batch_bytes // size))
+            if len(offer.rows) > count:
+                self.queue.appendleft(
+                    BacklogBatch(offer.keyspace, offer.rows[count:], offer.generations[count:], offer.tries)
+                )
+            rows, generations = offer.rows[:count], offer.generations[:count]
+            self.bytes -= size * len(rows)
+            entries = self._cache.entries
+            same = entries.state[rows] == RowState.LIVE
+            same &= entries.index.keyspace[rows] == offer.keyspace.id
+            live = np.flatnonzero(same)
+            same[live] = entries.parts.generation[entries.first[rows[live]]] == generations[live]
+            self._dropped["evicted"] += int(len(rows) - same.sum())
+            rows, generations = rows[same], generations[same]
+            writable = self.writable(offer.keyspace, rows)
+            self._waiting[rows[~writable]] = 0
+            if writable.any():
+                return BacklogBatch(offer.keyspace, rows[writable], generations[writable], offer.tries)
+        return None

@@ -1,0 +1,129 @@
+"""What the tiers below memory may have of a request's keys, and bringing it into memory. Event loop only.
+
+The disk knows at once which keys it has. The remote store has to be asked: its tier says which keys it will ask for,
+and a fetch begins with the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kvoffloadd.cache.disk.disktier import DiskTier, find_on_disk
+from kvoffloadd.cache.fetches import Fetch, Fetches, keys_below
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.remote.remotetier import RemoteTier
+from kvoffloadd.cache.remote.request import RemoteKeys
+from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.model import BoolArray, U32Array, U64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupLookup:
+    """One group's keys of a request, looked up in all tiers."""
+
+    keyspace: Keyspace
+    first: int  # position of the first key in its prompt
+    keys: U64Array
+    lookup: LookupResult
+    on_disk: BoolArray  # keys on disk, or on their way from there
+    asked: BoolArray | None = None  # keys that the remote store is asked for, or on their way from there; None: none
+
+    @property
+    def below(self) -> BoolArray:
+        """Keys that may yet come."""
+        return self.on_disk if self.asked is None else self.on_disk | self.asked
+
+
+@dataclass(slots=True, eq=False)
+class LowerFetch:
+    """A request's wait for all tiers below memory. What came from one is held until the last one has ended."""
+
+    done: Callable[[], None]
+    left: dict[Fetches, Fetch] = field(default_factory=dict)
+
+    def keep(self, rows: U32Array) -> None:
+        """Hold these rows as long as it goes on: it must not evict what the same request names."""
+        for tier, fetch in self.left.items():
+            tier.keep(fetch, rows)
+            return
+
+    def cancel(self) -> None:
+        """`done` is not called any more."""
+        for tier, fetch in self.left.items():
+            tier.cancel(fetch)
+        self.left.clear()
+
+    def ended(self, tier: Fetches) -> None:
+        """This tier has brought what it could."""
+        fetch = self.left.pop(tier, None)
+        if fetch is None:
+            return
+        for other, goes_on in self.left.items():
+            for rows in fetch.rows:
+                other.keep(goes_on, rows)
+            return
+        self.done()
+
+
+class LowerTiers:
+    """The tiers below memory, one of them at least."""
+
+    def __init__(self, disk: DiskTier | None, remote: RemoteTier | None) -> None:
+        self.disk = disk
+        self.remote = remote
+
+    def find(
+        self, groups: Sequence[tuple[Keyspace, int, U64Array]], lookups: Sequence[LookupResult], *, ask: bool
+    ) -> list[GroupLookup]:
+        """Which keys of a request, looked up in memory, may yet come. Sets their states to PENDING. With `ask`, also
+        those that the remote store is to be asked for: `fetch` them then.
+        """
+        named = [(keyspace, keys) for keyspace, _, keys in groups]
+        if self.disk is not None:
+            on_disk = find_on_disk(self.disk, named, lookups)
+        else:
+            on_disk = [np.zeros(len(keys), bool) for _, keys in named]
+        asked: Sequence[BoolArray | None] = [None] * len(named)
+        if ask and self.remote is not None:
+            asked = self.remote.to_ask([(*group, lookup) for group, lookup in zip(groups, lookups, strict=True)])
+        return [
+            GroupLookup(*group, lookup, there, may)
+            for group, lookup, there, may in zip(groups, lookups, on_disk, asked, strict=True)
+        ]
+
+    def fetch(
+        self,
+        groups: Sequence[GroupLookup],
+        urgent: int,
+        done: Callable[[], None],
+        flow: Flow = DAEMON,
+        *,
+        whole: bool = False,
+    ) -> LowerFetch:
+        """Bring what may yet come of these keys into memory, as far as there is room; of what the remote store has only
+        what the longest prefix needs that can be restored, unless all is wanted (`whole`). `done()` is called once,
+        later: during the call what came is held, and a new lookup finds it.
+        """
+        fetch = LowerFetch(done)
+        on_disk = [
+            keys_below(group.keyspace, group.keys, group.first, group.on_disk)
+            for group in groups
+            if group.on_disk.any()
+        ]
+        if self.disk is not None and on_disk:
+            tier: Fetches = self.disk.promotion
+            fetch.left[tier] = tier.fetch(on_disk, urgent, partial(fetch.ended, tier), flow)
+        if self.remote is not None and any(group.asked is not None and group.asked.any() for group in groups):
+            wanted = [
+                RemoteKeys(group.keyspace, group.first, group.keys, group.lookup.hits | group.on_disk, group.asked)
+                for group in groups
+            ]
+            fetching = self.remote.fetching
+            ended = partial(fetch.ended, fetching)
+            fetch.left[fetching] = fetching.request(wanted, urgent, ended, flow, whole=whole)
+        return fetch

@@ -1,0 +1,218 @@
+/* Hashes keys and finds their rows, for a few keys as well as for many. See index.py, which has the table, describes it
+ * and does the same in numpy where this was not compiled.
+ *
+ * Everything is called with the GIL, on the event loop: nothing changes the table meanwhile. Addresses come from
+ * index.py alone, which owns what they point to.
+ */
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#define KEY_BYTES 32
+#define HALVES (KEY_BYTES / 4)
+#define BUCKETS 64
+#define SLOTS 16
+#define EMPTY 0
+#define FIRST_TAG 2
+#define AHEAD 16 /* keys whose memory is asked for before it is needed: a large table is not in the cache */
+#define HIGH_HALF UINT64_C(0xFFFFFFFF00000000)
+
+/* The secret of `KeyHash`, word by word as index.py draws it. */
+typedef struct {
+    uint64_t factors[HALVES][2];
+    uint64_t of_keyspace[2];
+    uint64_t offset[2];
+    uint64_t mixers[2];
+} Secret;
+
+/* The table of `Index`: addresses of its columns, and how many top bits of a hash choose a segment. */
+typedef struct {
+    const unsigned char *keys;
+    const uint16_t *keyspace;
+    const uint16_t *tags;
+    const uint32_t *rows;
+    const uint32_t *directory;
+    uint64_t depth;
+} Table;
+
+static uint64_t hash_key(const Secret *secret, uint64_t keyspace, const unsigned char *key)
+{
+    uint64_t low = keyspace * secret->of_keyspace[0] + secret->offset[0];
+    uint64_t high = keyspace * secret->of_keyspace[1] + secret->offset[1];
+    for (int i = 0; i < HALVES; i++) {
+        uint32_t half;
+        memcpy(&half, key + 4 * i, sizeof half);
+        low += half * secret->factors[i][0];
+        high += half * secret->factors[i][1];
+    }
+    uint64_t h = low >> 32 | (high & HIGH_HALF);
+    h ^= h >> 32;
+    h *= secret->mixers[0];
+    h ^= h >> 29;
+    h *= secret->mixers[1];
+    return h ^ h >> 32;
+}
+
+static uint64_t home_of(const Table *table, uint64_t h)
+{
+    uint64_t segment = table->depth ? table->directory[h >> (64 - table->depth)] : 0;
+    return segment * BUCKETS + (h & (BUCKETS - 1));
+}
+
+static void prefetch(const Table *table, uint64_t h)
+{
+    uint64_t bucket = home_of(table, h);
+    __builtin_prefetch(table->tags + bucket * SLOTS);
+    __builtin_prefetch(table->rows + bucket * SLOTS);
+}
+
+static int64_t find_row(const Table *table, uint64_t h, uint16_t keyspace, const unsigned char *key)
+{
+    uint64_t bucket = home_of(table, h);
+    uint16_t tag = h >> 8 & 0xFFFF;
+    if (tag < FIRST_TAG)
+        tag = FIRST_TAG;
+    for (int visited = 0; visited < BUCKETS; visited++) {
+        const uint16_t *tags = table->tags + bucket * SLOTS;
+        for (int slot = 0; slot < SLOTS; slot++) {
+            if (tags[slot] != tag)
+                continue;
+            uint32_t row = table->rows[bucket * SLOTS + slot];
+            if (table->keyspace[row] == keyspace && !memcmp(table->keys + (uint64_t)row * KEY_BYTES, key, KEY_BYTES))
+                return row;
+        }
+        if (tags[SLOTS - 1] == EMPTY)
+            break; /* it never overflowed */
+        bucket = (bucket & ~(uint64_t)(BUCKETS - 1)) | ((bucket + 1) & (BUCKETS - 1));
+    }
+    return -1;
+}
+
+/* What a call was given. */
+typedef struct {
+    Py_buffer keyspaces, keys, hashes;
+    Py_ssize_t count; /* of keys */
+    uint64_t keyspace;
+} Keys;
+
+static void release(Py_buffer *buffer)
+{
+    if (buffer->obj != NULL)
+        PyBuffer_Release(buffer);
+}
+
+static void release_keys(Keys *keys)
+{
+    release(&keys->keyspaces);
+    release(&keys->keys);
+    release(&keys->hashes);
+}
+
+/* A buffer of so many bytes; -1: of any number. */
+static int get(PyObject *object, Py_buffer *buffer, Py_ssize_t bytes, int flags)
+{
+    if (PyObject_GetBuffer(object, buffer, flags) < 0)
+        return -1;
+    if (bytes >= 0 && buffer->len != bytes) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes where %zd are needed", buffer->len, bytes);
+        return -1;
+    }
+    return 0;
+}
+
+/* Keys, the keyspace of all of them, an int, or of each, u16 or u64, and u64 hashes. */
+static int get_keys(Keys *keys, PyObject *const *args, int hash_flags)
+{
+    if (get(args[1], &keys->keys, -1, PyBUF_SIMPLE) < 0)
+        return -1;
+    keys->count = keys->keys.len / KEY_BYTES;
+    if (get(args[2], &keys->hashes, keys->count * (Py_ssize_t)sizeof(uint64_t), hash_flags) < 0)
+        return -1;
+    if (PyLong_Check(args[0])) {
+        keys->keyspace = PyLong_AsUnsignedLongLong(args[0]);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    if (get(args[0], &keys->keyspaces, -1, PyBUF_SIMPLE) < 0)
+        return -1;
+    Py_ssize_t bytes = keys->keyspaces.len;
+    if (bytes != keys->count * (Py_ssize_t)sizeof(uint16_t) && bytes != keys->count * (Py_ssize_t)sizeof(uint64_t)) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of keyspaces for %zd keys", bytes, keys->count);
+        return -1;
+    }
+    return 0;
+}
+
+static uint64_t keyspace_of(const Keys *keys, Py_ssize_t i)
+{
+    if (keys->keyspaces.obj == NULL)
+        return keys->keyspace;
+    if (keys->keyspaces.len == keys->count * (Py_ssize_t)sizeof(uint16_t))
+        return ((const uint16_t *)keys->keyspaces.buf)[i];
+    return ((const uint64_t *)keys->keyspaces.buf)[i];
+}
+
+/* hash(secret, keyspaces, keys, hashes): write each key's hash. */
+static PyObject *hash(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer secret = {0};
+    Keys keys = {.count = 0};
+    (void)module;
+    if (given != 4) {
+        PyErr_SetString(PyExc_TypeError, "hash(secret, keyspaces, keys, hashes)");
+        return NULL;
+    }
+    if (get(args[0], &secret, sizeof(Secret), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_WRITABLE) == 0) {
+        const unsigned char *key = keys.keys.buf;
+        uint64_t *hashes = keys.hashes.buf;
+        for (Py_ssize_t i = 0; i < keys.count; i++, key += KEY_BYTES)
+            hashes[i] = hash_key(secret.buf, keyspace_of(&keys, i), key);
+    }
+    release(&secret);
+    release_keys(&keys);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* find(table, keyspaces, keys, hashes, rows): write each key's row, or -1, by its hash. */
+static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer table = {0}, rows = {0};
+    Keys keys = {.count = 0};
+    (void)module;
+    if (given != 5) {
+        PyErr_SetString(PyExc_TypeError, "find(table, keyspaces, keys, hashes, rows)");
+        return NULL;
+    }
+    if (get(args[0], &table, sizeof(Table), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_SIMPLE) == 0 &&
+        get(args[4], &rows, keys.count * (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
+        const unsigned char *key = keys.keys.buf;
+        const uint64_t *hashes = keys.hashes.buf;
+        for (Py_ssize_t i = 0; i < keys.count; i++, key += KEY_BYTES) {
+            if (i + AHEAD < keys.count)
+                prefetch(table.buf, hashes[i + AHEAD]);
+            ((int64_t *)rows.buf)[i] = find_row(table.buf, hashes[i], (uint16_t)keyspace_of(&keys, i), key);
+        }
+    }
+    release(&table);
+    release(&rows);
+    release_keys(&keys);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
+    {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_indexfind", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__indexfind(void)
+{
+    return PyModuleDef_Init(&module);
+}

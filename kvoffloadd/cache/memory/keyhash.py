@@ -1,0 +1,72 @@
+"""The hash of keys: by a secret, so that nobody can choose keys that collide."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from types import ModuleType
+
+import numpy as np
+
+from kvoffloadd.model import KEY_BYTES_MAX, U16Array, U64Array
+
+SEED_BITS = 128
+_HALF_BITS = np.uint64(32)
+_HIGH_HALF = np.uint64(0xFFFFFFFF00000000)
+_HALVES = KEY_BYTES_MAX // 4
+
+
+def _load_native() -> ModuleType | None:
+    try:
+        return importlib.import_module("kvoffloadd.cache.memory._indexfind")
+    except ImportError:  # not compiled, or for another machine
+        return None
+
+
+NATIVE = _load_native()
+"""Hashing and finding keys in C, a fortieth of the price of numpy's dozens of small operations for a few keys. None:
+numpy does it.
+"""
+
+
+class KeyHash:
+    """(keyspace, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
+
+    Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
+    keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
+    hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
+    them with chance 2**-b, however the keys were chosen without knowing the secret. Sums of whole words
+    would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
+
+    What follows is a bijection with secret factors, which takes the sums' linearity away: who learns of two keys that
+    share some bits can't tell from that which others do.
+    """
+
+    def __init__(self, seed: int, purpose: str) -> None:
+        secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + purpose.encode())
+        words: U64Array = np.frombuffer(secret.digest(8 * (2 * _HALVES + 6)), "<u8").astype(np.uint64)
+        self._factors = words[: 2 * _HALVES].reshape(_HALVES, 2)
+        self._of_space, self._offset = words[2 * _HALVES : 2 * _HALVES + 4].reshape(2, 2)
+        self._mixers = words[-2:] | np.uint64(1)
+        self._secret = np.concatenate([words[:-2], self._mixers])
+
+    def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
+        """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
+        if NATIVE is None:
+            return self._in_numpy(keyspace, keys)
+        hashes = np.empty(len(keys), np.uint64)
+        NATIVE.hash(self._secret, keyspace, np.ascontiguousarray(keys), hashes)
+        return hashes
+
+    def _in_numpy(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
+        sums = keys.view(np.uint32).astype(np.uint64) @ self._factors
+        keyspaces = keyspace[:, None] if isinstance(keyspace, np.ndarray) else np.uint64(keyspace)
+        sums += keyspaces * self._of_space + self._offset
+        h: U64Array = sums[:, 0] >> _HALF_BITS
+        h |= sums[:, 1] & _HIGH_HALF
+        h ^= h >> np.uint64(32)
+        h *= self._mixers[0]
+        h ^= h >> np.uint64(29)
+        h *= self._mixers[1]
+        h ^= h >> np.uint64(32)
+        return h

@@ -1,0 +1,404 @@
+"""Fetching: keys that the remote store has are read into memory slots, verified, and only then served.
+
+Event loop only. A fetch begins with a question: which of these keys does the store have, and is the era's marker there?
+From the answer it chooses what the longest prefix needs that can be restored, and gets that in the order of the prompt.
+What came is committed once the marker was seen again after it: so it was not cleared before it was whole.
+
+A request waits for `fetch_s` at most. What has not come by then is a miss, and may be stored by others. A get that has
+begun can't be stopped: its slots are in quarantine, and count as on their way, until the store's door calls back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvoffloadd.agentframes import KEYS_MAX, Presence
+from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency, keys_below
+from kvoffloadd.cache.memory.index import distinct
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace, object_bytes
+from kvoffloadd.cache.remote.request import RemoteKeys, needed_keys
+from kvoffloadd.cache.stats.histogram import Histogram
+from kvoffloadd.cache.window import Window
+from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.model import BoolArray, I64Array, KeyState, U64Array
+from kvoffloadd.storage.hashing import in_turns
+from kvoffloadd.storage.remote.flight import RemoteTransfer
+from kvoffloadd.storage.remote.store import ExistsResult
+from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
+
+GET_BYTES, GET_KEYS = 8 << 20, 256
+"""Of one get, about."""
+
+CHECK_S: Final = 1.0
+"""How long it may take to see the era's marker again."""
+
+FAILED_TTL_S: Final = 10.0
+"""A key that the store said it had, and then did not give, is not asked for again for so long."""
+
+WINDOW_SHARES: Final = {Urgency.LOAD: 4, Urgency.PIN: 2, Urgency.PREFETCH: 4}
+"""By urgency, a fraction (1/n) of the bytes that may be on their way."""
+
+LATE_SHARE: Final = 8
+"""Nothing is asked for while more than this fraction (1/n) of the bytes that may be on their way is late: half of the
+smallest window.
+"""
+
+BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+_RESERVED = int(KeyState.RESERVED)
+_DROPPED: Final = 255
+"""In place of a `RemoteStatus`: nobody waits for the key any more, or it may have been cleared. It is counted."""
+
+NO_KEYS: U64Array = np.zeros((0, 4), np.uint64)
+
+
+@dataclass(slots=True, eq=False)
+class RemoteFetch(Fetch):
+    """A request's wait for the store."""
+
+    groups: Sequence[RemoteKeys] = field(kw_only=True)
+    there: list[BoolArray] = field(kw_only=True)  # by group: keys that the store has, or that are on their way
+    until_s: float = field(kw_only=True)  # time.monotonic()
+    whole: bool = field(kw_only=True)  # all that is there is wanted, not only what a prefix needs
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RemoteRead(PendingRead):
+    """What one get brings: whole keys."""
+
+    keyspace: Keyspace = field(kw_only=True)
+    place: RemotePlace = field(kw_only=True)
+    keys: U64Array = field(kw_only=True)
+    began_s: float = field(kw_only=True)
+    give_up: Callable[[RemoteRead], bool] = field(kw_only=True)
+    transfer: RemoteTransfer | None = None
+    result: GetResult | None = None  # it came; the marker is looked at
+    over: bool = False
+
+    def cancel(self) -> bool:
+        """True: its slots are free. False: they are not before its end."""
+        return self.give_up(self)
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Since the start. `not_fetched`: keys that were asked for and did not come, by reason."""
+
+    asked: int = 0
+    found: int = 0
+    keys: int = 0
+    bytes: int = 0
+    not_fetched: Counter[str] = field(default_factory=Counter)
+
+
+class FetchRate:
+    """Bytes a second, of late. Time in which nothing was under way does not count."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = self._last_s = 0.0
+
+    def add(self, num_bytes: int, began_s: float, ended_s: float) -> None:
+        """So much has come between these two times."""
+        self._seconds = 0.8 * self._seconds + max(0.0, ended_s - max(began_s, self._last_s))
+        self._bytes = 0.8 * self._bytes + num_bytes
+        self._last_s = ended_s
+
+    def bytes_within(self, seconds: float) -> int:
+        """What may come in so many seconds."""
+        return int(self._bytes / self._seconds * seconds) if self._seconds else 1 << 62
+
+
+class RemoteFetching(Fetches):
+    """All fetches from the store that are under way."""
+
+    def __init__(self, remote: RemoteContents) -> None:
+        super().__init__(remote.cache, remote.loop)
+        self._remote = remote
+        self._store = remote.store
+        self.counters = FetchCounters()
+        self.lookup_s, self.get_s = Histogram(BOUNDS_S), Histogram(BOUNDS_S)
+        self.rate = FetchRate()
+        self._windows: dict[int, Window[Fetch]] = {
+            urgent: Window(remote.inflight_bytes // share) for urgent, share in WINDOW_SHARES.items()
+        }
+
+    @property
+    def is_worth_asking(self) -> bool:
+        """Whether a fetch could bring anything: the store answers, and what is late does not fill a window."""
+        return self._store.can_read() and LATE_SHARE * self.quarantined_bytes <= self._remote.inflight_bytes
+
+    # --- requests ---
+
+    def request(
+        self, groups: Sequence[RemoteKeys], urgent: int, done: Callable[[], None], flow: Flow = DAEMON, *, whole: bool
+    ) -> Fetch:
+        """Ask for these keys, and bring what the longest prefix needs that can be restored with them (`whole`: all).
+        `done` as in `fetch`; it is called within `fetch_s`.
+        """
+        policy = self._remote.policy
+        patience_s = policy.prefetch_s if urgent == Urgency.PREFETCH else policy.fetch_s
+        now_s = time.monotonic()
+        there = [np.zeros(len(group.keys), bool) for group in groups]
+        fetch = RemoteFetch(
+            urgent, done, deque(), flow, groups=groups, there=there, until_s=now_s + patience_s, whole=whole
+        )
+        self._fetches.add(fetch)
+        fetch.timer = self._loop.call_later(patience_s, self._expire, fetch)
+        for group, mask in zip(groups, there, strict=True):
+            self._ask(fetch, group, mask, now_s)
+        if not fetch.lookups:
+            fetch.lookups = 1
+            self._loop.call_soon(self._answer, fetch)
+        return fetch
+
+    def _ask(self, fetch: RemoteFetch, group: RemoteKeys, there: BoolArray, now_s: float) -> None:
+        """Ask for a group's keys, but for those that are on their way."""
+        asked = np.zeros(0, np.int64) if group.asked is None else np.flatnonzero(group.asked)
+        if not len(asked):
+            return
+        rows = self._cache.entries.find(group.keyspace, group.keys[asked])
+        coming = (rows >= 0) & self.under_way(rows)
+        there[asked[coming]] = True
+        asked = asked[~coming]
+        place = self._remote.place(group.keyspace)
+        if place is None or not len(asked):
+            return
+        self.counters.asked += len(asked)
+        for at in range(0, len(asked), KEYS_MAX):
+            some = asked[at : at + KEYS_MAX]
+            names = Names(place.space, group.keys[some])
+            fetch.lookups += 1
+            told = partial(self._told, fetch, group, there, some, place, now_s)
+            self._store.exists(names, now_s + self._remote.policy.lookup_s, told)
+
+    def _told(
+        self,
+        fetch: RemoteFetch,
+        group: RemoteKeys,
+        there: BoolArray,
+        asked: I64Array,
+        place: RemotePlace,
+        began_s: float,
+        answer: ExistsResult | None,
+    ) -> None:
+        self.lookup_s.add(time.monotonic() - began_s)
+        if answer is None:
+            self.counters.not_fetched["no_answer"] += len(asked)
+        elif self._has_marker(place, answer):
+            has = answer.keys == Presence.YES
+            there[asked[has]] = True
+            self.counters.found += int(np.count_nonzero(has))
+            missing = asked[answer.keys == Presence.NO]
+            self._remote.add_misses(group.keyspace, group.keys[missing], self._remote.policy.miss_ttl_s)
+        self._answer(fetch)
+
+    def _has_marker(self, place: RemotePlace, answer: ExistsResult) -> bool:
+        """Whether the era counts, by what the store says and by what is known here."""
+        if answer.marker == Presence.NO:
+            self._remote.eras.lost(place.space.fingerprint, place.number)
+        return answer.marker == Presence.YES and self._remote.is_current(place)
+
+    def _answer(self, fetch: RemoteFetch) -> None:
+        """One of the answers that the fetch waits for is there."""
+        if fetch.ended or not fetch.lookups:  # it did not wait so long
+            return
+        fetch.lookups -= 1
+        if fetch.lookups:
+            return
+        wanted = self._choose(fetch)
+        slices = self._slices(wanted, fetch.urgent)
+        fetch.slices.extend(sorted(slices, key=_tokens_before))
+        fetch.groups, fetch.there = (), []
+        self._advance(fetch)
+
+    def _choose(self, fetch: RemoteFetch) -> list[KeysBelow]:
+        groups, there = fetch.groups, fetch.there
+        if not any(mask.any() for mask in there):
+            return []
+        if fetch.whole:
+            masks = [mask & ~group.local for group, mask in zip(groups, there, strict=True)]
+        else:
+            masks = needed_keys(groups, there, self.rate.bytes_within(fetch.until_s - time.monotonic()))
+        total = sum(int(np.count_nonzero(mask)) for mask in masks)
+        found = sum(int(np.count_nonzero(mask)) for mask in there)
+        few = total < self._remote.policy.min_keys
+        self.counters.not_fetched["not_needed"] += found if few else found - total
+        if few:
+            return []
+        return [
+            keys_below(group.keyspace, group.keys, group.first, mask)
+            for group, mask in zip(groups, masks, strict=True)
+            if mask.any()
+        ]
+
+    def _expire(self, fetch: RemoteFetch) -> None:
+        """Its time is over. What it alone waits for is given up."""
+        if fetch.ended:
+            return
+        fetch.slices.clear()
+        fetch.lookups = 0
+        for again in fetch.readings.values():
+            again.clear()
+        for reading in list(fetch.readings):
+            if reading.waiters != [fetch]:
+                reading.waiters.remove(fetch)
+                del fetch.readings[reading]
+                continue
+            reading.cancelled = True
+            for piece, ticket in list(reading.pieces.items()):
+                self.counters.not_fetched["late"] += len(piece.parts) // reading.keyspace.schema.parts
+                if not ticket.cancel():
+                    self._put_in_quarantine(reading, piece)
+        self._check_end(fetch)
+
+    def _let_go(self, fetch: Fetch) -> None:
+        if isinstance(fetch, RemoteFetch) and fetch.timer is not None:
+            fetch.timer.cancel()
+            fetch.timer = None
+        super()._let_go(fetch)
+
+    # --- gets ---
+
+    def _windows_of(self, urgent: int) -> Iterable[Window[Fetch]]:
+        return [self._windows[urgent]]
+
+    def _all_windows(self) -> Iterable[Window[Fetch]]:
+        return self._windows.values()
+
+    def _count_given_up(self, piece: PendingRead) -> None:
+        pass  # counted as late
+
+    def _count_keys(self, number: int) -> None:
+        self.counters.keys += number
+
+    def _hurry(self, reading: ReadBatch, fetch: Fetch) -> None:
+        pass  # the agent has it, or is about to: what is on its way is bounded
+
+    def _give_room(self, piece: PendingRead) -> None:
+        if not piece.quarantined:  # else it is on its way still
+            super()._give_room(piece)
+
+    def _start(self, fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
+        keyspace, window = wanted.keyspace, self._windows[fetch.urgent]
+        if keyspace.retired:
+            return None  # cleared meanwhile
+        found = self._cache.find(keyspace, wanted.keys)
+        missing = np.flatnonzero(found.rows < 0)
+        place = self._remote.place(keyspace)
+        if place is not None and len(missing):
+            num_bytes = len(missing) * object_bytes(keyspace)
+            if not window.has_room(num_bytes) or (window.is_busy and woken is None):
+                return window
+        self._join_others(fetch, wanted, found)
+        if len(missing):
+            keys = KeysBelow(keyspace, wanted.keys[missing], wanted.positions[missing])
+            if place is None:
+                self.counters.not_fetched["cleared"] += len(missing)
+            elif isinstance(fetch, RemoteFetch):
+                self._get(fetch, keys, place)
+        return None
+
+    def _get(self, fetch: RemoteFetch, wanted: KeysBelow, place: RemotePlace) -> None:
+        """Reserve slots, and have the store fill them."""
+        keyspace, width = wanted.keyspace, wanted.keyspace.schema.parts
+        all_parts = np.arange(width, dtype=np.uint16)
+        made = reserve(self._cache, keyspace, wanted.keys, all_parts, 0, positions=wanted.positions)
+        self.counters.not_fetched["no_space"] += int((made.states > _RESERVED).sum())
+        if not len(made.parts):
+            return
+        # The keys were new: each that got slots got one for every part.
+        keys = wanted.keys[made.keys[::width]]
+        parts, addresses = made.parts.reshape(-1, width), made.addresses.reshape(-1, width)
+        reading = self._begin(fetch, keyspace, made.parts)
+        each, now_s = object_bytes(keyspace), time.monotonic()
+        for turn in in_turns(np.arange(len(keys)), np.full(len(keys), each), GET_BYTES, GET_KEYS):
+            window = self._windows[fetch.urgent]
+            read = RemoteRead(
+                parts[turn].ravel(), window, each * len(turn), keyspace=keyspace, place=place, keys=keys[turn],
+                began_s=now_s, give_up=partial(self._give_up, reading),
+            )  # fmt: skip
+            window.used_bytes += read.num_bytes
+            reading.pieces[read] = read
+            read.transfer = self._store.get(
+                Names(place.space, read.keys), addresses[turn], keyspace.part_bytes, fetch.until_s,
+                partial(self._came, reading, read), reading.flow, reading.urgent,
+            )  # fmt: skip
+
+    def _give_up(self, reading: ReadBatch, read: RemoteRead) -> bool:
+        """Nobody waits for it any more. True: its slots are free."""
+        if read.result is None and (read.transfer is None or not read.transfer.cancel()):
+            return False
+        self._settle(reading, read, np.full(len(read.keys), _DROPPED, np.uint8))
+        return True
+
+    def _came(self, reading: ReadBatch, read: RemoteRead, result: GetResult) -> None:
+        """Nothing touches the slots any more. What is right is committed once the marker was seen after it."""
+        now_s = time.monotonic()
+        self.get_s.add(now_s - read.began_s)
+        if read.quarantined:
+            self._quarantine.remove(read)
+            self._cache.abort(read.parts)
+            read.quarantined = False
+            self._give_room(read)
+            return
+        came = int(np.count_nonzero(result.status == RemoteStatus.OK))
+        if not came:
+            self._settle(reading, read, result.status)
+            return
+        self.rate.add(came * object_bytes(read.keyspace), read.began_s, now_s)
+        read.result = result
+        names = Names(read.place.space, NO_KEYS)
+        self._store.exists(names, now_s + CHECK_S, partial(self._checked, reading, read))
+
+    def _checked(self, reading: ReadBatch, read: RemoteRead, answer: ExistsResult | None) -> None:
+        if read.over or read.result is None:
+            return
+        status = read.result.status
+        if answer is None or not self._has_marker(read.place, answer):
+            self.counters.not_fetched["cleared" if answer is not None else "no_answer"] += len(status)
+            status = np.full(len(status), _DROPPED, np.uint8)
+        self._settle(reading, read, status, read.result.digests)
+
+    def _settle(
+        self, reading: ReadBatch, read: RemoteRead, status: np.ndarray, digests: U64Array | None = None
+    ) -> None:
+        """Commit what is right, and free the slots of the rest."""
+        read.over = True
+        good, width = status == RemoteStatus.OK, read.keyspace.schema.parts
+        of_parts = np.repeat(good, width)
+        if digests is None:
+            digests = np.zeros((len(good), width, 2), np.uint64)
+        self._settle_read(reading, read, of_parts, digests.reshape(-1, 2))
+        if good.any():
+            parts = read.parts[of_parts]
+            rows = self._cache.entries.live(distinct(self._cache.entries.parts.row[parts]))
+            self._remote.believe(rows, read.place)
+            self.counters.bytes += int(np.count_nonzero(good)) * sum(read.keyspace.part_bytes)
+            self._cache.sealed(parts)
+        if not good.all():
+            self._count_failures(read, status)
+        self._leave(reading, read)
+
+    def _count_failures(self, read: RemoteRead, status: np.ndarray) -> None:
+        failed = (status != RemoteStatus.OK) & (status != _DROPPED)
+        for code in distinct(status[failed]).tolist():
+            self.counters.not_fetched[RemoteStatus(code).name.lower()] += int((status == code).sum())
+        known = failed & (status != RemoteStatus.NOT_ASKED)
+        if not read.keyspace.retired:
+            self._remote.add_misses(read.keyspace, read.keys[known], FAILED_TTL_S)
+
+
+def _tokens_before(wanted: KeysBelow) -> int:
+    """Where a slice begins in its prompt."""
+    return int(wanted.positions[0]) * wanted.keyspace.schema.tokens_per_key

@@ -1,0 +1,171 @@
+"""Pushing: complete, sealed keys are put into the remote store behind what the engines do, within a budget.
+
+Event loop only. The store's client reads slots of rows that are held here until the put has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvoffloadd.agentframes import HEADER_BYTES
+from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, BacklogSettings, Budget
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace
+from kvoffloadd.changes import Changes
+from kvoffloadd.model import BoolArray, U8Array, U32Array
+from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
+
+BATCH_BYTES = 16 << 20
+BATCH_SHARE = 64
+"""What one put takes at most: bytes, and a fraction (1/n) of memory, since what is put can't be evicted."""
+
+PUT_S: Final = 60.0
+"""A put that has not begun by then is dropped."""
+
+PUTS_UNDER_WAY = 2
+"""One is on its way while the next is made."""
+
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
+"""How long nothing is pushed after the store had no room."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingPush:
+    """One batch under way. Its rows are held until its end."""
+
+    batch: BacklogBatch
+    place: RemotePlace
+
+
+@dataclass(slots=True)
+class PushCounters:
+    """Since the start. `not_pushed`: keys that were to be put and were not, by reason."""
+
+    keys: int = 0
+    bytes: int = 0
+    not_pushed: Counter[str] = field(default_factory=Counter)
+
+
+class Pushing:
+    """Keys that wait to be put, and the puts under way."""
+
+    def __init__(self, remote: RemoteContents) -> None:
+        self._remote = remote
+        self._cache = remote.cache
+        self._store = remote.store
+        policy = remote.policy
+        self.is_off = policy.push == "never"
+        self.counters = PushCounters()
+        self._pushes: set[PendingPush] = set()
+        self._ended = Changes()
+        self._pause_s, self._paused_until_s = PAUSE_S_MIN, 0.0
+        self._budget = Budget(policy.write_bytes_per_s, 0)
+        settings = BacklogSettings(
+            on_evict=policy.push == "evict",
+            second_use=policy.push == "second-use",
+            backlog_bytes=policy.backlog_bytes,
+            batch_bytes=min(BATCH_BYTES, remote.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE),
+        )
+        self.backlog = Backlog(self._cache, settings, self._missing, self.counters.not_pushed)
+
+    @property
+    def holds(self) -> int:
+        """Rows that are being put."""
+        return sum(len(push.batch.rows) for push in self._pushes)
+
+    def _missing(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
+        """Which of these keys are to be put: not those that came from there, or were put before; nor payloads of an
+        earlier run that nobody has verified since.
+        """
+        place = self._remote.place(keyspace)
+        if place is None or not len(rows):
+            return np.zeros(len(rows), bool)
+        entries = self._cache.entries
+        records = entries.parts.run(entries.first[rows], keyspace.schema.parts)
+        mask: BoolArray = ~self._remote.believed(rows, place) & (entries.parts.unverified[records] == 0).all(axis=1)
+        return mask
+
+    async def run(self) -> None:
+        """Put what is offered, until cancelled."""
+        while True:
+            await self._push_next()
+            await asyncio.sleep(0)
+
+    async def _push_next(self) -> None:
+        """In a frame of its own: while nothing is to be put no keyspace may be referred to."""
+        if (batch := await self.backlog.next()) is not None:
+            await self._push(batch)
+
+    async def _push(self, batch: BacklogBatch) -> None:
+        keyspace, rows = batch.keyspace, batch.rows
+        place = self._remote.place(keyspace)
+        if place is None:  # it was when the batch was taken
+            self._drop(rows, "cleared")
+            return
+        entries, width = self._cache.entries, keyspace.schema.parts
+        push = PendingPush(batch, place)
+        self._cache.hold(rows)
+        self._pushes.add(push)
+        size = len(rows) * sum(keyspace.part_bytes)
+        await self._until_ready(size + len(rows) * HEADER_BYTES)
+        if keyspace.retired or not self._remote.is_current(place):
+            self._settle(push, "cleared")
+            return
+        self._budget.spend(size, 1, self._remote.loop.time())
+        records = entries.parts.run(entries.first[rows], width)
+        addresses = entries.payload_addresses(records.ravel()).reshape(-1, width)
+        names = Names(place.space, entries.index.keys[rows])
+        digests = entries.parts.digest[records]
+        done = partial(self._done, push)
+        self._store.put(names, addresses, keyspace.part_bytes, digests, time.monotonic() + PUT_S, done)
+
+    async def _until_ready(self, num_bytes: int) -> None:
+        """Until the store takes puts, has room for so many bytes on their way, and the budget allows one more."""
+        store, loop = self._store, self._remote.loop
+        while True:
+            now = loop.time()
+            delay_s = max(self._budget.delay_s(now), self._paused_until_s - now)
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            elif not store.can_write():
+                await store.changes.wait(PAUSE_S_MIN)
+            elif len(self._pushes) > PUTS_UNDER_WAY or store.put_room_bytes() < num_bytes:
+                await self._ended.wait(LOOK_AHEAD_S)
+            else:
+                return
+
+    def _done(self, push: PendingPush, status: U8Array) -> None:
+        """Nothing reads the slots any more."""
+        batch, good = push.batch, status == RemoteStatus.OK
+        live = self._cache.entries.live(batch.rows[good])  # those of retired rows mean nothing any more
+        self._remote.believe(live, push.place)
+        self.counters.keys += int(np.count_nonzero(good))
+        self.counters.bytes += int(np.count_nonzero(good)) * sum(batch.keyspace.part_bytes)
+        for code in np.unique(status[~good]).tolist():
+            self.counters.not_pushed[RemoteStatus(code).name.lower()] += int(np.count_nonzero(status == code))
+        if (status == RemoteStatus.NO_SPACE).any():
+            self._paused_until_s = self._remote.loop.time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+        elif good.any():
+            self._pause_s = PAUSE_S_MIN
+        self._settle(push)
+
+    def _settle(self, push: PendingPush, reason: str = "") -> None:
+        self._pushes.discard(push)
+        rows = push.batch.rows
+        self.backlog.settle(rows)
+        if reason:
+            self.counters.not_pushed[reason] += len(rows)
+        self._cache.unhold(rows)
+        self._ended.notify_all()
+
+    def _drop(self, rows: U32Array, reason: str) -> None:
+        self.backlog.settle(rows)
+        self.counters.not_pushed[reason] += len(rows)

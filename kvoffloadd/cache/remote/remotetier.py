@@ -1,0 +1,182 @@
+"""The remote tier below memory: a store that the daemons of several hosts share. Event loop only.
+
+    contents   what is known here: names, keys believed to be there, keys seen missing
+    eras       which era of a namespace counts, and clears that hold on every host
+    fetching   questions, and gets into slots
+    pushing    puts
+
+A key that neither memory nor disk has may be there. Only the store knows, so it is asked: at most `lookup_keys` of a
+request, and none while it does not answer. All that it says is a hint until a payload has come and was verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.remote.contents import RemoteContents, RemotePolicy
+from kvoffloadd.cache.remote.eras import Eras
+from kvoffloadd.cache.remote.fetching import RemoteFetching
+from kvoffloadd.cache.remote.pushing import Pushing
+from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
+from kvoffloadd.storage.remote.store import RemoteStore
+
+log = logging.getLogger(__name__)
+
+_MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
+
+
+class RemoteTier:
+    """The `LowerTier` that hosts share. `clear_here`: see `Eras`."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        store: RemoteStore,
+        policy: RemotePolicy,
+        loop: asyncio.AbstractEventLoop,
+        clear_here: Callable[[bytes, int | None], Awaitable[None]],
+    ) -> None:
+        self.store = store
+        self.eras = Eras(store, cache, policy.era_poll_s, clear_here)
+        self._contents = RemoteContents(cache, store, self.eras, policy, loop)
+        self.fetching = RemoteFetching(self._contents)
+        self.pushing = Pushing(self._contents)
+        self._policy = policy
+        self._tasks: list[asyncio.Task[None]] = []
+        cache.attach(self)
+
+    # --- life ---
+
+    def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        """Start the store's agent and the background tasks. `spawn` runs a task that the daemon owns."""
+        self.store.start()
+        self._tasks = [spawn(self.eras.run())]
+        if not self.pushing.is_off:
+            self._tasks.append(spawn(self.pushing.run()))
+
+    async def close(self, deadline_s: float) -> bool:
+        """End the agent. False: it may still touch memory."""
+        for task in self._tasks:
+            task.cancel()
+        return await self.store.close(deadline_s)
+
+    # --- calls from memory, see `LowerTier` ---
+
+    def open_keyspace(self, keyspace: Keyspace) -> None:
+        self._contents.open_keyspace(keyspace)
+
+    def close_keyspace(self, keyspace: Keyspace) -> None:
+        pass
+
+    def reset(self, rows: U32Array) -> None:
+        self._contents.reset(rows)
+        self.fetching.reset(rows)
+        self.pushing.backlog.reset(rows)
+
+    def sealed(self, parts: I64Array) -> None:
+        if not self.pushing.is_off:
+            self.pushing.backlog.sealed(parts)
+
+    def used(self, rows: U32Array) -> None:
+        if not self.pushing.is_off:
+            self.pushing.backlog.used(rows)
+
+    def evicted(self, rows: U32Array) -> None:
+        if not self.pushing.is_off:
+            self.pushing.backlog.evicted(rows)
+
+    # --- lookups ---
+
+    def to_ask(self, groups: Sequence[tuple[Keyspace, int, U64Array, LookupResult]]) -> list[BoolArray | None]:
+        """Which keys of a request the store is to be asked for, or are on their way from there, by group; None: none.
+        The number is the position of the group's first key. Sets their states to PENDING.
+        """
+        masks = [self._misses(keyspace, keys, lookup) for keyspace, _, keys, lookup in groups]
+        counts = [0 if mask is None else int(np.count_nonzero(mask)) for mask in masks]
+        if sum(counts) > self._policy.lookup_keys:
+            _cut(groups, masks, self._policy.lookup_keys)
+        elif sum(counts) < self._policy.min_keys:
+            masks = [None] * len(groups)
+        for number, (_, _, keys, lookup) in enumerate(groups):
+            waiting = np.flatnonzero(lookup.states == _PENDING)
+            coming = waiting[self.fetching.under_way(lookup.rows[waiting]) & (lookup.rows[waiting] >= 0)]
+            if len(coming):
+                mask = masks[number]
+                if mask is None:
+                    mask = masks[number] = np.zeros(len(keys), bool)
+                mask[coming] = True
+        for (_, _, _, lookup), mask in zip(groups, masks, strict=True):
+            if mask is not None:
+                lookup.states[mask] = _PENDING
+        return masks
+
+    def _misses(self, keyspace: Keyspace, keys: U64Array, lookup: LookupResult) -> BoolArray | None:
+        """Keys that might be there. None: there are none, or it is not worth while to ask."""
+        if not self.fetching.is_worth_asking or self._contents.place(keyspace) is None:
+            return None
+        # A key of which memory has some parts is being stored by its ranks.
+        missing = np.flatnonzero((lookup.states == _MISS) & (lookup.rows < 0))
+        missing = missing[~self._contents.missed(keyspace, keys[missing])]
+        if not len(missing):
+            return None
+        mask = np.zeros(len(keys), bool)
+        mask[missing] = True
+        return mask
+
+    # --- figures ---
+
+    @property
+    def holds(self) -> int:
+        """Rows that are held."""
+        return self.fetching.holds + self.pushing.holds
+
+    @property
+    def reserved(self) -> int:
+        """Parts that are on their way, or in quarantine."""
+        return self.fetching.reserved
+
+    def check(self) -> list[str]:
+        """Audit; nothing wrong: an empty list."""
+        return [f"remote: {finding}" for finding in self.store.check()]
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        fetched, pushed = self.fetching.counters, self.pushing.counters
+        return {
+            **self.store.figures(),
+            "asked": fetched.asked,
+            "found": fetched.found,
+            "fetched": {"keys": fetched.keys, "bytes": fetched.bytes},
+            "not_fetched": dict(fetched.not_fetched),
+            "quarantined_bytes": self.fetching.quarantined_bytes,
+            "pushed": {"keys": pushed.keys, "bytes": pushed.bytes},
+            "not_pushed": dict(pushed.not_pushed),
+            "backlog_bytes": self.pushing.backlog.bytes,
+            "lookup_s": self.fetching.lookup_s.figures(),
+            "get_s": self.fetching.get_s.figures(),
+            **self.eras.figures(),
+        }
+
+
+def _cut(
+    groups: Sequence[tuple[Keyspace, int, U64Array, LookupResult]], masks: Sequence[BoolArray | None], most: int
+) -> None:
+    """Leave the first keys of the prompt in the masks, so many of all groups together."""
+    tokens, where = [], []
+    for number, ((keyspace, first, _, _), mask) in enumerate(zip(groups, masks, strict=True)):
+        if mask is not None:
+            at = np.flatnonzero(mask)
+            tokens.append((at + first + 1) * keyspace.schema.tokens_per_key)
+            where.append(np.stack([np.full(len(at), number), at], axis=1))
+    dropped = np.concatenate(where)[np.argsort(np.concatenate(tokens), kind="stable")[most:]]
+    for number, mask in enumerate(masks):
+        if mask is not None:
+            mask[dropped[dropped[:, 0] == number, 1]] = False

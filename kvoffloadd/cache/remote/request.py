@@ -1,0 +1,70 @@
+"""What is fetched of what the remote store has: the keys that the longest restorable prefix needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffloadd.cache.memory.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.model import BoolArray, U64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RemoteKeys:
+    """One group's keys of a request."""
+
+    keyspace: Keyspace
+    first: int  # position of the first key in its prompt
+    keys: U64Array
+    local: BoolArray  # keys that hit in memory, or come from disk
+    asked: BoolArray | None  # keys that the store is asked for; None: none
+
+
+def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_max: int) -> list[BoolArray]:
+    """Which keys to fetch, by group: those that the longest prefix needs which local keys and those that the store has
+    (`there`) restore together, if no more than `bytes_max` have to come for it. Nothing, if local keys restore as much.
+    """
+    local = _boundaries(groups, [group.local for group in groups])
+    longest_local = local[0] if local else 0
+    together = _boundaries(groups, [group.local | found for group, found in zip(groups, there, strict=True)])
+    longer = [tokens for tokens in together if tokens > longest_local]
+    # What a prefix needs grows with it, or nearly so: the longest that fits is searched for by halves.
+    low, high = 0, len(longer)
+    while low < high:
+        middle = (low + high) // 2
+        if _bytes(groups, _needed(groups, there, longer[middle])) <= bytes_max:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(longer):
+        return [np.zeros(len(group.keys), bool) for group in groups]
+    return _needed(groups, there, longer[low])
+
+
+def _boundaries(groups: Sequence[RemoteKeys], hits: Sequence[BoolArray]) -> list[int]:
+    """Longest first."""
+    of = [GroupHits(group.keyspace.schema, group.first, mask) for group, mask in zip(groups, hits, strict=True)]
+    found: list[int] = restorable_boundaries(of).tolist()
+    return found
+
+
+def _needed(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], tokens: int) -> list[BoolArray]:
+    """Keys of the store that a prefix of so many tokens needs."""
+    masks = []
+    for group, found in zip(groups, there, strict=True):
+        schema = group.keyspace.schema
+        length = np.array([tokens // schema.tokens_per_key], np.int64)
+        begin = int(schema.kind.first_needed(length, schema.window_keys)[0])
+        mask = np.zeros(len(group.keys), bool)
+        mask[max(0, begin - group.first) : max(0, int(length[0]) - group.first)] = True
+        masks.append(mask & found & ~group.local)
+    return masks
+
+
+def _bytes(groups: Sequence[RemoteKeys], masks: Sequence[BoolArray]) -> int:
+    return sum(
+        int(np.count_nonzero(mask)) * sum(group.keyspace.part_bytes) for group, mask in zip(groups, masks, strict=True)
+    )

@@ -1,0 +1,50 @@
+"""What was found for requests that wait: SGLang asks for each of them in each of its turns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+_FRESH_S = 1.0
+_MOST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`asked`: the first key and how many there were, since a request's rest is another one as SGLang caches more."""
+
+    asked: tuple[str, int]
+    lengths: tuple[int, ...]
+    until: float
+
+
+class Answers:
+    """Prefix lengths in pages, by request. Nothing is held for them: what was found may be gone when it is loaded."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._by_request: OrderedDict[str, _Answer] = OrderedDict()
+
+    def known(self, request: str, asked: tuple[str, int]) -> tuple[int, ...] | None:
+        """The answer to the same question, if it is fresh."""
+        answer = self._by_request.get(request)
+        if answer is None or answer.asked != asked or self._clock() > answer.until:
+            return None
+        return answer.lengths
+
+    def note(self, request: str, asked: tuple[str, int], lengths: tuple[int, ...]) -> None:
+        """An answer that was just given."""
+        self._by_request[request] = _Answer(asked, lengths, self._clock() + _FRESH_S)
+        self._by_request.move_to_end(request)
+        if len(self._by_request) > _MOST:
+            self._by_request.popitem(last=False)
+
+    def forget(self, request: str) -> None:
+        """It is loaded, or gone."""
+        self._by_request.pop(request, None)
+
+    def clear(self) -> None:
+        """All of them."""
+        self._by_request.clear()

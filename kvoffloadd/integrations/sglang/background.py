@@ -1,0 +1,42 @@
+"""A thread that carries out what it is given, one after the other, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvoffloadd.integrations.sglang.guard import tell
+
+Work = Callable[[], bool]
+
+
+class Background:
+    """Its thread ends with the process, whatever it waits for: no daemon that hangs keeps an engine from its end."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, Future[bool]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Work) -> Future[bool]:
+        """Returns at once. The future has what `work` returns, or False where it raises."""
+        done: Future[bool] = Future()
+        self._queue.put((work, done))
+        return done
+
+    def close(self, deadline_s: float) -> None:
+        """What was begun may end until then. Nothing is to be begun any more."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        while (given := self._queue.get()) is not None:
+            work, done = given
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  the thread's boundary, logged
+                tell(self._thread.name, error)
+                result = False
+            done.set_result(result)

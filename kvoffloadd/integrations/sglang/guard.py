@@ -1,0 +1,38 @@
+"""The boundary to SGLang's threads: a bug of ours costs a request its computation, not the engine its life."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+logger = logging.getLogger("sglang.kvoffloadd")
+
+_told: set[tuple[str, type[Exception]]] = set()
+
+
+def or_else(answer: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Have a method never raise. `answer`: made of its arguments, what it returns then. Each bug is logged once."""
+
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def guarded(self: object, *arguments: Any, **named: Any) -> R:
+            try:
+                return method(self, *arguments, **named)
+            except Exception as error:  # noqa: BLE001  the boundary, logged
+                tell(method.__qualname__, error)
+                return answer(*arguments, **named)
+
+        return guarded
+
+    return decorate
+
+
+def tell(where: str, error: Exception) -> None:
+    """Log a bug with its stack, unless one of its kind was logged from there."""
+    if (where, type(error)) not in _told:
+        _told.add((where, type(error)))
+        logger.error("kvoffloadd: a bug in %s, please report it", where, exc_info=error)

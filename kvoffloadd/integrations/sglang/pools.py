@@ -1,0 +1,89 @@
+"""Pools of pages as a rank registers them, wherever they lie. What both seats say of them is alike: they share keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffloadd.client import Group, GroupKind, KvCache, Ref
+from kvoffloadd.model import U32Array
+
+KV = "kv"
+STATES = "mamba"
+NAMES = (KV, "swa", STATES, "indexer")
+"""SGLang's names of the pools that are known. A pool's group is its place in here."""
+
+USUAL_ORDER = "nhd"
+"""Of keys and values in a pool: token, head. Pages of a pool in another order have other shapes."""
+
+Shape = tuple[Any, ...]
+"""What the bytes of a pool's pages mean, and in which order they are stored: equal for pools that may share keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePool:
+    """One pool. `group`: its number; `tokens`: of one of its pages, as its slots are counted."""
+
+    group: int
+    tokens: int
+    pages: int
+
+    def blocks(self, slots: npt.NDArray[np.int64], keys: int) -> U32Array | None:
+        """Block ids (keys,) of pages that are named by all their slots; None where that names no `keys` whole pages."""
+        if slots.size != keys * self.tokens:
+            return None
+        first = slots[:: self.tokens]
+        blocks = first // self.tokens
+        if (first % self.tokens).any() or not ((blocks >= 0) & (blocks < self.pages)).all():
+            return None
+        if (slots.reshape(keys, self.tokens) != first[:, None] + np.arange(self.tokens)).any():
+            return None
+        return blocks.astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What a rank registers, and each pool by its name. `shapes`: what its pages' bytes mean."""
+
+    caches: KvCache
+    pools: Mapping[str, PagePool]
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TpRank:
+    """Which of the ranks that hold parts of the same keys this is, and of how many."""
+
+    rank: int
+    size: int
+
+    def group(self, name: str, refs: Sequence[Ref], tokens_per_key: int, *, replicated: bool) -> Group:
+        """What this rank registers of a pool. `replicated`: all ranks hold the same."""
+        return Group(
+            group=NAMES.index(name),
+            # Windows and states, too: which of their keys a prompt needs is SGLang's to say, for each prompt.
+            kind=GroupKind.FULL,
+            tokens_per_key=tokens_per_key,
+            refs=refs,
+            parts=1 if replicated else self.size,
+            part=0 if replicated else self.rank,
+        )
+
+
+def shape_of_attention(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
+    """Of keys and values, each by layer, token, head: in a host pool of ours as in a device's pool.
+
+    `pool`: SGLang's, of either kind; `tokens` and `page_bytes`: of a page.
+    """
+    heads = (pool.head_num, pool.head_dim, pool.v_head_dim)
+    return (name, "keys, values", pool.layer_num, heads, tokens, page_bytes)
+
+
+def shape_of_latents(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
+    """As `shape_of_attention`, of MLA's latents, by layer and token."""
+    widths = (pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim)
+    return (name, "latents", pool.layer_num, widths, tokens, page_bytes)

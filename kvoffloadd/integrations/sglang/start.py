@@ -1,0 +1,45 @@
+"""Starting either seat: its rank's pools, shared with the daemon under the name of the engine's model."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from kvoffloadd.client import Client
+from kvoffloadd.integrations.sglang import engine, versions
+from kvoffloadd.integrations.sglang.namespace import namespace_of
+from kvoffloadd.integrations.sglang.options import SeatOptions
+from kvoffloadd.integrations.sglang.pagestore import PageStore, Purpose
+from kvoffloadd.integrations.sglang.pools import Pools
+from kvoffloadd.integrations.sglang.weights import WEIGHTS
+
+logger = logging.getLogger("sglang.kvoffloadd")
+
+_WORKER_S = 10.0  # an engine's memory is attached in it, too
+
+
+def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: bool) -> PageStore:
+    """All ranks that hold parts of the same keys come here, once. Without a daemon it keeps trying.
+
+    `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do.
+    """
+    namespace = namespace_of(engine.arguments(), pools, tp_size, versions.check())
+    instance = secrets.token_bytes(16)
+
+    def client(purpose: Purpose) -> Client:
+        lookups = purpose == "lookups"
+        return Client(
+            options.socket,
+            namespace=namespace,
+            role="scheduler" if lookups else "worker",
+            instance=instance,
+            deadline_s=options.timeout_s if lookups else max(_WORKER_S, options.timeout_s),
+            connect_deadline_s=0.0,
+            retry_busy=retry_busy or purpose == "stores",
+        )
+
+    number = engine.agreed(secrets.randbits(64)) if WEIGHTS.engine is None else WEIGHTS.engine
+    pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
+    WEIGHTS.follow(pages, number)
+    logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
+    return pages

@@ -1,0 +1,16 @@
+"""What SGLang says of the pages that it asks for."""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
+
+from kvoffloadd.integrations.sglang.prefixes import Needed
+
+
+def needed_of(transfer: PoolTransfer, pool: str) -> Needed:
+    """What a prefix needs of a pool. Raises ValueError for a rule that is not known."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return Needed(pool)
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return Needed(pool, max(1, len(transfer.keys or ())))
+    raise ValueError(f"pages of {pool} are needed by a rule that is not known: {transfer.hit_policy}")

@@ -1,0 +1,296 @@
+"""One process of the agent, from its start to its end: its socket, its pidfd and what it prints. Event loop only, but
+for `spawn_agent`.
+
+Nothing that it sends is believed, and nothing can make it cost more than a few buffers: what it prints is cut and
+counted, and its frames are capped. Whoever owns this kills it for whatever else it should not have sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import kvoffloadd
+from kvoffloadd.agentframes import TEXT_MAX, Frames, FromAgent
+from kvoffloadd.errors import FramingError
+from kvoffloadd.sockets import pass_descriptors
+
+log = logging.getLogger(__name__)
+
+MODULE: Final = "kvoffloadd.agent"
+LINE_BYTES: Final = 400
+"""Of what the agent prints, a line is logged so far."""
+LINES_BURST: Final = 40
+LINES_PER_S: Final = 1.0
+"""Beyond the first few, so many lines are logged; the rest is counted."""
+
+_READ_BYTES = 64 << 10
+_READS_PER_TURN = 8
+_NOT_INHERITED = ("NOTIFY_SOCKET", "LISTEN_", "WATCHDOG_", "FDSTORE", "JOURNAL_STREAM")
+_NAMES = re.compile(rb"kvo1/[0-9A-Za-z/.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process that has begun, and the daemon's ends: non-blocking socket, pipe of what it prints, pidfd."""
+
+    child: subprocess.Popen[bytes]
+    sock: socket.socket
+    output_fd: int
+    pidfd: int
+
+
+def printable(text: str) -> str:
+    """One line of bounded length, of what the agent says of itself."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:TEXT_MAX])
+
+
+def agent_command(python: str) -> list[str]:
+    """What to run. `python`: an interpreter that has this release of kvoffloadd; empty: ours."""
+    return [python or sys.executable, "-P", "-m", MODULE]
+
+
+def agent_environment(python: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The daemon's, without what systemd has told the daemon alone."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(_NOT_INHERITED)}
+    if not python:
+        ours = str(Path(kvoffloadd.__file__).parent.parent)
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (ours, environment.get("PYTHONPATH", ""))))
+    return kept
+
+
+def spawn_agent(command: Sequence[str], environment: Mapping[str, str]) -> Spawned:
+    """Start it. Blocks for a moment.
+
+    The calling thread must live as long as the daemon: the agent has itself killed when the thread that made it ends.
+    No code of ours runs between fork and exec. Raises OSError.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    output, printed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(printed, True)
+    try:
+        child = subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=printed, stderr=printed, env=environment, close_fds=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except BaseException:
+        ours.close()
+        os.close(output)
+        raise
+    finally:
+        theirs.close()
+        os.close(printed)
+    try:
+        pidfd = os.pidfd_open(child.pid)  # nobody but us reaps it: the number is its own
+    except BaseException:
+        child.kill()
+        ours.close()
+        os.close(output)
+        raise
+    pass_descriptors(ours, allowed=False)  # closing what it could send might block
+    ours.setblocking(False)
+    return Spawned(child, ours, output, pidfd)
+
+
+class AgentProcess:
+    """`on_message` hears each message, in order, and may raise FramingError. `on_silence` is called once, when no
+    message comes any more. `on_end` is called once, when the kernel says that the process is dead, with the reason:
+    nothing of it touches any memory any more.
+    """
+
+    def __init__(
+        self,
+        spawned: Spawned,
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[FromAgent], None],
+        on_silence: Callable[[], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Takes over what `spawn_agent` gave."""
+        self.pid: Final = spawned.child.pid
+        self.killed = False
+        self.ended = False
+        self._spawned = spawned
+        self._loop = loop
+        self._on_message = on_message
+        self._on_silence = on_silence
+        self._on_end = on_end
+        self._frames = Frames(by_agent=True)
+        self._unsent = bytearray()
+        self._why = ""
+        self._listening = True
+        self._output = _Output(spawned.output_fd, self.pid)
+        loop.add_reader(spawned.sock, self._read)
+        loop.add_reader(spawned.output_fd, self._print)
+        loop.add_reader(spawned.pidfd, self._end)
+
+    def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send it now, or as soon as the agent takes it. `fds` go with its first bytes: only while nothing waits."""
+        if not self._listening:
+            return
+        if self._unsent:
+            self._unsent += frame
+            return
+        try:
+            sock = self._spawned.sock
+            sent = socket.send_fds(sock, [frame], fds) if fds else sock.send(frame)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            self.kill(f"its socket is broken: {error.strerror}")
+            return
+        if sent < len(frame):
+            if fds and not sent:
+                self.kill("it takes no descriptors")
+                return
+            self._unsent += frame[sent:]
+            self._loop.add_writer(self._spawned.sock, self._write)
+
+    def hang_up(self) -> None:
+        """No more calls: it is to end by itself."""
+        self._why = self._why or "it was told to"
+        with contextlib.suppress(OSError):
+            self._spawned.sock.shutdown(socket.SHUT_WR)
+
+    def kill(self, why: str) -> None:
+        """End it. `on_end` follows when it is dead, which may take as long as a driver of its network card takes."""
+        if self.killed or self.ended:
+            return
+        self.killed = True
+        self._why = why
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._spawned.pidfd, signal.SIGKILL)
+        self._stop_listening()
+
+    # --- the event loop's callbacks ---
+
+    def _read(self) -> None:
+        for _ in range(_READS_PER_TURN):
+            try:
+                data = self._spawned.sock.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.kill(f"its socket is broken: {error.strerror}")
+                return
+            if not data:
+                self._stop_listening()
+                # It ends by itself, or has closed its socket and lives on, which is of no use.
+                self._loop.call_later(1.0, self.kill, "it has closed its socket")
+                return
+            try:
+                self._frames.receive(data)
+                while self._listening and (message := self._frames.next()) is not None:
+                    self._on_message(message)  # type: ignore[arg-type]  # the decoder knows no others
+            except FramingError as error:
+                self.kill(f"it sent what can't be: {error}")
+            if not self._listening:
+                return
+
+    def _write(self) -> None:
+        try:
+            sent = self._spawned.sock.send(self._unsent)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.kill(f"its socket is broken: {error.strerror}")
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._spawned.sock)
+
+    def _print(self) -> None:
+        if not self._output.read():
+            self._loop.remove_reader(self._spawned.output_fd)
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            self._loop.remove_reader(self._spawned.sock)
+            self._loop.remove_writer(self._spawned.sock)
+            self._unsent.clear()
+            self._on_silence()
+
+    def _end(self) -> None:
+        """The pidfd is readable: the kernel has taken back all that the process had."""
+        spawned = self._spawned
+        self.ended = True
+        self._stop_listening()
+        for fd in (spawned.pidfd, spawned.output_fd):
+            self._loop.remove_reader(fd)
+        self._output.finish()
+        status = _status(spawned.child)
+        spawned.sock.close()
+        os.close(spawned.output_fd)
+        os.close(spawned.pidfd)
+        self._on_end(f"{self._why} ({status})" if self._why else status)
+
+
+def _status(child: subprocess.Popen[bytes]) -> str:
+    """How a dead child has ended, which also takes it off the kernel's table."""
+    code = child.poll()
+    if code is None:
+        child.returncode = -1  # somebody else has taken it off: nothing is left to wait for
+        return "it has ended"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"it was ended by {signal.Signals(-code).name}"
+    return f"it has ended with status {code}"
+
+
+class _Output:
+    """What the agent prints goes to our log, as much as is good for it. Names of keys come from prompts: they don't."""
+
+    def __init__(self, fd: int, pid: int) -> None:
+        self._fd = fd
+        self._pid = pid
+        self._line = b""  # the begin of one that has not ended
+        self._left = float(LINES_BURST)
+        self._last_s = time.monotonic()
+        self._dropped = 0
+
+    def read(self) -> bool:
+        """Log some of what is there; False: nothing comes any more. However much there is, it takes no long time."""
+        try:
+            data = os.read(self._fd, _READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        *lines, rest = (self._line + data).split(b"\n", self._lines_left())
+        for line in filter(bytes.strip, lines):
+            self._log(line)
+        self._dropped += rest.count(b"\n")
+        self._line = rest.rpartition(b"\n")[2][:LINE_BYTES]
+        return bool(data)
+
+    def finish(self) -> None:
+        """The agent is dead."""
+        self.read()  # no pipe holds more
+        if self._line and self._lines_left():
+            self._log(self._line)
+        if self._dropped:
+            log.warning("agent %d: %d more lines", self._pid, self._dropped)
+
+    def _lines_left(self) -> int:
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._last_s) * LINES_PER_S, LINES_BURST)
+        self._last_s = now
+        return int(self._left)
+
+    def _log(self, line: bytes) -> None:
+        self._left -= 1
+        text = _NAMES.sub(b"kvo1/...", line)[:LINE_BYTES].decode(errors="replace")
+        log.warning("agent %d: %s", self._pid, printable(text))

@@ -1,0 +1,267 @@
+"""Calls that the agent has been given, or will be: who waits, who is being answered, and what is overdue. Event loop
+only.
+
+Calls of one kind share a line. No more of them are with the agent than it has threads for: what waits here has not
+begun, and can be taken back. What it has been given can't: only an answer, or the agent's end, ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvoffloadd.agentframes import CODE_MIN, Answer, Call, Code, Value, encode
+from kvoffloadd.errors import FramingError
+from kvoffloadd.lanes import Patience
+from kvoffloadd.model import I64Array
+
+RESULT_MAX: Final = 1 << 48
+"""Of a code that counts bytes or objects."""
+
+LOOKS = 8
+"""How often a call is looked at before it counts as stuck."""
+
+
+@dataclass(slots=True, eq=False)
+class CallLine:
+    """`depth`: calls of it that may be with the agent at once. `in_order`: one thread answers them one by one."""
+
+    depth: int
+    in_order: bool
+    waiting: OrderedDict[PendingCall, None] = field(default_factory=OrderedDict)
+    given: int = 0
+    last_answer_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """One call.
+
+    `make(id)`: its frame, made when it is given to the agent. `items`: codes in its answer, each from `code_min` to
+    `code_max`.
+    `late()`: its time is over, and it goes on. `end(codes)`: it has ended, once: with its codes, with the value of a
+    `Read`, or with None: the agent died, or it was never begun (`begun`).
+    """
+
+    line: CallLine
+    make: Callable[[int], Call]
+    items: int
+    code_max: int
+    until_s: float
+    end: Callable[[I64Array | Value | None], None]
+    late: Callable[[], None]
+    code_min: int = CODE_MIN
+    moves_bytes: bool = False  # between the store and memory of ours
+    reads_value: bool = False
+    begun: bool = False
+    ended: bool = False
+    given_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    held: I64Array | None = None  # an answer that does not end it, since bytes may still move
+
+
+class Calls:
+    """`send` gives a frame to the agent; `kill` ends it, with a reason."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        send: Callable[[bytes], None],
+        kill: Callable[[str], None],
+        stuck_s: float,
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._kill = kill
+        self._stuck_s = stuck_s
+        self._given: dict[int, PendingCall] = {}
+        self._unsettled: list[PendingCall] = []
+        self._lines: list[CallLine] = []
+        self._next_id = 1
+        self._serving = False
+        self._stops_at_once = False
+        self._look: asyncio.TimerHandle | None = None
+        self._patience = Patience(stuck_s / LOOKS)
+
+    def line(self, depth: int, *, in_order: bool = False) -> CallLine:
+        """A new one."""
+        self._lines.append(CallLine(depth, in_order))
+        return self._lines[-1]
+
+    @property
+    def serving(self) -> bool:
+        """Whether calls are given to an agent. False while one is about to be ended, too."""
+        return self._serving
+
+    @property
+    def unsettled(self) -> int:
+        """Calls that have failed and keep their memory until the agent's end."""
+        return len(self._unsettled)
+
+    def begin(self, *, stops_at_once: bool) -> None:
+        """There is an agent. `stops_at_once`: of its engine."""
+        self._serving = True
+        self._stops_at_once = stops_at_once
+
+    def finish(self) -> None:
+        """There is none any more: the kernel has said so. Every call ends, those with their answers first."""
+        self._serving = False
+        self._stop_looking()
+        unsettled, self._unsettled = self._unsettled, []
+        given, self._given = list(self._given.values()), {}
+        for line in self._lines:
+            line.given = 0
+        for call in unsettled:
+            self._end(call, call.held)
+        for call in given:
+            self._end(call, None)
+        self.drop_waiting()
+
+    def stop(self) -> None:
+        """Give the agent no more calls."""
+        self._serving = False
+
+    def drop_waiting(self) -> None:
+        """End what has not begun."""
+        for line in self._lines:
+            while line.waiting:
+                self._end(line.waiting.popitem(last=False)[0], None)
+
+    def submit(self, call: PendingCall) -> None:
+        """Give it to the agent in its turn, if there still is time then."""
+        call.timer = self._loop.call_later(max(call.until_s - time.monotonic(), 0.0), self._on_late, call)
+        call.line.waiting[call] = None
+        self._pump(call.line)
+
+    def withdraw(self, call: PendingCall) -> bool:
+        """True: it had not begun, and its `end` is never called."""
+        if call.begun or call.ended:
+            return False
+        call.line.waiting.pop(call, None)
+        call.ended = True
+        self._cancel_timer(call)
+        return True
+
+    def on_answer(self, message: Answer | Value) -> None:
+        """Raises FramingError if no call can have this answer."""
+        call = self._given.get(message.id)
+        if call is None:
+            raise FramingError(f"an answer to call {message.id}, which is not asked")
+        result = self._checked(call, message)
+        del self._given[message.id]
+        call.line.given -= 1
+        call.line.last_answer_s = time.monotonic()
+        may_move = call.moves_bytes and not self._stops_at_once
+        if may_move and isinstance(result, np.ndarray) and (result == Code.FAILED).any():
+            # What has failed may still move bytes to and from this memory, and into other hosts' objects: only the
+            # agent's end stops it. Calls that go well meanwhile may end first.
+            call.held = result
+            self._unsettled.append(call)
+            self._serving = False
+            self._look_soon()
+        else:
+            self._end(call, result)
+        if self._unsettled:
+            self._kill_when_idle()
+        self._pump(call.line)
+
+    def check(self) -> list[str]:
+        """Audit; nothing wrong: an empty list."""
+        found = []
+        for line in self._lines:
+            given = sum(call.line is line for call in self._given.values())
+            if given != line.given or given > line.depth:
+                found.append(f"remote: {given} calls are with the agent, counted {line.given} of {line.depth}")
+        if any(call.ended for call in (*self._given.values(), *self._unsettled)):
+            found.append("remote: a call has ended before the agent has let go of it")
+        return found
+
+    # --- inside ---
+
+    def _pump(self, line: CallLine) -> None:
+        while self._serving and line.waiting and line.given < line.depth:
+            call = line.waiting.popitem(last=False)[0]
+            now = time.monotonic()
+            if call.until_s <= now:
+                self._loop.call_soon(self._on_late, call)
+                continue
+            call.begun = True
+            call.given_s = now
+            call_id, self._next_id = self._next_id, self._next_id + 1
+            self._given[call_id] = call
+            line.given += 1
+            self._look_soon()
+            self._send(encode(call.make(call_id)))
+
+    def _checked(self, call: PendingCall, message: Answer | Value) -> I64Array | Value:
+        if isinstance(message, Value):
+            if not call.reads_value:
+                raise FramingError("a value for what is no read")
+            return message
+        if len(message.codes) != 8 * call.items:
+            raise FramingError(f"an answer of {len(message.codes)} bytes for {call.items} codes")
+        codes = np.frombuffer(message.codes, "<i8").astype(np.int64)
+        if ((codes < call.code_min) | (codes > call.code_max)).any():
+            raise FramingError("a code that there is not")
+        return codes
+
+    def _on_late(self, call: PendingCall) -> None:
+        if call.ended:
+            return
+        if call.begun:
+            call.late()
+        else:
+            call.line.waiting.pop(call, None)
+            self._end(call, None)
+
+    def _end(self, call: PendingCall, result: I64Array | Value | None) -> None:
+        call.ended = True
+        self._cancel_timer(call)
+        call.end(result)
+
+    def _kill_when_idle(self) -> None:
+        if not self._given:
+            self._kill("a transfer failed, and may still move bytes")
+
+    # --- what does not end ---
+
+    def _look_soon(self) -> None:
+        if self._look is None:
+            self._patience = Patience(self._stuck_s / LOOKS)
+            self._look = self._loop.call_later(self._stuck_s / LOOKS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        if self._given:
+            self._look = self._loop.call_later(self._stuck_s / LOOKS, self._look_again)
+            self.look()
+
+    def look(self) -> None:
+        """Whether a call that the agent was given does not end: then it is killed."""
+        if not self._given:
+            return
+        now = time.monotonic()
+        busy_s = max(now - self._began_s(call) for call in self._given.values())
+        if self._patience.end(busy_s, now, self._stuck_s):
+            self._kill(f"a call has taken {busy_s:.1f} s")
+
+    @staticmethod
+    def _began_s(call: PendingCall) -> float:
+        return max(call.given_s, call.line.last_answer_s) if call.line.in_order else call.given_s
+
+    def _stop_looking(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+    @staticmethod
+    def _cancel_timer(call: PendingCall) -> None:
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None

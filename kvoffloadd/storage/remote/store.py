@@ -1,0 +1,433 @@
+"""The door to the remote store: what the daemon asks of it, with deadlines, and the memory that it may touch meanwhile.
+
+Event loop only. The store's client runs in the agent. Bytes that came are verified in the hash lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvoffloadd.agentframes import KEYS_MAX, Answer, Exists, Get, Presence, Put, Start, Started, Value
+from kvoffloadd.changes import Changes
+from kvoffloadd.errors import RemoteStoreError, UsageError
+from kvoffloadd.lanes import DAEMON, CancelledWork, Flow, Lane
+from kvoffloadd.model import I64Array, U8Array, U64Array
+from kvoffloadd.objectnames import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space, key_names
+from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.remote.agent import AgentState, AgentSupervisor
+from kvoffloadd.storage.remote.breaker import Breaker, BreakerState
+from kvoffloadd.storage.remote.calls import Calls, PendingCall
+from kvoffloadd.storage.remote.flight import HEADERS_MAX, Flight, RemoteTransfer
+from kvoffloadd.storage.remote.header import encode_headers
+from kvoffloadd.storage.remote.headerpages import HeaderPages
+from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, Names, RemoteStatus, verify
+from kvoffloadd.storage.remote.values import Values
+
+log = logging.getLogger(__name__)
+
+EXISTS_DEPTH = 4
+"""Lookups that are with the agent at once: one is being asked while the next ones come."""
+
+PROBE_S = 1.0
+"""Within this time a store that works answers to a lookup that nobody waits for."""
+
+DUE_S = 0.1
+"""Clocks differ: breakers that are due so soon are tried now."""
+
+REMOVE_S = 5.0
+"""What is corrupt is to be removed within this time, or stays."""
+
+_NOBODY = Space(bytes(FINGERPRINT_BYTES), bytes(SHAPE_BYTES), 0, bytes(ERA_BYTES), 0, KEY_BYTES)
+_NO_KEYS = np.zeros((0, 4), np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """`engine`: "memory", "mooncake" or "valkey"; `engine_settings`: its own, as msgpack can carry them. `python`: the
+    interpreter of the agent; empty: ours. `stuck_s`: a call that takes longer ends the agent. `start_s`: as does a
+    start. `inflight_bytes`: of gets that have not ended, and the same again of puts.
+    """
+
+    engine: str
+    engine_settings: Mapping[str, Any]
+    python: str = ""
+    stuck_s: float = 5.0
+    start_s: float = 30.0
+    inflight_bytes: int = 256 << 20
+    get_threads: int = 2
+    put_threads: int = 1
+
+
+class RemoteState(enum.StrEnum):
+    """STARTING: there is no agent that could be asked yet, or again. OPEN: calls fail, and none is made for a while.
+    STUCK: the agent is being killed and does not end. CLOSED.
+    """
+
+    STARTING = "starting"
+    OK = "ok"
+    OPEN = "open"
+    STUCK = "stuck"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExistsResult:
+    """`marker`: whether the era's marker is there, a `Presence`; `keys`: (n,) u8, the same for each key. No key counts
+    without the marker.
+    """
+
+    marker: int
+    keys: U8Array
+
+
+class RemoteStore:
+    """Owns the agent, the header pages and the breakers. Times (`until_s`) are of `time.monotonic()`.
+
+    `changes` hears of each change of `state`.
+    """
+
+    def __init__(
+        self,
+        pool: ArenaFile,
+        settings: RemoteSettings,
+        loop: asyncio.AbstractEventLoop,
+        hash_lane: Lane,
+        boot_id: bytes,
+    ) -> None:
+        """Raises LimitError or OSError if the kernel has no memory for header pages."""
+        self.changes = Changes()
+        self.corrupt: Counter[RemoteStatus] = Counter()
+        self._pool = pool
+        self._loop = loop
+        self._hash_lane = hash_lane
+        self._boot_id = boot_id
+        self._headers = HeaderPages(2 * HEADERS_MAX)
+        start = Start(
+            settings.engine, dict(settings.engine_settings), pool.arena_offset, pool.capacity_bytes,
+            self._headers.size_bytes, settings.get_threads, settings.put_threads,
+        )  # fmt: skip
+        self._agent = AgentSupervisor(
+            pool, self._headers.fd, start, settings.python, settings.start_s, loop, self, self.changes
+        )
+        self._calls = Calls(loop, self._agent.send, self._agent.kill, settings.stuck_s)
+        self._asking = self._calls.line(EXISTS_DEPTH, in_order=True)
+        self._values = Values(self._calls, loop)
+        self._lookups = Breaker()
+        self._gets, self._puts = (
+            Flight(kind, threads, settings.inflight_bytes, self._calls, self._headers, pool, loop, self._watch_breakers)
+            for kind, threads in ((Get, settings.get_threads), (Put, settings.put_threads))
+        )
+        self._closing = False
+        self._probing: list[Breaker] = []
+        self._probe: asyncio.TimerHandle | None = None
+        self._removals: set[asyncio.Task[None]] = set()
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Start the agent, and start it again whenever it ends. Returns at once."""
+        self._agent.start()
+
+    async def close(self, deadline_s: float) -> bool:
+        """End the agent. True: it is dead, every `done` has been called, and nothing but this process touches the
+        arena. False: it does not end, and the arena can't be let go. The hash lane must still work.
+        """
+        ends_s = time.monotonic() + deadline_s
+        self._closing = True
+        self._calls.stop()
+        self._calls.drop_waiting()
+        if self._probe is not None:
+            self._probe.cancel()
+        if not await self._agent.close(deadline_s):
+            return False
+        if not await self.changes.wait_for(self._is_settled, max(ends_s - time.monotonic(), 0.1)):
+            return False
+        if self._removals:
+            await asyncio.wait(self._removals, timeout=max(ends_s - time.monotonic(), 0.1))
+        await asyncio.sleep(0)  # for the last calls of `done`
+        self._headers.close()
+        return True
+
+    def _is_settled(self) -> bool:
+        return not (self._gets.transfers or self._puts.transfers)
+
+    def on_ready(self, started: Started) -> None:
+        """See `AgentUser`."""
+        if not self._closing:
+            self._calls.begin(stops_at_once=started.stops_at_once)
+            self._watch_breakers()
+
+    def on_answer(self, message: Answer | Value) -> None:
+        """See `AgentUser`."""
+        self._calls.on_answer(message)
+
+    def on_silence(self) -> None:
+        """See `AgentUser`."""
+        self._calls.stop()
+
+    def on_end(self, reason: str) -> None:
+        """See `AgentUser`."""
+        self._calls.finish()
+
+    @property
+    def starts(self) -> int:
+        """Agents that have become ready since the start: another one is another connection."""
+        return self._agent.starts
+
+    @property
+    def state(self) -> RemoteState:
+        """For `status`, and for those who wait for `changes`."""
+        if self._agent.state is AgentState.CLOSED:
+            return RemoteState.CLOSED
+        if self._agent.state is AgentState.DYING or (self._agent.state is AgentState.READY and not self._calls.serving):
+            return RemoteState.STUCK
+        if self._agent.state is not AgentState.READY:
+            return RemoteState.STARTING
+        return RemoteState.OPEN if any(b.state is BreakerState.OPEN for b in self._breakers) else RemoteState.OK
+
+    @property
+    def reason(self) -> str:
+        """Why there was no agent last, or is none; for people."""
+        return self._agent.reason
+
+    @property
+    def _breakers(self) -> tuple[Breaker, Breaker, Breaker]:
+        return self._lookups, self._gets.breaker, self._puts.breaker
+
+    def can_read(self) -> bool:
+        """Whether it is worth to ask: an `exists` and a `get` would be made now. Costs nothing."""
+        return self._calls.serving and self._lookups.allows() and self._gets.breaker.allows()
+
+    def can_write(self) -> bool:
+        """Whether a `put` would be made now."""
+        return self._calls.serving and self._puts.breaker.allows()
+
+    def get_room_bytes(self) -> int:
+        """How many more bytes, headers included (4096 a key), can be on their way here."""
+        return self._gets.room_bytes
+
+    def put_room_bytes(self) -> int:
+        """How many more bytes, headers included (4096 a key), can be on their way there."""
+        return self._puts.room_bytes
+
+    # --- lookups ---
+
+    def exists(self, names: Names, until_s: float, done: Callable[[ExistsResult | None], None]) -> None:
+        """Ask for the era's marker and for keys; no keys: for the marker alone. `done` is called once, later: with None
+        if there is no answer by `until_s`. Raises UsageError for more than KEYS_MAX keys.
+        """
+        if len(names.keys) > KEYS_MAX:
+            raise UsageError(f"{len(names.keys)} keys are too many for one call")
+        if not (self._calls.serving and self._lookups.allows()):
+            self._loop.call_soon(done, None)
+            return
+        self._ask(names, until_s, done, self._lookups.begin())
+
+    def _ask(
+        self, names: Names, until_s: float, done: Callable[[ExistsResult | None], None], token: int | None
+    ) -> None:
+        waits = True
+
+        def settle(codes: I64Array | Value | None, *, timed_out: bool = False) -> None:
+            nonlocal waits
+            if not waits:
+                return
+            waits = False
+            found = isinstance(codes, np.ndarray) and bool((codes != Presence.UNKNOWN).any())
+            if token is not None and not call.begun:
+                self._lookups.withdraw(token)
+            elif token is not None:
+                self._lookups.end(token, time.monotonic(), ok=found, timed_out=timed_out)
+                self._watch_breakers()
+            answer = ExistsResult(int(codes[0]), codes[1:].astype(np.uint8)) if isinstance(codes, np.ndarray) else None
+            self._loop.call_soon(done, answer)
+
+        space, keys = names.space, names.packed()
+        call = PendingCall(
+            self._asking, lambda call_id: Exists(call_id, space, keys), len(names.keys) + 1, max(Presence), until_s,
+            settle, partial(settle, None, timed_out=True), code_min=min(Presence),
+        )  # fmt: skip
+        self._calls.submit(call)
+
+    # --- gets and puts ---
+
+    def get(
+        self,
+        names: Names,
+        addresses: U64Array,
+        part_bytes: Sequence[int],
+        until_s: float,
+        done: Callable[[GetResult], None],
+        flow: Flow = DAEMON,
+        urgent: int = 0,
+    ) -> RemoteTransfer:
+        """Fetch keys with all their parts into slots, and verify them.
+
+        `addresses`: (n, parts), of slots in the arena, which are the store's until `done`. It is called once, never
+        within this call, when nothing touches them any more: this may be long after `until_s`. A get that has not begun
+        by then does not begin. Marker and era are the caller's to look at. Best with some MiB to 16 MiB a call.
+
+        Raises:
+            UsageError: shapes differ, too many keys or parts, an address outside the arena.
+        """
+        return self._gets.move(names, addresses, part_bytes, until_s, partial(self._on_got, done, flow, urgent))
+
+    def put(
+        self,
+        names: Names,
+        addresses: U64Array,
+        part_bytes: Sequence[int],
+        digests: U64Array,
+        until_s: float,
+        done: Callable[[U8Array], None],
+    ) -> RemoteTransfer:
+        """Put keys with all their parts. `digests`: (n, parts, 2), of the payloads. `done(status)`, (n,) u8 of
+        `RemoteStatus`, as for `get`: until then the payloads don't change.
+        """
+        if digests.shape != (*addresses.shape, 2):
+            raise UsageError(f"digests {digests.shape} for addresses {addresses.shape}")
+
+        def make_headers(sizes: U64Array) -> U8Array:
+            return encode_headers(names.space, names.keys, sizes, digests, self._boot_id, int(time.time()))
+
+        def on_put(transfer: RemoteTransfer, status: U8Array) -> None:
+            self._puts.let_go(transfer)
+            self._loop.call_soon(done, status)
+            self.changes.notify_all()
+
+        return self._puts.move(names, addresses, part_bytes, until_s, on_put, make_headers)
+
+    def _on_got(
+        self, done: Callable[[GetResult], None], flow: Flow, urgent: int, transfer: RemoteTransfer, status: U8Array
+    ) -> None:
+        """What the agent says has come is verified."""
+        batch = transfer.batch
+        came = int((status == RemoteStatus.OK).sum())
+        if not came:
+            none = np.zeros((len(status), len(batch.part_bytes), 2), np.uint64)
+            self._finish(done, transfer, GetResult(status, none))
+            return
+
+        def on_verified(result: GetResult | BaseException) -> None:
+            if isinstance(result, BaseException):
+                failed = np.full_like(status, RemoteStatus.FAILED)
+                none = np.zeros((len(status), len(batch.part_bytes), 2), np.uint64)
+                self._finish(done, transfer, GetResult(failed, none))
+                if not isinstance(result, CancelledWork):
+                    raise result
+            else:
+                self._finish(done, transfer, result)
+
+        self._hash_lane.submit(
+            lambda: verify(batch, status, self._headers.pages[batch.headers]), on_verified, flow=flow, urgent=urgent,
+            cost_bytes=came * batch.object_bytes,
+        )  # fmt: skip
+
+    def _finish(self, done: Callable[[GetResult], None], transfer: RemoteTransfer, result: GetResult) -> None:
+        self._gets.let_go(transfer)
+        self._loop.call_soon(done, result)
+        self.changes.notify_all()
+        bad = np.flatnonzero(np.isin(result.status, CORRUPT))
+        if not len(bad):
+            return
+        reasons = Counter(RemoteStatus(status) for status in result.status[bad].tolist())
+        self.corrupt += reasons
+        text = ", ".join(f"{count} by {reason.name.lower()}" for reason, count in reasons.items())
+        log.warning("remote: %d of %d keys did not verify (%s): removed there", len(bad), len(result.status), text)
+        names = transfer.batch.names
+        keys = np.ascontiguousarray(names.keys[bad], "<u8").tobytes()
+        removal = self._loop.create_task(self._remove_corrupt(key_names(names.space, keys)))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    async def _remove_corrupt(self, names: list[str]) -> None:
+        try:
+            await self._values.remove(names, time.monotonic() + REMOVE_S)
+        except RemoteStoreError as error:
+            log.warning("remote: what did not verify is still there: %s", error)
+
+    # --- small objects ---
+
+    async def read_value(self, name: str, until_s: float) -> bytes | None:
+        """A small object; None: there is none. Raises RemoteStoreError."""
+        return await self._values.read(name, until_s)
+
+    async def write_value(
+        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
+    ) -> None:
+        """Write a small object. `if_absent`: one that is there stays, and nobody learns whose it is. `pinned`: it is
+        not evicted. Raises RemoteStoreError: it may or may not be there. UsageError: it is too large.
+        """
+        await self._values.write(name, value, until_s, if_absent=if_absent, pinned=pinned)
+
+    async def remove(self, names: Sequence[str], until_s: float) -> None:
+        """Remove objects, whatever leases and pins say. Raises RemoteStoreError: some may still be there."""
+        await self._values.remove(names, until_s)
+
+    async def sweep(self, prefix: str, until_s: float) -> int:
+        """Remove all objects below a prefix; how many. Raises RemoteStoreError: some may still be there."""
+        return await self._values.sweep(prefix, until_s)
+
+    # --- breakers ---
+
+    def _watch_breakers(self) -> None:
+        """Something was said to a breaker: have the store tried when one is open."""
+        now = time.monotonic()
+        waits = [wait for breaker in self._breakers if (wait := breaker.probe_in_s(now)) is not None]
+        if waits and self._probe is None and self._calls.serving:
+            self._probe = self._loop.call_later(min(waits), self._try_store)
+            self.changes.notify_all()
+
+    def _try_store(self) -> None:
+        """Nobody waits for this lookup, of a marker that is never there."""
+        now_s = time.monotonic()
+        self._probing = [b for b in self._breakers if (left_s := b.probe_in_s(now_s)) is not None and left_s < DUE_S]
+        self._ask(Names(_NOBODY, _NO_KEYS), now_s + PROBE_S, self._on_tried, None)
+
+    def _on_tried(self, answer: ExistsResult | None) -> None:
+        ok = answer is not None and answer.marker != Presence.UNKNOWN
+        for breaker in self._probing:
+            breaker.probed(time.monotonic(), ok=ok)
+        self._probe = None
+        self.changes.notify_all()
+        self._watch_breakers()
+
+    # --- what it is doing ---
+
+    def held_addresses(self) -> U64Array:
+        """Where payloads lie that the agent may write or read, in no order: for audits."""
+        return np.concatenate([self._gets.held_addresses(), self._puts.held_addresses()])
+
+    def figures(self) -> dict[str, Any]:
+        """For `status`."""
+        return {
+            "state": str(self.state),
+            "reason": self.reason,
+            "agent": {
+                "pid": self._agent.pid,
+                "about": self._agent.about,
+                "starts": self._agent.starts,
+                "ends": self._agent.ends,
+            },
+            "lookups": {"breaker": self._lookups.state.value, "opened": self._lookups.opened},
+            "gets": self._gets.figures(),
+            "puts": self._puts.figures(),
+            "corrupt": {reason.name.lower(): self.corrupt[reason] for reason in CORRUPT},
+        }
+
+    def check(self) -> list[str]:
+        """Audit; nothing wrong: an empty list."""
+        found = [*self._calls.check(), *self._headers.check(), *self._gets.check(), *self._puts.check()]
+        if self._headers.count - self._headers.num_free != self._gets.headers_used + self._puts.headers_used:
+            found.append("remote: a header page is lost or held twice")
+        return found

@@ -1,0 +1,174 @@
+"""Real stores as child processes: Mooncake's master and stores, and Valkey or Redis."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from scripts.harness.lab import Host
+from scripts.harness.process import DaemonError, end, spawn, tail
+from scripts.harness.wait import HANG_S, until
+
+_STOP_S = 10.0
+_VALKEYS = ("valkey-server", "redis-server")
+
+
+class StoreProcess:
+    """A process on a host of the lab. It is there when the context begins: it listens at `port`, or `ready` is so."""
+
+    def __init__(self, host: Host, port: int, command: list[str], log: Path) -> None:
+        self.host, self.port = host, port
+        self.log_path = log
+        self._command = command
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def place(self) -> str:
+        """HOST:PORT."""
+        return f"{self.host.address}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the run that was started last."""
+        if self._child is None:
+            raise DaemonError("the store was never started")
+        return self._child.pid
+
+    def start(self) -> None:
+        """Start it, and wait until it is there. Raises DaemonError."""
+        command = [*self.host.enter, *self._command]
+        self._child = child = spawn(["/usr/bin/env", *command], self.log_path, stdout=subprocess.DEVNULL)
+        until(lambda: child.poll() is not None or self.is_ready(), f"{self._command[0]} is there", HANG_S, every_s=0.02)
+        if child.poll() is not None:
+            raise DaemonError(f"{self._command[0]} has ended with {child.returncode}:\n{tail(self.log_path)}")
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        return self._accepts()
+
+    def _accepts(self) -> bool:
+        """Whether it accepts connections, asked from its own host."""
+        probe = f"exec 3<>/dev/tcp/{self.host.address}/{self.port}"
+        done = subprocess.run(
+            [*self.host.enter, "bash", "-c", probe], capture_output=True, check=False, timeout=HANG_S
+        )  # fmt: skip
+        return done.returncode == 0
+
+    def kill(self) -> None:
+        """SIGKILL; a stopped one, too."""
+        if self._child is not None:
+            end(self._child, signal.SIGKILL, _STOP_S)
+
+    def pause(self) -> None:
+        """It lives, and does nothing."""
+        if self._child is not None:
+            self._child.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        if self._child is not None:
+            self._child.send_signal(signal.SIGCONT)
+
+
+class Master(StoreProcess):
+    """Mooncake's master, on the lab's hub. `options`: further flags of it."""
+
+    def __init__(self, host: Host, folder: Path, *options: str) -> None:
+        port, metrics = _free_ports(host, 2)
+        command = [
+            str(_mooncake() / "mooncake_master"),
+            *(f"--rpc_address={host.address}", f"--rpc_port={port}", "--rpc_thread_num=2"),
+            *(f"--metrics_host={host.address}", f"--metrics_port={metrics}", "--logtostderr=true"),
+            *options,
+        ]
+        super().__init__(host, port, command, folder / "master.log")
+
+
+class MooncakeStore(StoreProcess):
+    """A store that lends `memory` to a master's cluster. It is there when the master has its memory."""
+
+    def __init__(self, host: Host, folder: Path, master: Master, memory: str = "64MB") -> None:
+        (port,) = _free_ports(host, 1)
+        command = [
+            str(_mooncake() / "mooncake_client"),
+            *(f"--host={host.address}", f"--port={port}", f"--master_server_address={master.place}"),
+            *("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--global_segment_size={memory}"),
+        ]
+        super().__init__(host, port, command, folder / f"store-{host.address}-{port}.log")
+
+    def is_ready(self) -> bool:
+        """It listens once it has lent its memory."""
+        return self._accepts()
+
+
+class Valkey(StoreProcess):
+    """A server that keeps nothing on disk. `options`: further words of its command; "PORT" among them is its port."""
+
+    def __init__(self, host: Host, folder: Path, *options: str, memory: str = "64mb") -> None:
+        (port,) = _free_ports(host, 1)
+        log = folder / f"valkey-{host.address}-{port}.log"
+        command = [
+            *(_valkey_server() or "valkey-server", "--bind", host.address, "--port", str(port)),
+            *("--save", "", "--appendonly", "no", "--protected-mode", "no"),
+            *("--dir", str(folder), "--logfile", str(log)),
+            *("--maxmemory", memory, "--maxmemory-policy", "volatile-lru"),
+            *(str(port) if option == "PORT" else option for option in options),
+        ]
+        super().__init__(host, port, command, log)
+
+
+@cache
+def why_no_mooncake() -> str:
+    """Why its package is of no use here; empty: it is. It is imported elsewhere: it takes over signals."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "Mooncake is not installed: see `make test-remote`"
+    command = [sys.executable, "-c", "import mooncake.store"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    if done.returncode:
+        return f"Mooncake can't be imported: {done.stderr.strip().splitlines()[-1]} (Debian: apt install libibverbs1)"
+    return ""
+
+
+def why_no_valkey() -> str:
+    """Why there is no server; empty: there is one."""
+    return "" if _valkey_server() else f"{' or '.join(_VALKEYS)}: not installed (Debian: apt install redis-server)"
+
+
+_PORTS = itertools.count(20001)
+
+
+def _free_ports(host: Host, count: int) -> list[int]:
+    """Of a namespace all are free but those that we have given."""
+    if host.enter:
+        return list(itertools.islice(_PORTS, count))
+    probes = [socket.create_server((host.address, 0)) for _ in range(count)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _valkey_server() -> str | None:
+    return next(filter(None, map(shutil.which, _VALKEYS)), None)
+
+
+def _mooncake() -> Path:
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        raise DaemonError(why_no_mooncake())
+    return Path(spec.submodule_search_locations[0])

@@ -1,0 +1,1 @@
+"""kvoffloadd beside its peers: the same work through each, one after the other, round by round."""

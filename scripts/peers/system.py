@@ -1,0 +1,163 @@
+"""What each system is asked to do, and with what: the same for all.
+
+It runs in any system's own Python, and so needs numpy alone.
+
+A *prompt* is tokens that nobody has asked before; its KV is as many chunks of as many bytes in every system. *Tokens
+found* are counted in whole chunks from the prompt's begin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    U8Array = NDArray[np.uint8]
+    I64Array = NDArray[np.int64]
+
+VOCABULARY = 128_000
+
+
+class NotOfferedError(Exception):
+    """A system has no such thing, or not on a machine like this; the message says why, for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A model's KV cache as an engine keeps it: in each layer `blocks` blocks, each K and V of `block_tokens`, bf16."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    block_tokens: int
+    chunk_tokens: int
+    blocks: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one layer."""
+        return 2 * 2 * self.block_tokens * self.kv_heads * self.head_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all layers."""
+        return self.layers * self.block_bytes // self.block_tokens
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_tokens * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One system. `folder`: for sockets and logs, with a short path. `disk`: an empty folder on a disk; None: memory
+    alone. `threads`: wherever a system can be told how many. `verified`: checksums wherever the system has them, also
+    those that are off by default.
+    """
+
+    geometry: Geometry
+    folder: Path
+    disk: Path | None
+    memory_bytes: int
+    disk_bytes: int
+    threads: int
+    verified: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of this number, as long as `tokens` says: whole chunks."""
+
+    number: int
+    tokens: int
+    chunk_tokens: int
+
+    @property
+    def name(self) -> str:
+        """Unlike any other prompt's."""
+        return f"prompt-{self.number}-{self.tokens}"
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.chunk_tokens
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """What the engine's tokenizer has made of it."""
+        rng = np.random.default_rng((self.number, self.tokens))
+        return tuple(rng.integers(0, VOCABULARY, self.tokens).tolist())
+
+    @cached_property
+    def names(self) -> tuple[bytes, ...]:
+        """A name of 32 bytes for each chunk, which tells all tokens up to its end. An engine's own prefix cache has
+        such names already when it asks a connector.
+        """
+        tokens = np.asarray(self.token_ids, np.uint32).reshape(self.chunks, self.chunk_tokens)
+        names, above = [], b""
+        for chunk in tokens:
+            above = hashlib.sha256(above + chunk.tobytes()).digest()
+            names.append(above)
+        return tuple(names)
+
+
+class System(Protocol):
+    """One system, with the engine's side of it in this process. Every call ends within a time of its own, or raises.
+
+    Calls raise NotOfferedError for what the system does not have.
+    """
+
+    def start(self) -> None:
+        """Until it can be asked: its processes are up, the engine's memory is known to it."""
+
+    def versions(self) -> dict[str, str]:
+        """Of its packages."""
+
+    def memory(self) -> Sequence[U8Array]:
+        """The engine's KV cache: u8 (blocks, `block_bytes`) of each layer. Another one after a restart."""
+
+    def ping(self) -> None:
+        """The least that its other side can be asked. Returns with the answer."""
+
+    def store(self, prompt: Prompt, blocks: I64Array) -> bool:
+        """The prompt's KV from these blocks. Returns when they may be written over; False: it was refused, in part or
+        as a whole.
+        """
+
+    def lookup(self, prompt: Prompt) -> int:
+        """Tokens that a `load` would find, and keeps for it. From disk, too: some bring them to memory meanwhile."""
+
+    def load(self, prompt: Prompt, blocks: I64Array, found: int) -> int:
+        """The `found` tokens that the `lookup` right before has found, into the first of these blocks. Returns how many
+        of them are there now, as the system says.
+        """
+
+    def release(self, prompt: Prompt) -> None:
+        """Nothing of it is wanted any more."""
+
+    def settle(self) -> None:
+        """Until all that was stored is on disk."""
+
+    def forget(self) -> None:
+        """Nothing in memory any more: what is found then is on disk."""
+
+    def restart(self, *, kill: bool) -> None:
+        """End what is meant to outlast engines, by SIGKILL or in order, and start it again, until it can be asked."""
+
+    def processes(self) -> Sequence[int]:
+        """Whose memory holds payloads."""
+
+    def stop(self) -> None:
+        """Whatever state it is in."""

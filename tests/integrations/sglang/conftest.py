@@ -1,0 +1,17 @@
+"""Fixtures of the adapter's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.integrations.sglang import fakesglang
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """As much of SGLang as is imported: see `fakesglang.imported`."""
+    with fakesglang.imported(monkeypatch) as found:
+        yield found

@@ -1,0 +1,133 @@
+"""Real stores, and engines on hosts of a lab."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.harness.enginehost import EngineHost
+from scripts.harness.lab import Host, Lab, why_not_isolated
+from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
+
+MEMORY_BYTES = 64 << 20
+HOSTS = 3
+_NUMBERS = itertools.count()
+
+ENGINES = [
+    "memory",
+    pytest.param("mooncake", marks=pytest.mark.remote),
+    pytest.param("valkey", marks=pytest.mark.remote),
+]
+_WHY_NOT: dict[str, Callable[[], str]] = {"memory": str, "mooncake": why_no_mooncake, "valkey": why_no_valkey}
+
+
+@dataclass
+class Cluster:
+    """Stores of one kind with `MEMORY_BYTES`, and engines of the test's that use them."""
+
+    kind: str
+    lab: Lab
+    folder: Path
+    settings: Callable[[Host], dict[str, Any]]
+    stores: list[Any] = field(default_factory=list)
+    _engines: ExitStack = field(default_factory=ExitStack)
+
+    def engine(self, host: int = 0, settings: dict[str, Any] | None = None) -> EngineHost:
+        """On one of the lab's hosts; ended with the test. `settings`: in place of some of the cluster's."""
+        where = self.lab.hosts[host]
+        made = EngineHost(where, self.kind, {**self.settings(where), **(settings or {})}, self.folder)
+        return self._engines.enter_context(made)
+
+    def leave(self) -> None:
+        """End the engines."""
+        self._engines.close()
+
+
+@pytest.fixture(scope="session")
+def remote_folder() -> Iterator[Path]:
+    """For logs."""
+    with tempfile.TemporaryDirectory(prefix="kvo-remote-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def make_cluster(kind: str, lab: Lab, folder: Path, stack: ExitStack, *options: str) -> Cluster:
+    """`options`: flags of the master, or words of Valkey's command. Store: on the last host, master: hub."""
+    if kind == "memory":
+        settings = {"directory": str(folder / "objects"), "capacity_bytes": MEMORY_BYTES}
+        return Cluster(kind, lab, folder, lambda _: settings)
+    if kind == "mooncake":
+        master = stack.enter_context(Master(lab.hub, folder, *options))
+        store = stack.enter_context(MooncakeStore(lab.hosts[-1], folder, master, f"{MEMORY_BYTES >> 20}MB"))
+        return Cluster(kind, lab, folder, lambda host: {"master": master.place, "host": host.address}, [store, master])
+    server = stack.enter_context(Valkey(lab.hosts[-1], folder, *options, memory=f"{MEMORY_BYTES >> 20}mb"))
+    return Cluster(kind, lab, folder, lambda _: {"url": f"redis://{server.place}"}, [server])
+
+
+@pytest.fixture(scope="session")
+def standing_clusters(remote_folder: Path) -> Iterator[dict[str, Cluster]]:
+    """On the loopback device, one of each kind."""
+    with ExitStack() as stack:
+        lab = stack.enter_context(Lab(remote_folder, HOSTS, isolated=False))
+        made: dict[str, Cluster] = {}
+
+        class Made(dict[str, Cluster]):
+            def __missing__(self, kind: str) -> Cluster:
+                folder = remote_folder / kind
+                folder.mkdir()
+                made[kind] = self[kind] = make_cluster(kind, lab, folder, stack)
+                return made[kind]
+
+        yield Made()
+
+
+@pytest.fixture(params=ENGINES)
+def cluster(request: pytest.FixtureRequest, standing_clusters: dict[str, Cluster]) -> Iterator[Cluster]:
+    """Of each kind of engine, shared with other tests: use names that begin with `prefix`."""
+    if reason := _WHY_NOT[request.param]():
+        pytest.skip(reason)
+    cluster = standing_clusters[request.param]
+    yield cluster
+    cluster.leave()
+
+
+@pytest.fixture
+def prefix() -> str:
+    """Of names that no other test has."""
+    return f"kvo1/test{next(_NUMBERS)}/"
+
+
+@pytest.fixture
+def make_isolated(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """`make_isolated("mooncake", *options)`: a cluster of the test's own on hosts that can be cut off."""
+    with ExitStack() as stack:
+
+        def make(kind: str, *options: str) -> Cluster:
+            if reason := why_not_isolated():
+                pytest.skip(reason)
+            return make_own(kind, tmp_path, stack, options, isolated=True)
+
+        yield make
+
+
+@pytest.fixture
+def make_loopback(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """The same on the loopback device."""
+    with ExitStack() as stack:
+        yield lambda kind, *options: make_own(kind, tmp_path, stack, options, isolated=False)
+
+
+def make_own(kind: str, folder: Path, stack: ExitStack, options: Sequence[str], *, isolated: bool) -> Cluster:
+    """Ended with `stack`."""
+    if reason := _WHY_NOT[kind]():
+        pytest.skip(reason)
+    lab = stack.enter_context(Lab(folder, HOSTS, isolated=isolated))
+    cluster = make_cluster(kind, lab, folder, stack, *options)
+    stack.callback(cluster.leave)
+    return cluster

@@ -1,0 +1,200 @@
+"""Whole daemons with real stores on hosts of a lab: what one has stored hits on the other, or is a miss, in time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.errors import RemoteError
+from scripts.harness.daemon import Daemon
+from scripts.harness.process import ROOT
+from scripts.harness.wait import HANG_S, until
+from tests.e2e.rank import Keys, Rank, new_keys
+from tests.remote.conftest import Cluster
+
+pytestmark = pytest.mark.remote
+
+HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
+KEYS = 48
+FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
+"""Keys of 96 KiB: all of them take some seconds over a slow link."""
+Start = Callable[..., Daemon]
+each_engine = pytest.mark.parametrize("kind", ["mooncake", "valkey"])
+
+
+@dataclass
+class Site:
+    """Daemons that share a cluster's store; the agent of each is on a host of its own."""
+
+    cluster: Cluster
+    start_daemon: Start
+    folder: Path
+
+    def daemon(self, number: int, *settings: str) -> Daemon:
+        """With deadlines for a busy machine, unless `settings` say otherwise."""
+        where = self.cluster.lab.hosts[number]
+        python = self.folder / f"python-{number}"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {" ".join(where.enter)} {sys.executable} "$@"\n')
+        python.chmod(0o700)
+        chosen = {
+            "remote.engine": self.cluster.kind,
+            "remote.python": str(python),
+            "remote.push": "seal",
+            "remote.lookup_s": "10",
+            "remote.fetch_s": "60",
+            "remote.stuck_s": "60",
+            "remote.min_keys": "1",
+            "remote.miss_ttl_s": "0",
+            "remote.era_poll_s": "0.05",
+            **{f"{self.cluster.kind}.{name}": value for name, value in self.cluster.settings(where).items()},
+        }
+        chosen |= dict(setting.split("=", 1) for setting in settings)
+        daemon = self.start_daemon(*(f"{name}={value}" for name, value in chosen.items()), memory="256MiB")
+        daemon.expected_in_log = "agent"
+        return daemon
+
+
+@pytest.fixture
+def site(make_isolated: Callable[..., Cluster], start_daemon: Start, tmp_path: Path) -> Callable[[str], Site]:
+    return lambda kind: Site(make_isolated(kind), start_daemon, tmp_path)
+
+
+@pytest.fixture
+def keys(seed: int) -> Keys:
+    return new_keys(np.random.default_rng(seed), KEYS)
+
+
+def lives(pid: int) -> bool:
+    """Not so a zombie, which nobody may have waited for: it has no memory any more."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def remote(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["remote"]
+    return found
+
+
+def rank_of(daemon: Daemon) -> Rank:
+    """Of a namespace whose era is known."""
+    rank: Rank = daemon.welcome(Rank(daemon.socket, FULL))
+    until(lambda: any(remote(daemon)["eras"].values()), "an era is known")
+    return rank
+
+
+def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
+    before = remote(daemon)["pushed"]["keys"]
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    until(lambda: remote(daemon)["pushed"]["keys"] >= before + len(keys), "all are pushed")
+
+
+def states(rank: Rank, keys: Keys) -> list[int]:
+    """As a pin finds them in the end; it is released."""
+    found = rank.client.pin({0: keys})
+    if found.promoting:
+        found = rank.client.wait_ready(found, HANG_S)
+    if found.lease:
+        rank.client.release(found.lease)
+    return list(found.states[0].tolist())
+
+
+@each_engine
+def test_two_hosts_share_and_clear(site: Callable[[str], Site], keys: Keys, kind: str) -> None:
+    made = site(kind)
+    here, there = made.daemon(0), made.daemon(1)
+    a, b = rank_of(here), rank_of(there)
+    push(here, a, keys[:32])
+    assert states(b, keys) == [HIT] * 32 + [MISS] * 16
+    assert b.loads_right(keys[:32])
+    a.client.clear()
+    until(lambda: states(b, keys[:32]) == [MISS] * 32, "the other host has cleared, too")
+    until(lambda: any(remote(here)["eras"].values()), "a new era")
+    push(here, a, keys[:8])
+    until(lambda: states(b, keys[:8]) == [HIT] * 8, "in the new era")
+    assert b.loads_right(keys[:8])
+
+
+@each_engine
+def test_a_slow_link_costs_a_deadline(site: Callable[[str], Site], keys: Keys, kind: str) -> None:
+    """`ready` comes in time with what is there; the rest is a miss, and what is still written to is nobody's."""
+    made = site(kind)
+    lab = made.cluster.lab
+    here, there = made.daemon(0), made.daemon(1, "remote.fetch_s=1")
+    a, b = rank_of(here), rank_of(there)
+    push(here, a, keys)
+    lab.slow(lab.hosts[2], "4mbit")
+    began = time.monotonic()
+    assert MISS in states(b, keys)
+    assert time.monotonic() - began < 30
+    assert b.store_keys(keys).outcome is Outcome.DONE, "in other slots"
+    lab.fast(lab.hosts[2])
+    until(lambda: remote(there)["quarantined_bytes"] == 0, "the transfer has ended")
+    assert b.loads_right(keys)
+
+
+@each_engine
+def test_the_store_is_gone_for_a_while(site: Callable[[str], Site], keys: Keys, kind: str) -> None:
+    """Engines lose nothing but what it had; then hosts share again."""
+    made = site(kind)
+    here, there = made.daemon(0, "remote.lookup_s=0.5"), made.daemon(1, "remote.lookup_s=0.5")
+    a, b = rank_of(here), rank_of(there)
+    push(here, a, keys[:8])
+    server = made.cluster.stores[-1]
+    server.kill()
+    assert states(b, keys[:8]) == [MISS] * 8
+    assert states(a, keys[:8]) == [HIT] * 8
+    assert b.store_keys(keys[8:16]).outcome is Outcome.DONE
+    assert b.loads_right(keys[8:16])
+    server.start()
+    fresh = keys[16:32]
+    until(lambda: _arrives(a, b, fresh), "they share again", every_s=0.5)
+    assert b.loads_right(fresh)
+
+
+def _arrives(a: Rank, b: Rank, keys: Keys) -> bool:
+    """What the first one stores anew hits on the other one."""
+    try:
+        a.client.clear()
+    except RemoteError as error:  # the store has no memory yet
+        assert error.code == "not_durable"
+        return False
+    a.store_keys(keys)
+    time.sleep(0.5)
+    return states(b, keys) == [HIT] * len(keys)
+
+
+def test_a_daemon_is_killed_while_it_fetches(site: Callable[[str], Site], keys: Keys, tmp_path: Path) -> None:
+    """The next one takes its memory over only when the agent of the one before is dead."""
+    made = site("mooncake")
+    lab = made.cluster.lab
+    here, there = made.daemon(0), made.daemon(1, f"memory.pool_file={tmp_path / 'pool'}")
+    a, b = rank_of(here), rank_of(there)
+    push(here, a, keys)
+    kept = new_keys(np.random.default_rng(1), 8)
+    assert b.store_keys(kept).outcome is Outcome.DONE
+    until(lambda: there.status()["cache"]["unsealed"] == 0, "they are sealed")
+    lab.slow(lab.hosts[2], "4mbit")
+    assert b.client.pin({0: keys}).promoting == KEYS
+    until(lambda: remote(there)["gets"]["calls"] > 0, "it fetches")
+    agent = int(remote(there)["agent"]["pid"])
+    there.leave_guests()
+    there.kill()
+    there.start()
+    assert not lives(agent)
+    lab.fast(lab.hosts[2])
+    b = rank_of(there)
+    assert states(b, kept) == [HIT] * 8, "taken over"
+    assert b.loads_right(kept)
+    until(lambda: states(b, keys) == [HIT] * KEYS, "fetched again")
+    assert b.loads_right(keys)

@@ -1,0 +1,48 @@
+"""What `kvoffloadd plan --engine sglang` says of published models' pools, against SGLang's own code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.planner import PAGE_TOKENS, Rank, read_model
+from kvoffloadd.planner.hostpools import PAGES_OF_ONE, REFUSED, WINDOWS_APART, host_pools
+from scripts.harness.published import CONFIGS
+from tests.enginechild import ROOT
+from tests.sglang.engine import ENVIRONMENT
+from tests.sglang.modelfacts import PAGE, WITH_WINDOWS, complete
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+ASK_S = 300.0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pools_are_those_that_sglang_makes(tmp_path: Path, tp: int) -> None:
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(complete(config)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sglang.modelfacts", str(tmp_path), str(tp)],
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, timeout=ASK_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert PAGE == PAGE_TOKENS
+    assert set(said["windows_apart"]) == set(WITH_WINDOWS) == WINDOWS_APART - {"gemma4_text", "gpt_oss", "llama4_text"}
+    found, theirs = {}, {}
+    for name, facts in said["models"].items():
+        model = read_model(tmp_path / name / "config.json")
+        if facts["pools"] is None:
+            assert model.model_type in REFUSED
+            continue
+        theirs[name] = facts["pools"], facts["page_of_one"]
+        pools = {pool.name: [pool.layers, pool.payload_bytes] for pool in host_pools(Rank(model, tp, PAGE))}
+        found[name] = pools, model.model_type in PAGES_OF_ONE
+    assert found == theirs
+    assert len(found) == len(CONFIGS) - 2, "DeepSeek V4 comes in two sizes"

@@ -1,0 +1,380 @@
+"""The remote store with a real agent: what is put on one host comes on another one, verified, or not at all."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffloadd.agentframes import KEYS_MAX, VALUE_BYTES_MAX, Presence
+from kvoffloadd.errors import RemoteStoreError, UsageError
+from kvoffloadd.model import U64Array
+from kvoffloadd.objectnames import key_names, marker_name
+from kvoffloadd.storage.remote.store import RemoteState
+from kvoffloadd.storage.remote.transfers import RemoteStatus
+from tests.storage.remote.conftest import Open
+from tests.storage.remote.host import PARTS, SPACE, Engine, Host, names_of, soon, until
+
+OK, MISS, FAILED, NOT_ASKED = RemoteStatus.OK, RemoteStatus.MISS, RemoteStatus.FAILED, RemoteStatus.NOT_ASKED
+NO, YES, UNKNOWN = Presence.NO, Presence.YES, Presence.UNKNOWN
+MARKER = marker_name(SPACE.fingerprint, SPACE.generation, SPACE.era)
+
+
+async def stored(host: Host, count: int, seed: int) -> list[list[bytes]]:
+    """So many keys are there; their payloads. The host's slots have other bytes then."""
+    payloads = host.fill(host.slots[:count], seed)
+    assert await host.put(names_of(count), host.slots[:count]) == [OK] * count
+    host.fill(host.slots[:count], seed + 1)
+    return payloads
+
+
+@pytest.mark.parametrize("engine_name", ["memory", "memory-stops"])
+async def test_what_one_host_puts_another_one_gets(open_host: Open, seed: int, engine_name: str) -> None:
+    here, there = await open_host(engine_name=engine_name), await open_host(engine_name=engine_name)
+    payloads = await stored(here, 5, seed)
+    before = there.fill(there.slots[:10], seed + 2) + there.fill(there.slots[16:], seed + 3)
+    result = await there.get(names_of(6), there.slots[10:16])
+    assert result.status.tolist() == [OK] * 5 + [MISS]
+    assert there.payloads(there.slots[10:15]) == payloads
+    assert (result.digests[:5] == there.digests(there.slots[10:15])).all()
+    assert there.payloads(there.slots[:10]) + there.payloads(there.slots[16:]) == before
+    assert there.store.corrupt.total() == 0
+
+
+async def test_lookups_tell_of_the_marker_and_of_each_key(open_host: Open, seed: int) -> None:
+    host = await open_host()
+    await stored(host, 2, seed)
+    found = await host.exists(names_of(3))
+    assert found is not None
+    assert (found.marker, found.keys.tolist()) == (NO, [YES, YES, NO])
+    await host.store.write_value(MARKER, b"", soon(), pinned=True)
+    found = await host.exists(names_of(0))
+    assert found is not None
+    assert (found.marker, found.keys.tolist()) == (YES, [])
+
+
+async def test_the_largest_lookup(open_host: Open, seed: int) -> None:
+    host = await open_host()
+    await stored(host, 3, seed)
+    found = await host.exists(names_of(KEYS_MAX))
+    assert found is not None
+    assert found.keys.tolist() == [YES] * 3 + [NO] * (KEYS_MAX - 3)
+    with pytest.raises(UsageError):
+        await host.exists(names_of(KEYS_MAX + 1))
+
+
+async def test_the_first_one_who_puts_a_key_has_it(open_host: Open, seed: int) -> None:
+    host = await open_host()
+    payloads = await stored(host, 2, seed)
+    assert await host.put(names_of(2), host.slots[4:6]) == [OK, OK]
+    assert (await host.get(names_of(2), host.slots[8:10])).status.tolist() == [OK, OK]
+    assert host.payloads(host.slots[8:10]) == payloads
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("flip", RemoteStatus.PAYLOAD),
+        ("flip_header", RemoteStatus.HEADER),
+        ("swap", RemoteStatus.HEADER),
+        ("shorter", RemoteStatus.SIZE),
+        ("longer", RemoteStatus.SIZE),
+        ("SIZE", RemoteStatus.SIZE),
+    ],
+)
+async def test_what_does_not_verify_is_counted_and_removed_there(
+    open_host: Open, engine: Engine, seed: int, fault: str, status: RemoteStatus
+) -> None:
+    host = await open_host()
+    await stored(host, 3, seed)
+    engine.plant(f"get={fault}")
+    result = await host.get(names_of(2), host.slots[8:10])
+    assert result.status.tolist() == [status] * 2
+    assert not result.digests.any()
+    assert host.store.corrupt == {status: 2}
+    await until(lambda: len(engine.names) == 1)
+    engine.plant()
+    assert (await host.get(names_of(3), host.slots[8:11])).status.tolist() == [MISS, MISS, OK]
+
+
+async def test_an_object_of_other_parts_or_of_another_era_is_not_taken(
+    open_host: Open, engine: Engine, seed: int
+) -> None:
+    """Though it has the name: whoever can write the store can rename."""
+    host = await open_host()
+    await stored(host, 1, seed)
+    other = msgspec.structs.replace(SPACE, era=b"another!")
+    (was,) = engine.names
+    renamed = was.replace(SPACE.era.hex(), other.era.hex())
+    (engine.directory / was).rename(engine.directory / renamed)
+    result = await host.get(names_of(1, other), host.slots[8:9])
+    assert result.status.tolist() == [RemoteStatus.HEADER]
+    await until(lambda: engine.names == [])
+
+
+async def test_only_what_is_wrong_is_a_miss(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host()
+    payloads = await stored(host, 4, seed)
+    objects = [engine.directory / name for name in engine.names]
+    objects[1].write_bytes(objects[1].read_bytes()[:-1])
+    damaged = bytearray(objects[2].read_bytes())
+    damaged[-1] ^= 1
+    objects[2].write_bytes(damaged)
+    result = await host.get(names_of(4), host.slots[8:12])
+    assert sorted(result.status.tolist()) == [OK, OK, RemoteStatus.SIZE, RemoteStatus.PAYLOAD]
+    good = np.flatnonzero(result.status == OK)
+    assert host.payloads(host.slots[8:12][good]) == [payloads[at] for at in good]
+    assert host.store.corrupt == {RemoteStatus.SIZE: 1, RemoteStatus.PAYLOAD: 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("MISS", MISS),
+        ("NOT_COMPLETE", MISS),
+        ("LEASE_OVER", RemoteStatus.LEASE_OVER),
+        ("REFUSED", FAILED),
+    ],
+)
+async def test_codes_of_a_get(open_host: Open, engine: Engine, seed: int, code: str, status: RemoteStatus) -> None:
+    host = await open_host()
+    await stored(host, 2, seed)
+    engine.plant(f"get={code}")
+    assert (await host.get(names_of(2), host.slots[8:10])).status.tolist() == [status] * 2
+    assert host.store.corrupt.total() == 0
+    assert len(engine.names) == 2
+    assert host.store.starts == 1
+
+
+async def test_a_put_that_finds_no_room(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host()
+    engine.plant("put=NO_SPACE")
+    assert await host.put(names_of(2), host.slots[:2]) == [RemoteStatus.NO_SPACE] * 2
+    assert host.store.can_write()
+
+
+async def test_an_engine_that_raises_costs_the_call_alone(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host(engine_name="memory-stops")
+    payloads = await stored(host, 1, seed)
+    engine.plant("get=raise", "exists=raise", "read=raise", "sweep=raise")
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [FAILED]
+    found = await host.exists(names_of(1))
+    assert found is not None
+    assert (found.marker, found.keys.tolist()) == (UNKNOWN, [UNKNOWN])
+    with pytest.raises(RemoteStoreError):
+        await host.store.read_value("name", soon())
+    with pytest.raises(RemoteStoreError):
+        await host.store.sweep("kvo1/", soon())
+    engine.plant()
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [OK]
+    assert host.payloads(host.slots[8:9]) == payloads
+    assert host.store.starts == 1
+
+
+# --- small objects ---
+
+
+async def test_values(open_host: Open) -> None:
+    host = await open_host()
+    store = host.store
+    assert await store.read_value("a/b", soon()) is None
+    await store.write_value("a/b", b"1", soon())
+    await store.write_value("a/b", b"2", soon(), if_absent=True, pinned=True)
+    assert await store.read_value("a/b", soon()) == b"1"
+    await store.write_value("a/b", b"", soon())
+    assert await store.read_value("a/b", soon()) == b""
+    await store.write_value("a/c", bytes(VALUE_BYTES_MAX), soon())
+    assert await store.read_value("a/c", soon()) == bytes(VALUE_BYTES_MAX)
+    with pytest.raises(UsageError):
+        await store.write_value("a/d", bytes(VALUE_BYTES_MAX + 1), soon())
+    await store.remove(["a/b", "a/none"], soon())
+    assert await store.read_value("a/b", soon()) is None
+    assert await store.sweep("a/", soon()) == 1
+
+
+async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: Engine) -> None:
+    """Whoever wrote it."""
+    host = await open_host()
+    (engine.directory / "big").write_bytes(bytes(VALUE_BYTES_MAX + 1))
+    with pytest.raises(RemoteStoreError):
+        await host.store.read_value("big", soon())
+    assert host.store.starts == 1
+
+
+async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host()
+    await stored(host, 4, seed)
+    await host.store.write_value(MARKER, b"", soon(), pinned=True)
+    await host.store.remove(key_names(SPACE, names_of(1).packed()), soon())
+    found = await host.exists(names_of(4))
+    assert found is not None
+    assert (found.marker, found.keys.tolist()) == (YES, [NO, YES, YES, YES])
+    assert await host.store.sweep(MARKER.rpartition("/era/")[0] + "/00000007", soon()) == 3
+    assert len(engine.names) == 1
+
+
+async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    engine.plant("read=hang")
+    with pytest.raises(RemoteStoreError, match="in time"):
+        await host.store.read_value("a", time.monotonic() + 0.2)
+    with pytest.raises(RemoteStoreError, match="did not begin"):
+        await host.store.write_value("a", b"", time.monotonic() + 0.2)
+    engine.plant()
+    assert await host.store.read_value("a", soon()) is None
+
+
+# --- deadlines, room and breakers ---
+
+
+async def test_a_lookup_that_is_late_is_none(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    engine.plant("exists=hang")
+    assert await host.exists(names_of(1), time.monotonic() + 0.2) is None
+    engine.plant()
+    found = await host.exists(names_of(1))
+    assert found is not None
+
+
+async def test_lookups_do_not_wait_behind_bytes(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host()
+    await stored(host, 1, seed)
+    engine.plant("get=hang", "put=hang")
+    got = [host.begin_get(names_of(1), host.slots[at : at + 1])[1] for at in range(8, 14)]
+    put = host.begin_put(names_of(1, first=5), host.slots[:1])[1]
+    found = await host.exists(names_of(1))
+    assert found is not None
+    assert found.keys.tolist() == [YES]
+    assert not put.done()
+    assert not any(each.done() for each in got)
+    engine.plant()
+    assert [(await each).status.tolist() for each in got] == [[OK]] * 6
+    assert (await put).tolist() == [OK]
+
+
+async def test_what_has_not_begun_can_be_cancelled(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host(get_threads=1)
+    await stored(host, 1, seed)
+    engine.plant("get=hang")
+    running, result = host.begin_get(names_of(1), host.slots[8:9])
+    waiting, never = host.begin_get(names_of(1), host.slots[9:10])
+    assert not running.cancel()
+    assert waiting.cancel()
+    assert not waiting.cancel()
+    before = host.fill(host.slots[9:10], seed)
+    assert host.store.held_addresses().tolist() == host.slots[8].tolist()
+    engine.plant()
+    assert (await result).status.tolist() == [OK]
+    assert not running.cancel()
+    await host.close()
+    assert not never.done()
+    del before
+
+
+async def test_what_does_not_begin_in_time_does_not_begin(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host(get_threads=1)
+    await stored(host, 1, seed)
+    engine.plant("get=hang")
+    late, result = host.begin_get(names_of(1), host.slots[8:9], time.monotonic() + 0.2)
+    _, never = host.begin_get(names_of(1), host.slots[9:10], time.monotonic() + 0.2)
+    assert (await never).status.tolist() == [NOT_ASKED]
+    assert not result.done()
+    assert not late.cancel()
+    assert host.store.figures()["gets"]["late_bytes"] == 4096 + sum(PARTS)
+    engine.plant()
+    assert (await result).status.tolist() == [OK]  # late, and right
+    assert host.store.figures()["gets"]["late_bytes"] == 0
+
+
+async def test_no_more_bytes_are_in_flight_than_there_may_be(open_host: Open, engine: Engine, seed: int) -> None:
+    one = 4096 + sum(PARTS)
+    host = await open_host(inflight_bytes=3 * one)
+    await stored(host, 3, seed)
+    engine.plant("get=hang")
+    first = host.begin_get(names_of(2), host.slots[8:10])[1]
+    assert host.store.get_room_bytes() == one
+    refused, result = host.begin_get(names_of(2), host.slots[10:12])
+    assert (await result).status.tolist() == [NOT_ASKED] * 2
+    assert not refused.cancel()
+    cancelled, never = host.begin_get(names_of(2), host.slots[10:12])
+    assert cancelled.cancel()
+    second = host.begin_get(names_of(1), host.slots[10:11])[1]
+    assert host.store.get_room_bytes() == 0
+    assert host.store.put_room_bytes() == 3 * one
+    engine.plant()
+    assert (await first).status.tolist() == [OK] * 2
+    assert (await second).status.tolist() == [OK]
+    assert host.store.get_room_bytes() == 3 * one
+    assert not never.done()
+
+
+async def test_a_store_that_does_not_answer_is_asked_no_more_until_it_does(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    engine.plant("exists=hang")
+    for _ in range(3):
+        assert await host.exists(names_of(1), time.monotonic() + 0.1) is None
+    assert host.store.state is RemoteState.OPEN
+    assert not host.store.can_read()
+    assert host.store.can_write()
+    assert await host.exists(names_of(1)) is None  # at once, whatever its deadline
+    engine.plant()
+    await until(host.store.can_read)
+    assert await host.exists(names_of(1)) is not None
+    assert host.store.figures()["state"] == "ok"
+    assert host.store.starts == 1
+
+
+async def test_gets_that_fail_are_not_made_until_one_goes_well(open_host: Open, engine: Engine, seed: int) -> None:
+    host = await open_host(engine_name="memory-stops")
+    await stored(host, 1, seed)
+    engine.plant("get=FAILED")
+    for _ in range(20):
+        await host.get(names_of(1), host.slots[8:9])
+    assert host.store.state is RemoteState.OPEN
+    assert not host.store.can_read()
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [NOT_ASKED]
+    assert await host.exists(names_of(1)) is not None
+    engine.plant()
+    await until(host.store.can_read)
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [OK]
+    assert host.store.figures()["gets"]["breaker"] == "closed"
+
+
+def of(*numbers: int) -> U64Array:
+    return np.array([numbers], np.uint64)
+
+
+async def test_misuse_is_an_error(open_host: Open) -> None:
+    host = await open_host()
+    first, end = host.pool.address, host.pool.address + host.pool.capacity_bytes
+    digests = np.zeros((1, 2, 2), np.uint64)
+    for addresses, sizes in (
+        (of(first, first), [1]),
+        (of(first), [1, 2]),
+        (of(first, first), [1, 0]),
+        (of(first, end - 4), [1, 5]),
+        (of(first - 1, first), [1, 1]),
+        (of(first, (1 << 64) - 4), [1, 8]),
+        (of(first, first), [1, (1 << 64) - 1]),
+        (np.zeros((1, 0), np.uint64), []),
+        (np.full((1, 124), first, np.uint64), [1] * 124),
+    ):
+        with pytest.raises(UsageError):
+            host.store.get(names_of(1), addresses, sizes, soon(), lambda result: None)
+    with pytest.raises(UsageError):
+        host.store.get(names_of(2), host.slots[:1], PARTS, soon(), lambda result: None)
+    with pytest.raises(UsageError):
+        host.store.get(names_of(0), host.slots[:0], PARTS, soon(), lambda result: None)
+    with pytest.raises(UsageError):
+        host.store.put(names_of(1), host.slots[:1], PARTS, digests[:, :1], soon(), lambda status: None)
+    assert host.store.check() == []
+
+
+async def test_figures_are_what_msgpack_can_carry(open_host: Open) -> None:
+    host = await open_host()
+    figures = msgspec.msgpack.decode(msgspec.msgpack.encode(host.store.figures()))
+    assert figures["state"] == "ok"
+    assert figures["agent"]["pid"] == host.pid
+    assert figures["agent"]["about"].startswith("memory")
