@@ -29,9 +29,15 @@ from tests.sglang.crowd import Crowd
 from tests.vllm import engine as vllm
 from tests.vllm import models
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
-
 VLLM_PYTHON = ROOT / "build" / "vllm-venv" / "bin" / "python"
+"""A venv of its own: vLLM and SGLang want other releases of what both need."""
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="no build/vllm-venv: `make test-vllm` makes it"),
+]
+
 KIND = "dense"
 KILLS, KILLS_WARM = 3, 3
 WORKERS = 2
@@ -40,13 +46,6 @@ QUIET_ROUNDS = 10
 """After the last kill, at most, until each engine gets something back: stress workers evict much of it."""
 
 StartVllm = Callable[..., vllm.Engine]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needs_vllm() -> None:
-    """A venv of its own: vLLM and SGLang want other releases of what both need."""
-    if not VLLM_PYTHON.exists():
-        pytest.skip("no build/vllm-venv: `make test-vllm` makes it")
 
 
 @pytest.fixture(scope="session")
