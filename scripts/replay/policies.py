@@ -7,6 +7,7 @@ No bytes move: only the policies run. For a trace the exact LRU, Belady's rule a
 from __future__ import annotations
 
 import argparse
+import heapq
 import sys
 import time
 from pathlib import Path
@@ -92,6 +93,30 @@ def chat(random: np.random.Generator) -> list[I64Array]:
     return requests
 
 
+def agents(random: np.random.Generator) -> list[I64Array]:
+    """60 agents of 6 kinds, each kind with a prefix of 16 blocks. A turn adds 1 to 6 blocks; the last has chance 0.04.
+    The next one follows at once (exponential, mean 1), but after one in twelve a person is waited for (mean 60).
+    """
+    prefixes = [list(range(16 * kind, 16 * kind + 16)) for kind in range(6)]
+    next_id = 16 * len(prefixes)
+    prompts: list[list[int]] = [[] for _ in range(60)]
+    due = [(float(when), which) for which, when in enumerate(random.exponential(10.0, len(prompts)))]
+    heapq.heapify(due)
+    requests = []
+    for _ in range(REQUESTS):
+        now, which = heapq.heappop(due)
+        prompt = prompts[which] or prefixes[int(random.integers(0, len(prefixes)))]
+        added = int(random.integers(1, 7))
+        prompts[which] = [*prompt, *range(next_id, next_id + added)]
+        next_id += added
+        requests.append(np.array(prompts[which], np.int64))
+        if random.random() < 0.04:
+            prompts[which] = []
+        pause_s = 60.0 if random.random() < 1 / 12 else 1.0
+        heapq.heappush(due, (now + float(random.exponential(pause_s)), which))
+    return requests
+
+
 def rag(random: np.random.Generator) -> list[I64Array]:
     """A document of 800, drawn by Zipf's law, behind a shared prefix; then a question that never comes back."""
     weights = np.arange(1, 801) ** -0.8
@@ -102,7 +127,7 @@ def rag(random: np.random.Generator) -> list[I64Array]:
     return [np.concatenate((prefix, *parts)) for parts in zip(bodies, questions, strict=True)]
 
 
-WORKLOADS = {make.__name__: make for make in (zipf, uniform, loop, scan, shift, chat, rag)}
+WORKLOADS = {make.__name__: make for make in (zipf, uniform, loop, scan, shift, chat, agents, rag)}
 
 
 def _prompts(numbers: I64Array) -> list[I64Array]:

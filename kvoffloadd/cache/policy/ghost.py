@@ -7,15 +7,19 @@ import numpy as np
 from kvoffloadd.cache.policy.prompts import highest_from_here
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
 
-USES_MAX = 15
-"""Uses of a key are counted up to here."""
+USES_MAX = 255
+"""Uses of a key that is held are counted up to here."""
+
+REMEMBERED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192], np.uint8)
+"""Uses that are remembered: in half powers of two, rounded down."""
 
 _MARK_SHIFT = 20
-_USES_MASK = np.uint16(USES_MAX)
+_CODE_MASK = np.uint16(len(REMEMBERED) - 1)
+_CODES = (np.searchsorted(REMEMBERED, np.arange(USES_MAX + 1), side="right") - 1).astype(np.uint8)
 
 
 class UseCounts:
-    """How often a key was used, in 2 bytes per slot: 12 bits of the key's tag and 4 of count.
+    """About how often a key was used, in 2 bytes per slot: 12 bits of the key's tag and 4 for one of `REMEMBERED`.
 
     Direct-mapped: a key takes its slot from the key that had it, so memory fades by itself, at a pace that scales with
     the number of slots. A wrong match (1 in 4,096 lookups of unknown keys) costs a wrong hint of order.
@@ -31,7 +35,7 @@ class UseCounts:
 
     def record(self, tags: U32Array, uses: U8Array) -> None:
         """Remember 1..USES_MAX uses for each key."""
-        self._entries[self._slots(tags)] = _marks(tags) | uses
+        self._entries[self._slots(tags)] = _marks(tags) | _CODES[uses]
 
     def count(
         self, tags: U32Array, uses: U8Array | None, begins: I64Array | None
@@ -41,11 +45,11 @@ class UseCounts:
         """
         slots, marks = self._slots(tags), _marks(tags)
         known, remembered = self._compare(slots, marks)
-        uses = np.minimum((remembered if uses is None else uses) + np.uint8(1), np.uint8(USES_MAX))
+        uses = np.minimum(remembered if uses is None else uses, np.uint8(USES_MAX - 1)) + np.uint8(1)
         # A key was used at least as often as any that follows it. This mends counts that were forgotten: a gap that
         # looks unused would be evicted first, and takes all that follows it out of reach.
         uses = np.maximum.accumulate(uses[::-1])[::-1] if begins is None else highest_from_here(uses, begins)
-        self._entries[slots] = marks | uses
+        self._entries[slots] = marks | _CODES[uses]
         return slots, known, uses
 
     def _slots(self, tags: U32Array) -> U32Array:
@@ -53,8 +57,8 @@ class UseCounts:
 
     def _compare(self, slots: U32Array, marks: U16Array) -> tuple[BoolArray, U8Array]:
         difference = self._entries[slots] ^ marks
-        known = (difference > 0) & (difference <= _USES_MASK)  # 0: an empty slot looks like a mark of 0
-        return known, (difference * known).astype(np.uint8)
+        known = (difference > 0) & (difference <= _CODE_MASK)  # 0: an empty slot looks like a mark of 0
+        return known, REMEMBERED[difference * known]
 
 
 def slots_for(min_slots: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from kvoffloadd.cache.policy.prompts import backwards, changes, lengths
 from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
 from kvoffloadd.cache.policy.selection import Selection
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
+
+FloatArray = npt.NDArray[np.float64]
 
 GHOSTS_PER_ROW = 2
 TIME_MASK = 0xFFFFFFFF
@@ -34,23 +36,36 @@ PRIOR_WEIGHT = 500.0
 POOLED_WEIGHT = 20.0
 
 _EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
-_LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS + 1), np.bool_), 1)
+_LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS), np.bool_))
 _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
 def _class_table() -> U8Array:
-    """Class by turns (less one) and uses: few, since all keys of a conversation share one fate."""
+    """Class by turns (less one) and uses: few, since all keys of a conversation share one fate.
+
+    Uses above 16 make no class of their own: hits on all workloads were the same with one more at 64.
+    """
     table = np.zeros((TURNS_MAX, USES_MAX + 1), np.uint8)
     for turns in range(TURNS_MAX):
         table[turns, :2] = turns
         table[turns, 2:4] = TURNS_MAX + turns
         table[turns, 4:8] = 2 * TURNS_MAX
-        table[turns, 8:] = 2 * TURNS_MAX + 1
+        table[turns, 8:16] = 2 * TURNS_MAX + 1
+        table[turns, 16:] = 2 * TURNS_MAX + 2
     return table
 
 
 CLASSES = _class_table()
 NUM_CLASSES = int(CLASSES.max()) + 1
+
+
+def _chain() -> list[tuple[int, int]]:
+    """Pairs of classes (behind, before) that follow each other along a prompt, from its end on: uses fall along it."""
+    pairs = [(int(classes[uses]), int(classes[2 * uses])) for uses in (1, 2, 4, 8) for classes in CLASSES]
+    return list(dict.fromkeys(pairs))
+
+
+CHAIN = _chain()
 
 
 def bucket(age: int) -> int:
@@ -67,9 +82,15 @@ class HitDensity:
     that gives the density: the best ratio, over all times one might keep the key for, of the chance of a hit within
     that time to the slot time spent until then. Old observations fade: after as many uses of watched keys as the
     window has slots they count half.
+
+    A key is out of reach without those before it in its prompt. Every use of it uses them, too: they were used as often
+    or more, and as lately or later. So some keys are known to be worth no less than others, whatever few observations
+    seem to say: at each age a class no less than one behind it in prompts (`chain`: pairs, behind and before), and in
+    a class the younger key. Without this, chance observations have keys evicted in the midst of prompts.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, chain: Sequence[tuple[int, int]] = ()) -> None:
+        self._chain = chain
         # By whether the key came back (1) or was lost from sight (0), by class + 1, and by the bucket of its age then.
         # What is counted for class + 1 = 0, the slots where no key was watched, means nothing.
         self._ends = np.zeros((2, num_classes + 1, NUM_BUCKETS))
@@ -115,7 +136,7 @@ class HitDensity:
         waiting = self._cells(slice(None), now)
         counts = np.bincount(waiting, minlength=self._ends.size // 2).reshape(self._ends[0].shape)
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts)[1:]
-        self._density: list[list[float]] = _densities(_returns(hits, unreturned)).tolist()
+        self._density: list[list[float]] = densities(_in_order(*_returns(hits, unreturned), self._chain)).tolist()
 
     def _cells(self, slots: U32Array | slice, now: int | U32Array) -> I64Array:
         """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
@@ -126,8 +147,9 @@ class HitDensity:
         return buckets + self._code[slots] * np.int64(NUM_BUCKETS)
 
 
-def _returns(hits: npt.NDArray[np.float64], unreturned: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The share of keys which return in each bucket of age, of those that reach it; by class.
+def _returns(hits: FloatArray, unreturned: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """How many keys return in each bucket of age, and how many reach it; by class. All classes together are worth some
+    observations more in each.
 
     `unreturned`: keys that were seen up to this age, and had not come back.
     """
@@ -135,18 +157,33 @@ def _returns(hits: npt.NDArray[np.float64], unreturned: npt.NDArray[np.float64])
     older = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     at_risk = older + hits + unreturned / 2
     pooled = (hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
-    return np.asarray((hits + POOLED_WEIGHT * pooled) / (at_risk + POOLED_WEIGHT))
+    return hits + POOLED_WEIGHT * pooled, at_risk + POOLED_WEIGHT
 
 
-def _densities(returns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    ones = np.ones((len(returns), 1))
-    absent = np.concatenate((ones, np.cumprod(1 - returns, axis=1)), axis=1)  # not returned up to each edge
-    slot_time = np.diff(_EDGES) * (absent[:, :-1] + absent[:, 1:]) / 2
-    spent = np.concatenate((0 * ones, np.cumsum(slot_time, axis=1)), axis=1)
-    hits = absent[:, :-1, None] - absent[:, None, :]
-    cost = spent[:, None, :] - spent[:, :-1, None]
-    ratio = np.divide(hits, cost, out=np.zeros_like(hits), where=_LATER & (cost > 0))
-    return np.asarray(ratio.max(axis=2))
+def _in_order(hits: FloatArray, at_risk: FloatArray, chain: Sequence[tuple[int, int]]) -> FloatArray:
+    """The share of keys which return, no less in a class than in those behind it.
+
+    Two classes that are in the wrong order get the share of both together, as in isotonic regression.
+    """
+    share = hits / at_risk
+    for behind, before in chain:
+        together = (hits[behind] + hits[before]) / (at_risk[behind] + at_risk[before])
+        wrong = share[behind] > share[before]
+        share[behind, wrong] = share[before, wrong] = together[wrong]
+    for behind, before in chain:  # what one pair has lowered may be wrong for another
+        np.maximum(share[before], share[behind], out=share[before])
+    return np.asarray(share)
+
+
+def densities(returns: FloatArray) -> FloatArray:
+    """Hits for each slot and time, by class and bucket: none less than at a greater age."""
+    # Of those left at one edge, the share left at another: by logarithms, since tiny shares have lost their digits.
+    logs = np.concatenate((np.zeros((len(returns), 1)), np.cumsum(np.log1p(-returns), axis=1)), axis=1)
+    left = np.exp(np.minimum(logs[:, None, :] - logs[:, :-1, None], 0.0))
+    slot_time = np.diff(_EDGES) * (left[:, :, :-1] + left[:, :, 1:]) / 2
+    spent = np.cumsum(slot_time * _LATER, axis=2)
+    density = np.divide(1 - left[:, :, 1:], spent, out=np.zeros_like(spent), where=_LATER).max(axis=2)
+    return np.asarray(np.maximum.accumulate(density[:, ::-1], axis=1)[:, ::-1])
 
 
 class HitDensityPolicy:
@@ -163,7 +200,7 @@ class HitDensityPolicy:
         self._stamp = np.zeros(max_rows, np.uint32)
         self._uses = np.zeros(max_rows, np.uint8)
         self._counts = UseCounts(GHOSTS_PER_ROW * capacity_rows)
-        self._learned = HitDensity(NUM_CLASSES)
+        self._learned = HitDensity(NUM_CLASSES, CHAIN)
         self._now = 0
         # By the position behind its last key: turns and uses that the last prompt to end there had come to. A request's
         # new keys arrive in calls of their own, and go on from where its known keys or its earlier chunks ended.

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts
-from kvoffloadd.cache.policy.hitdensity import CLASSES, NUM_CLASSES, HitDensity, HitDensityPolicy, bucket
+from kvoffloadd.cache.policy.hitdensity import (
+    CHAIN,
+    CLASSES,
+    NUM_CLASSES,
+    HitDensity,
+    HitDensityPolicy,
+    bucket,
+    densities,
+)
 from kvoffloadd.model import BoolArray, U32Array
 
 
@@ -50,7 +58,7 @@ def test_classes_that_come_back_are_worth_more_and_dead_ages_less() -> None:
         now += 100
     learned.refresh(now)
     assert learned.density(1, 50) > 10 * learned.density(0, 50)
-    assert learned.density(1, 64) > learned.density(1, 16)  # the hit is nearer
+    assert learned.density(1, 16) >= learned.density(1, 64)  # farther from the hit, but used later than the other
     assert learned.density(1, 1000) < learned.density(1, 64)
 
 
@@ -62,17 +70,73 @@ def test_use_counts_are_remembered_by_tag_and_fade_by_collision() -> None:
     counts.record(tags, np.array([1, 2, USES_MAX], np.uint8))
     known, uses = counts.look_up(tags)
     assert known.all()
-    assert uses.tolist() == [1, 2, USES_MAX]
+    assert uses.tolist() == [1, 2, 192]  # of 255
     other = tags ^ np.uint32(1 << 20)
     assert not counts.look_up(other)[0].any()
     counts.record(other[:1], np.array([9], np.uint8))
-    assert counts.look_up(tags)[1].tolist() == [0, 2, USES_MAX]
+    assert counts.look_up(tags)[1].tolist() == [0, 2, 192]
+
+
+def test_use_counts_are_remembered_in_half_powers_of_two() -> None:
+    counts = UseCounts(1024)
+    tags = np.arange(USES_MAX).astype(np.uint32)
+    exact = np.arange(1, USES_MAX + 1).astype(np.uint8)
+    counts.record(tags, exact)
+    known, uses = counts.look_up(tags)
+    assert known.all()
+    assert (uses <= exact).all()
+    assert (uses > 2 / 3 * exact - 1).all()
+    assert uses[:4].tolist() == [1, 2, 3, 4]
+    _, _, now = counts.count(tags, exact, None)
+    assert int(now.max()) == USES_MAX
 
 
 def test_classes_tell_turns_apart_where_uses_are_few() -> None:
     assert len(set(CLASSES[:, 1].tolist())) == 3
     assert len(set(CLASSES[:, 15].tolist())) == 1
-    assert sorted(set(CLASSES.reshape(-1).tolist())) == list(range(NUM_CLASSES))
+    assert CLASSES[0].tolist() == sorted(CLASSES[0].tolist())
+
+
+def _learned(chain: list[tuple[int, int]], random: np.random.Generator) -> HitDensity:
+    """Random observations, few in most buckets."""
+    learned = HitDensity(NUM_CLASSES, chain)
+    now = 0
+    for _ in range(200):
+        number = int(random.integers(1, 20))
+        slots = np.unique(random.integers(0, 500, number)).astype(np.uint32)
+        now += int(2 ** random.uniform(0, 20))
+        learned.record(slots, random.random(len(slots)) < 0.5, CLASSES.reshape(-1)[slots], now & 0xFFFFFFFF)
+    learned.refresh(now & 0xFFFFFFFF)
+    return learned
+
+
+def test_no_key_is_worth_less_than_one_behind_it_in_its_prompt() -> None:
+    ages = [2**n for n in range(32)]
+    broken_without = 0
+    for seed in range(5):
+        for chain in (CHAIN, []):
+            learned = _learned(chain, np.random.default_rng(seed))
+            worth = {key_class: [learned.density(key_class, age) for age in ages] for key_class in range(NUM_CLASSES)}
+            assert all(of_class == sorted(of_class, reverse=True) for of_class in worth.values())
+            pairs = [(worth[behind], worth[before]) for behind, before in CHAIN]
+            wrong = sum(low > high * (1 + 1e-9) for lows, highs in pairs for low, high in zip(lows, highs, strict=True))
+            assert not (chain and wrong)
+            broken_without += wrong
+    assert broken_without > 100
+
+
+def test_classes_follow_each_other_along_a_prompt() -> None:
+    assert {behind for behind, _ in CHAIN} == set(range(NUM_CLASSES - 1))
+    assert all(behind < before for behind, before in CHAIN)
+    for of_turn in CLASSES:
+        uses = np.flatnonzero(np.diff(of_turn))
+        assert {(int(of_turn[at]), int(of_turn[at + 1])) for at in uses.tolist()} <= set(CHAIN)
+
+
+def test_densities_where_next_to_nothing_is_left_are_exact() -> None:
+    # Nine of ten that are left come back in each half power of two: at twice the age, half as dense.
+    values = densities(np.full((1, 64), 0.9))[0]
+    assert np.allclose(values[:-2:2] * 2.0 ** np.arange(31), values[0], rtol=1e-9)
 
 
 def test_hot_prefixes_survive_scans_where_lru_loses_them() -> None:
