@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import BoolArray, U32Array, U64Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupLookup:
+class GroupLookup(NamedTuple):
     """One group's keys of a request, looked up in all tiers."""
 
     keyspace: Keyspace

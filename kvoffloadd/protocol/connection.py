@@ -36,7 +36,7 @@ ITEMS_MAX = 131_072
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
 
-_to_builtins = msgspec.to_builtins
+_encode = msgspec.msgpack.Encoder().encode
 _convert = msgspec.convert
 _BYTES = (bytes,)
 
@@ -48,7 +48,7 @@ def tag_of(message: Message) -> str:
 
 def encode(message: Message) -> bytes:
     """One frame. Raises FramingError if it would exceed the frame cap."""
-    body: bytes = msgpack.packb(_to_builtins(message, builtin_types=_BYTES), use_bin_type=True)
+    body = _encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise FramingError(
             f"a {type(message).__name__} of {len(body)} bytes exceeds the frame cap of {FRAME_BYTES_MAX}"

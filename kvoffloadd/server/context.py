@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 ENDED_PER_TURN = 4096
 """Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
+
+USES_WAIT_S = 0.001
+"""What uses of keys wait at most until they are counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +101,7 @@ class Context:
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _counting: asyncio.TimerHandle | None = None
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
         """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
@@ -155,6 +160,18 @@ class Context:
             "cuda": self.config.cuda.enabled,
         }
         return ["host", "memory", *(name for name, has in optional.items() if has)]
+
+    def use(self, groups: Sequence[Used]) -> None:
+        """One request uses the keys that hit, of each of its groups: it counts soon, see `uses`. Not at once behind the
+        reply: the next request of a peer that waits for its replies is there before that would be done.
+        """
+        self.cache.uses.add(groups)
+        if self._counting is None:
+            self._counting = self.loop.call_later(USES_WAIT_S, self._count_uses)
+
+    def _count_uses(self) -> None:
+        self._counting = None
+        self.cache.uses.settle()
 
     def let_go(self, ended: LetGo, uid: int) -> None:
         """Release what leases held: rows may be evicted, and reserved parts that no job fills are freed."""

@@ -197,7 +197,7 @@ class SessionJobs:
             cache, jobs = self.context.cache, self.context.jobs
             if not message.lease:
                 used = zip(groups, lookups, strict=True)
-                cache.use_all([(group.keyspace, lookup, group.first) for group, lookup in used])
+                self.context.use([(group.keyspace, lookup, group.first) for group, lookup in used])
             states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.lower import GroupLookup, LowerFetch, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
-from kvoffloadd.cache.memory.lookup import GroupHits, restorable_boundaries
+from kvoffloadd.cache.memory.lookup import GroupHits, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U32Array, U64Array
@@ -29,8 +30,7 @@ READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 """A `ready` at most: a state and a boundary per key, and the rest."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lookups:
+class Lookups(NamedTuple):
     """The lookup results of all groups of a request."""
 
     groups: list[GroupLookup]
@@ -44,11 +44,13 @@ class Lookups:
     def boundaries(self) -> bytes:
         """Packed lengths of prefixes that can be restored, as the reply has them."""
         hits = [GroupHits(group.keyspace.schema, group.first, group.lookup.hits) for group in self.groups]
-        return restorable_boundaries(hits).astype("<u4").tobytes()
+        return packed_boundaries(hits)
 
     @property
     def rows(self) -> U32Array:
         """Rows of all keys that hit."""
+        if len(self.groups) == 1:
+            return self.groups[0].lookup.hit_rows
         return np.concatenate([np.zeros(0, np.uint32), *(group.lookup.hit_rows for group in self.groups)])
 
     @property
@@ -118,7 +120,7 @@ class PendingPins:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
-        cache.use_all([(group.keyspace, group.lookup, group.first) for group in answered.groups])
+        self.context.use([(group.keyspace, group.lookup, group.first) for group in answered.groups])
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
@@ -185,7 +187,7 @@ class PendingPins:
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        cache.use_all([(group.keyspace, replace(group.lookup, hits=group.on_disk), group.first) for group in groups])
+        self.context.use([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
         for group in groups:
             if group.asked is not None and waiting.lease is not None:
                 cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)

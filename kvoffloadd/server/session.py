@@ -214,7 +214,7 @@ class Session:
 
     def _touch(self, message: m.Touch) -> m.Reply:
         groups = self._find(message.groups).groups
-        self._context.cache.use_all([(group.keyspace, group.lookup, group.first) for group in groups])
+        self._context.use([(group.keyspace, group.lookup, group.first) for group in groups])
         return m.Done(seq=message.seq)
 
     def _find(self, groups: list[m.GroupKeys], *, ask: bool = False) -> Lookups:

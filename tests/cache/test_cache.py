@@ -413,7 +413,7 @@ def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     cache = make_cache(pages=32, slab_pages=8)
     _, small = make_keyspace(cache, b"a" * 16)
     store(cache, small, *range(32))
-    cache.use_all([(small, cache.find(small, keys_of(*range(24))), 0)])
+    cache.uses.add([(small, cache.find(small, keys_of(*range(24))), 0)])
     _, large = make_keyspace(cache, b"b" * 16, pages=(4,))
     store(cache, large, 1, 2)
     assert cache.eviction.slabs_taken_over == 1
@@ -513,7 +513,8 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
         told.append([*rows.tolist(), *positions.tolist()])
 
     keyspace.queue.policy.touch = touch  # type: ignore[method-assign]
-    cache.use_all([(keyspace, found, 5)])
+    cache.uses.add([(keyspace, found, 5)])
+    cache.uses.settle()
     assert told == [[*found.rows[:2].tolist(), 5, 6]]
     cache.hold(found.hit_rows)
     assert check(cache, holds=3, reserved=0) == []

@@ -88,10 +88,14 @@ class CacheMachine(RuleBasedStateMachine):
         rows = found.hit_rows
         if len(rows):
             self.cache.hold(rows)
-            self.cache.use_all([(keyspace, found, 0)])
+            self.cache.uses.add([(keyspace, found, 0)])
             records = self.cache.entries.first[rows].astype(np.int64) + keyspace.schema.parts - 1
             pages = self.cache.entries.parts.page[records].tolist()
             self.held.append((n, rows, {page: self.content[page] for page in pages}))
+
+    @rule()
+    def count_uses(self) -> None:
+        self.cache.uses.settle()
 
     @rule(seed=st.integers(0, 1 << 16))
     def unpin(self, seed: int) -> None:

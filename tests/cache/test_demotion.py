@@ -83,7 +83,8 @@ async def test_nothing_is_written_twice(open_tier: Open) -> None:
     tier.disk.demotion.backlog.offer(rows)  # while they wait
     await tier.quiet()
     tier.disk.demotion.backlog.offer(rows)  # and when they are there
-    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(1, 2)), 0)])
+    tier.cache.uses.add([(keyspace, tier.cache.find(keyspace, keys_of(1, 2)), 0)])
+    tier.cache.uses.settle()
     await tier.quiet()
     tier.evict(keyspace, 1, 2)
     assert await tier.fetch(keyspace, 1, 2) == [1, 2]
@@ -151,7 +152,8 @@ async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None
     tier.store(keyspace, *range(10))
     await tier.quiet()
     assert tier.on_disk(keyspace, *range(10)) == []
-    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(3, 5, 99)), 0)])
+    tier.cache.uses.add([(keyspace, tier.cache.find(keyspace, keys_of(3, 5, 99)), 0)])
+    tier.cache.uses.settle()
     await tier.quiet()
     assert tier.on_disk(keyspace, *range(10)) == [3, 5]
     tier.evict(keyspace, 7, 8)
@@ -164,7 +166,8 @@ async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> Non
     tier = await open_tier(SMALL, second_use=True, on_evict=True)
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(32))
-    tier.cache.use_all([(keyspace, tier.cache.find(keyspace, keys_of(1, 2, 20)), 0)])
+    tier.cache.uses.add([(keyspace, tier.cache.find(keyspace, keys_of(1, 2, 20)), 0)])
+    tier.cache.uses.settle()
     await tier.until(lambda: tier.on_disk(keyspace, *range(32)))
     await asyncio.sleep(0.15)
     assert tier.on_disk(keyspace, *range(32)) == [1, 2], "of the next four victims, those used twice"

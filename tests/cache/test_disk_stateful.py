@@ -111,7 +111,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(n=which, some=numbers)
     def use(self, n: int, some: list[int]) -> None:
         keyspace = self.keyspace(n)
-        self.tier.cache.use_all([(keyspace, self.tier.cache.find(keyspace, keys_of(*some)), 0)])
+        self.tier.cache.uses.add([(keyspace, self.tier.cache.find(keyspace, keys_of(*some)), 0)])
 
     @rule(n=which, some=numbers)
     def hold(self, n: int, some: list[int]) -> None:

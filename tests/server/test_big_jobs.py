@@ -95,7 +95,8 @@ def all_steps() -> Calls:
         assert found.hits.all()
         with calls.timed("use"):
             cache.hold(found.hit_rows)
-            cache.use_all([(keyspace, found, 0)])
+            cache.uses.add([(keyspace, found, 0)])
+            cache.uses.settle()
             cache.unhold(found.hit_rows)
     cache.epochs.advance(namespace.fingerprint)
     turns = iter(cache.clear(namespace))

@@ -1,4 +1,4 @@
-/* Hashes keys and finds their rows, for a few keys as well as for many. See index.py, which has the table, describes it
+/* Hashes keys, finds their rows and tells which hit, for a few keys as well as for many. See index.py, which has the table, describes it
  * and does the same in numpy where this was not compiled.
  *
  * Everything is called with the GIL, on the event loop: nothing changes the table meanwhile. Addresses come from
@@ -204,9 +204,43 @@ static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
+/* mark_hits(rows, missing, states): write 1 for each row of which no part is missing, else 0, also for -1. Returns how
+ * many others there are but -1.
+ */
+static PyObject *mark_hits(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer rows = {0}, missing = {0}, states = {0};
+    long incomplete = 0;
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "mark_hits(rows, missing, states)");
+        return NULL;
+    }
+    if (get(args[0], &rows, -1, PyBUF_SIMPLE) == 0 && get(args[1], &missing, -1, PyBUF_SIMPLE) == 0 &&
+        get(args[2], &states, rows.len / (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
+        const uint16_t *of_rows = missing.buf;
+        int64_t end = missing.len / (Py_ssize_t)sizeof(uint16_t);
+        for (Py_ssize_t i = 0; i < states.len; i++) {
+            int64_t row = ((const int64_t *)rows.buf)[i];
+            if (row >= end) {
+                PyErr_Format(PyExc_IndexError, "row %lld of %lld", (long long)row, (long long)end);
+                break;
+            }
+            int is_hit = row >= 0 && !of_rows[row];
+            ((uint8_t *)states.buf)[i] = (uint8_t)is_hit;
+            incomplete += row >= 0 && !is_hit;
+        }
+    }
+    release(&rows);
+    release(&missing);
+    release(&states);
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(incomplete);
+}
+
 static PyMethodDef methods[] = {
     {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
     {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL},
+    {"mark_hits", (PyCFunction)(void (*)(void))mark_hits, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.memory.eviction import Eviction
-from kvoffloadd.cache.memory.index import count_down, count_up, distinct, first_of_each
+from kvoffloadd.cache.memory.index import count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import join_keys, spans
-from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState, begins_of
+from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
-from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.memory.scarcity import Scarcity
@@ -50,29 +50,8 @@ class CacheCounters:
     keys_without_space: int = 0
 
 
-# As plain ints: comparing an array with an enum member costs more than the rest of a lookup.
-_MISS, _HIT, _PENDING = int(KeyState.MISS), int(KeyState.HIT), int(KeyState.PENDING)
+_PENDING = int(KeyState.PENDING)  # comparing an array with an enum member costs more than the rest of a lookup
 NO_ROWS = np.zeros(0, np.uint32)
-
-
-def _used(groups: list[tuple[Keyspace, LookupResult, int]]) -> tuple[U32Array, U32Array, I64Array | None]:
-    """Rows of the keys that hit, each once, the position of each in its prompt, and where each group begins in them.
-    Every group has a hit.
-    """
-    hits = [(group, np.flatnonzero(group[1].hits)) for group in groups]
-    rows = _joined([lookup.rows[indices] for (_, lookup, _), indices in hits])
-    places = _joined([indices + first for (_, _, first), indices in hits])
-    begins = begins_of([(keyspace, len(indices)) for (keyspace, _, _), indices in hits]) if len(hits) > 1 else None
-    ordered = np.sort(rows)
-    if (ordered[1:] == ordered[:-1]).any():  # a policy takes each key once, where the prompt has it first
-        once = first_of_each(rows)
-        rows, places = rows[once], places[once]
-        begins = None if begins is None else np.searchsorted(once, begins)
-    return rows.astype(np.uint32), places.astype(np.uint32), begins
-
-
-def _joined(arrays: list[I64Array]) -> I64Array:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class Cache:
@@ -83,6 +62,7 @@ class Cache:
         self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
         self.scarcity = Scarcity(self.entries, self.eviction.drop)
+        self.uses = self.entries.uses
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
@@ -209,14 +189,11 @@ class Cache:
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
         keys = groups[0][1] if len(groups) == 1 else join_keys(keys for _, keys in groups)
         rows = self.entries.find_all(counts, keys)
-        hits = self.entries.missing[rows] == 0  # row -1 reads some other row
-        held = rows >= 0
-        hits &= held
-        states: U8Array = hits.astype(np.uint8)  # MISS is 0, HIT is 1
-        if not hits.all():
-            unready = np.flatnonzero(held & ~hits)
-            if len(unready):
-                states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
+        states, some_incomplete = self.entries.states(rows)
+        hits = states.astype(np.bool_)
+        if some_incomplete:
+            unready = np.flatnonzero((rows >= 0) & ~hits)
+            states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
         if len(groups) == 1:
             return [LookupResult(rows, states, hits)]
         return [LookupResult(rows[s], states[s], hits[s]) for s in spans(count for _, count in counts)]
@@ -230,25 +207,10 @@ class Cache:
         if not len(rows):
             return
         count_down(self.entries.leases, rows)
-        if (self.entries.state[rows] == RowState.RETIRED).any():
+        if self.entries.num_retired:
             self.entries.free_retired(rows)
         if self.eviction.any_aside:
             self.eviction.readmit(rows)
-
-    def use_all(self, used: Sequence[tuple[Keyspace, LookupResult, int]]) -> None:
-        """A request uses the keys that hit, of each of its groups: count the use in the policies. The number is the
-        position of the group's first key in its prompt.
-        """
-        queues: dict[int, tuple[Queue, list[tuple[Keyspace, LookupResult, int]]]] = {}
-        for keyspace, lookup, first in used:
-            if keyspace.queue is not None and lookup.hits.any():
-                queues.setdefault(id(keyspace.queue), (keyspace.queue, []))[1].append((keyspace, lookup, first))
-        for queue, groups in queues.values():
-            rows, places, begins = _used(groups)
-            queue.policy.touch(rows, places, begins)
-            self.tier.touch(self.entries.parts.page[self.entries.first[rows]])
-            for lower in self.lower:
-                lower.used(rows)
 
     # --- writing: `reservation` reserves, then commit or abort ---
 

@@ -82,6 +82,7 @@ class Eviction:
         """Evict until `wanted` slots of `size` pages are free. Returns how many of them are: fewer if no more keys can
         be evicted.
         """
+        self._entries.uses.settle()
         free = self._tier.num_free(size)
         looked_at, evicted, tries = 0, 0, 1
         while free < wanted and evicted < RECORDS_MAX:
@@ -99,6 +100,7 @@ class Eviction:
 
     def readmit(self, rows: U32Array) -> None:
         """These rows, in prompt order, were unheld: those that are evictable now enter their queues again."""
+        self._entries.uses.settle()
         self.any_aside = any(queue.policy.num_aside for queue in self.queues.values())
         if not self.any_aside:
             return
@@ -109,6 +111,7 @@ class Eviction:
 
     def victims(self, queue: Queue, wanted: int) -> U32Array:
         """What a queue would evict next, see `Policy.victims`. Nothing is evicted."""
+        self._entries.uses.settle()
         rows = queue.policy.victims(wanted, self._entries.evictable)
         self.any_aside = self.any_aside or queue.policy.num_aside > 0
         return rows

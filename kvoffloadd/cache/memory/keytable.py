@@ -13,12 +13,14 @@ from typing import Final
 
 import numpy as np
 
+from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
 from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
+from kvoffloadd.cache.memory.uses import Uses
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
@@ -71,6 +73,8 @@ class KeyTable:
         )  # 1: not stored in this run, but by an earlier one
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
+        self.uses = Uses(tier, self.parts, self.first, self.lower)
+        self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()
         self.events_lost = 0
@@ -102,6 +106,7 @@ class KeyTable:
         for lower in self.lower:
             lower.reset(rows)
         if queue := keyspaces[0][0].queue:
+            self.uses.settle()
             queue.policy.insert(rows, hashes, positions, begins)
         return rows
 
@@ -137,6 +142,8 @@ class KeyTable:
     def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
         """`find` for keys of several keyspaces: of each in turn so many."""
         rows = self.index.find(numbers_of(keyspaces), keys)
+        if len(keyspaces) == 1 and not keyspaces[0][0].retired:
+            return rows
         begin = 0
         for keyspace, count in keyspaces:
             if keyspace.retired:
@@ -155,6 +162,15 @@ class KeyTable:
         numbers = numbers_of(keyspaces)
         hashes = self.index.hash(numbers, keys)
         return self.index.find(numbers, keys, hashes), hashes
+
+    def states(self, rows: I64Array) -> tuple[U8Array, bool]:
+        """HIT for each row whose parts are all committed, MISS for others and for -1; and whether there are others."""
+        states = np.empty(len(rows), np.uint8)
+        if keyhash.NATIVE is not None:
+            return states, keyhash.NATIVE.mark_hits(rows, self.missing, states) > 0
+        held = rows >= 0
+        np.logical_and(held, self.missing[rows] == 0, out=states)  # row -1 reads some other row
+        return states, np.count_nonzero(held) > np.count_nonzero(states)
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""
@@ -206,11 +222,13 @@ class KeyTable:
         """Take these live keys out of the index. Slots that are held or being written are freed later."""
         if not len(rows):
             return
+        self.uses.settle()
         self.record_change(rows[self.complete(rows)], added=False, why=why)
         self.index.remove(rows)
         for queue, indices in self.by_queue(rows):
             queue.policy.remove(rows[indices])
         self.state[rows] = RowState.RETIRED
+        self.num_retired += len(rows)
         self.free_retired(rows)
         held = rows[self.state[rows] == RowState.RETIRED]
         for width, indices in self.by_width(held):  # their slots are not free yet, but a successor may not find them
@@ -235,6 +253,7 @@ class KeyTable:
             keyspace.rows -= len(indices)
             self.keyspaces.let_go(keyspace)
         self.state[rows] = RowState.FREE
+        self.num_retired -= len(rows)
         self.index.free(rows)
 
     def vacate(self, parts: I64Array) -> None:

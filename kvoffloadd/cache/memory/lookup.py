@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U8Array, U32Array
 
 TOKENS_MAX = (1 << 32) - 1
+_FEW = 32
+"""So many boundaries Python packs faster than numpy."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LookupResult:
+class LookupResult(NamedTuple):
     """The result of a lookup: three arrays with one item for each key."""
 
     rows: I64Array  # -1: the key has none
@@ -20,13 +22,18 @@ class LookupResult:
     hits: BoolArray
 
     @property
+    def num_hits(self) -> int:
+        """How many of the keys hit."""
+        return int(np.count_nonzero(self.hits))
+
+    @property
     def hit_rows(self) -> U32Array:
         """Rows of the keys that hit, in order."""
-        return self.rows[self.hits].astype(np.uint32)
+        rows = self.rows if self.num_hits == len(self.rows) else self.rows[self.hits]
+        return rows.astype(np.uint32)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHits:
+class GroupHits(NamedTuple):
     """One group's part of a lookup."""
 
     schema: GroupSchema
@@ -42,7 +49,8 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     its chunk; Mamba the one state right before it.
     """
     if len(groups) == 1 and groups[0].schema.kind is GroupKind.FULL:
-        return _full_boundaries(groups[0])
+        found = _full_boundaries(groups[0])
+        return np.arange(found.start, found.stop, found.step, dtype=np.int64).astype(np.uint32)
     common: I64Array | None = None
     for group in groups:
         lengths = _servable_lengths(group) * group.schema.tokens_per_key  # below 2**56
@@ -58,14 +66,22 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
     return common[::-1].astype(np.uint32)
 
 
-def _full_boundaries(group: GroupHits) -> U32Array:
-    """`restorable_boundaries` of full attention alone, by fewer operations: most lookups ask for nothing else."""
-    tokens = group.schema.tokens_per_key
-    keys = len(group.hits)
-    if keys and not group.hits.all():
+def packed_boundaries(groups: list[GroupHits]) -> bytes:
+    """`restorable_boundaries` as little-endian u32."""
+    if len(groups) == 1 and groups[0].schema.kind is GroupKind.FULL:
+        found = _full_boundaries(groups[0])
+        if len(found) <= _FEW:
+            return struct.pack(f"<{len(found)}I", *found)
+    return restorable_boundaries(groups).astype("<u4").tobytes()
+
+
+def _full_boundaries(group: GroupHits) -> range:
+    """`restorable_boundaries` of full attention alone: most lookups ask for nothing else."""
+    tokens, keys = group.schema.tokens_per_key, len(group.hits)
+    if np.count_nonzero(group.hits) < keys:
         keys = int(group.hits.argmin())
     end = min(group.first + keys, TOKENS_MAX // tokens)
-    return np.arange(end * tokens, group.first * tokens, -tokens, dtype=np.int64).astype(np.uint32)
+    return range(end * tokens, group.first * tokens, -tokens)
 
 
 def _servable_lengths(group: GroupHits) -> I64Array:

@@ -1,0 +1,90 @@
+"""Uses of keys that were answered and not counted yet. Event loop only.
+
+To count a use in the eviction order takes longer than all else of a `pin`, and no answer depends on it. So uses wait
+here, and are counted behind the replies, or before anything that reads or changes the order, or takes keys away: the
+order is as if each had been counted at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvoffloadd.cache.memory.index import first_of_each
+from kvoffloadd.cache.memory.lookup import LookupResult
+from kvoffloadd.cache.memory.lowertier import LowerTier
+from kvoffloadd.cache.memory.namespace import Keyspace, Queue
+from kvoffloadd.cache.memory.parttable import PartTable
+from kvoffloadd.model import I64Array, U32Array
+from kvoffloadd.storage.memory import MemoryTier
+
+KEYS_MAX = 8192
+"""So many keys do not wait any longer: counting them takes 2 ms."""
+
+Used = tuple[Keyspace, LookupResult, int]
+"""A group of a request, whose hits it uses, and the position of its first key in the prompt."""
+
+
+class Uses:
+    """`parts`, `first`: the columns of the table of keys; `lower`: the tiers below memory."""
+
+    def __init__(self, tier: MemoryTier, parts: PartTable, first: U32Array, lower: list[LowerTier]) -> None:
+        self._tier = tier
+        self._parts = parts
+        self._first = first
+        self._lower = lower
+        self._waiting: list[Sequence[Used]] = []
+        self._num_keys = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether uses were added that are not counted yet."""
+        return bool(self._waiting)
+
+    def add(self, groups: Sequence[Used]) -> None:
+        """One request uses the keys that hit, of each of its groups."""
+        self._waiting.append(groups)
+        self._num_keys += sum(len(lookup.rows) for _, lookup, _ in groups)
+        if self._num_keys > KEYS_MAX:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count all uses that were added."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._num_keys = self._waiting, [], 0
+        for groups in waiting:
+            self._count(groups)
+
+    def _count(self, groups: Sequence[Used]) -> None:
+        queues: dict[int, tuple[Queue, list[Used]]] = {}
+        for used in groups:
+            queue = used[0].queue
+            if queue is not None and used[1].num_hits:
+                queues.setdefault(id(queue), (queue, []))[1].append(used)
+        for queue, of_queue in queues.values():
+            rows, places, begins = _joined(of_queue)
+            queue.policy.touch(rows, places, begins)
+            self._tier.touch(self._parts.page[self._first[rows]])
+            for lower in self._lower:
+                lower.used(rows)
+
+
+def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
+    """Rows of the keys that hit, each once, the position of each in its prompt, and where each group begins in them.
+    Every group has a hit.
+    """
+    hits = [np.flatnonzero(lookup.hits) for _, lookup, _ in groups]
+    rows = np.concatenate([lookup.rows[indices] for (_, lookup, _), indices in zip(groups, hits, strict=True)])
+    places = np.concatenate([indices + first for (_, _, first), indices in zip(groups, hits, strict=True)])
+    begins = None
+    if len(hits) > 1:
+        counts = np.array([len(indices) for indices in hits], np.int64)
+        begins = np.cumsum(counts) - counts
+    ordered = np.sort(rows)
+    if (ordered[1:] == ordered[:-1]).any():  # a policy takes each key once, where the prompt has it first
+        once = first_of_each(rows)
+        rows, places = rows[once], places[once]
+        begins = None if begins is None else np.searchsorted(once, begins)
+    return rows.astype(np.uint32), places.astype(np.uint32), begins
