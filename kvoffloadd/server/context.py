@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 ENDED_PER_TURN = 4096
 """Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
 
-USES_WAIT_S = 0.001
-"""What uses of keys wait at most until they are counted."""
+USES_WAIT_S = 0.005
+"""What uses of keys wait at most until they are counted, see `uses`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -72,12 +72,10 @@ def find_all(
     lookups = cache.find_all([(keyspace, keys) for keyspace, _, keys in groups])
     if lower is not None:
         return Lookups(lower.find(groups, lookups, ask=ask))
-    return Lookups(
-        [
-            GroupLookup(*group, lookup, np.zeros(len(group[2]), bool))
-            for group, lookup in zip(groups, lookups, strict=True)
-        ]
-    )
+    found = []
+    for (keyspace, first, keys), lookup in zip(groups, lookups, strict=True):
+        found.append(GroupLookup(keyspace, first, keys, lookup, np.zeros(len(keys), bool)))
+    return Lookups(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +105,7 @@ class PendingPins:
     def pin(self, seq: int, answered: Lookups) -> m.Found:
         """Lease what hits, and bring the rest from below into the lease."""
         rows, below = answered.rows, answered.num_below
-        reserved = self._reserve(answered)
+        reserved = self._reserve(answered) if below else 0
         # All keys that hit when the tiers below are through join the lease, also those that others store meanwhile.
         later = answered.num_keys - len(rows) if below else 0
         lease = None
@@ -128,36 +126,26 @@ class PendingPins:
         if below and lease is not None:
             lease.growing = True
             self._fetch(PendingPin(seq, answered, lease, later, reserved), Urgency.PIN)
-        return self._found(seq, answered, lease)
+        return _found(seq, answered, lease, below)
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
         """Bring keys from below into memory."""
-        reserved = self._reserve(answered)
-        if answered.num_below:
+        below = answered.num_below
+        if below:
+            reserved = self._reserve(answered)
             waiting = PendingPin(seq, answered, None, 0, reserved)
             self._fetch(waiting, Urgency.PREFETCH)
             if waiting.fetch is not None:
                 waiting.fetch.keep(answered.rows)
-        return self._found(seq, answered, None)
+        return _found(seq, answered, None, below)
 
     def close(self) -> None:
         """Drop all that wait: the session ends, and no `ready` will be sent."""
         for waiting in list(self.waiting):
             self._end(waiting)
 
-    def _found(self, seq: int, answered: Lookups, lease: ReadLease | None) -> m.Found:
-        return m.Found(
-            seq=seq,
-            states=answered.states,
-            boundaries=answered.boundaries,
-            lease=lease.id if lease else 0,
-            promoting=answered.num_below,
-        )
-
     def _reserve(self, answered: Lookups) -> int:
-        """Reserve room in the outbox for the `ready`, if there will be one. Returns its bytes."""
-        if not answered.num_below:
-            return 0
+        """Reserve room in the outbox for the `ready`. Returns its bytes."""
         size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
         self.outbox.reserve(size)
         return size
@@ -208,3 +196,10 @@ class PendingPins:
         if waiting.charged:
             self.account.refund(leases=waiting.charged)
         self.outbox.unreserve(waiting.outbox_bytes)
+
+
+def _found(seq: int, answered: Lookups, lease: ReadLease | None, below: int) -> m.Found:
+    lease_id = lease.id if lease is not None else 0
+    return m.Found(
+        seq=seq, states=answered.states, boundaries=answered.boundaries, lease=lease_id, promoting=below
+    )

@@ -515,7 +515,7 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     keyspace.queue.policy.touch = touch  # type: ignore[method-assign]
     cache.uses.add([(keyspace, found, 5)])
     cache.uses.settle()
-    assert told == [[*found.rows[:2].tolist(), 5, 6]]
+    assert told == [[*found.rows[1:].tolist(), 6, 7]]
     cache.hold(found.hit_rows)
     assert check(cache, holds=3, reserved=0) == []
     cache.unhold(found.hit_rows)

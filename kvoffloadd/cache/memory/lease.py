@@ -124,6 +124,11 @@ class Leases:
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseError(f"this instance holds no lease {lease_id}")
+        if isinstance(lease, ReadLease):  # as `_cut`, by fewer operations
+            del self._leases[lease_id]
+            self.held.keys -= len(lease.rows)
+            self.held.read -= 1
+            return LetGo(lease.rows, _NO_PARTS, len(lease.rows) + LEASE_KEYS)
         return self._cut(lease, sys.maxsize)
 
     def end_some(self, most: int) -> LetGo:

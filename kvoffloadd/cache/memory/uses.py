@@ -1,8 +1,9 @@
 """Uses of keys that were answered and not counted yet. Event loop only.
 
 To count a use in the eviction order takes longer than all else of a `pin`, and no answer depends on it. So uses wait
-here, and are counted behind the replies, or before anything that reads or changes the order, or takes keys away: the
-order is as if each had been counted at once.
+here for some milliseconds, and are counted together, which takes little longer than one. Before anything that reads or
+changes the order, or takes keys away, they are counted at once: so the order is as if none had waited. A key that
+several requests use in this time counts as used once, by the last of them: they are likely to have one cause.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvoffloadd.cache.memory.index import first_of_each
+from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
@@ -19,8 +20,8 @@ from kvoffloadd.cache.memory.parttable import PartTable
 from kvoffloadd.model import I64Array, U32Array
 from kvoffloadd.storage.memory import MemoryTier
 
-KEYS_MAX = 8192
-"""So many keys do not wait any longer: counting them takes 2 ms."""
+KEYS_MAX = 4096
+"""So many keys do not wait any longer, so that counting them takes a millisecond."""
 
 Used = tuple[Keyspace, LookupResult, int]
 """A group of a request, whose hits it uses, and the position of its first key in the prompt."""
@@ -34,7 +35,7 @@ class Uses:
         self._parts = parts
         self._first = first
         self._lower = lower
-        self._waiting: list[Sequence[Used]] = []
+        self._waiting: list[Used] = []
         self._num_keys = 0
 
     @property
@@ -44,8 +45,9 @@ class Uses:
 
     def add(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups."""
-        self._waiting.append(groups)
-        self._num_keys += sum(len(lookup.rows) for _, lookup, _ in groups)
+        self._waiting += groups
+        for _, lookup, _ in groups:
+            self._num_keys += len(lookup.rows)
         if self._num_keys > KEYS_MAX:
             self.settle()
 
@@ -54,17 +56,13 @@ class Uses:
         if not self._waiting:
             return
         waiting, self._waiting, self._num_keys = self._waiting, [], 0
-        for groups in waiting:
-            self._count(groups)
-
-    def _count(self, groups: Sequence[Used]) -> None:
         queues: dict[int, tuple[Queue, list[Used]]] = {}
-        for used in groups:
+        for used in waiting:
             queue = used[0].queue
             if queue is not None and used[1].num_hits:
                 queues.setdefault(id(queue), (queue, []))[1].append(used)
-        for queue, of_queue in queues.values():
-            rows, places, begins = _joined(of_queue)
+        for queue, groups in queues.values():
+            rows, places, begins = _joined(groups)
             queue.policy.touch(rows, places, begins)
             self._tier.touch(self._parts.page[self._first[rows]])
             for lower in self._lower:
@@ -72,8 +70,8 @@ class Uses:
 
 
 def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
-    """Rows of the keys that hit, each once, the position of each in its prompt, and where each group begins in them.
-    Every group has a hit.
+    """Rows of the keys that hit, each once, where it comes last; the position of each in its prompt, and where each
+    group begins in them. Every group has a hit.
     """
     hits = [np.flatnonzero(lookup.hits) for _, lookup, _ in groups]
     rows = np.concatenate([lookup.rows[indices] for (_, lookup, _), indices in zip(groups, hits, strict=True)])
@@ -83,8 +81,11 @@ def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
         counts = np.array([len(indices) for indices in hits], np.int64)
         begins = np.cumsum(counts) - counts
     ordered = np.sort(rows)
-    if (ordered[1:] == ordered[:-1]).any():  # a policy takes each key once, where the prompt has it first
-        once = first_of_each(rows)
-        rows, places = rows[once], places[once]
-        begins = None if begins is None else np.searchsorted(once, begins)
+    if (ordered[1:] == ordered[:-1]).any():
+        # The first in reverse. So what two prompts have in common is used after what the earlier one has alone.
+        last = np.sort(len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1])
+        rows, places = rows[last], places[last]
+        if begins is not None:
+            begins = distinct(np.searchsorted(last, begins))
+            begins = begins[begins < len(rows)]
     return rows.astype(np.uint32), places.astype(np.uint32), begins
