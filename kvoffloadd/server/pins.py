@@ -200,6 +200,4 @@ class PendingPins:
 
 def _found(seq: int, answered: Lookups, lease: ReadLease | None, below: int) -> m.Found:
     lease_id = lease.id if lease is not None else 0
-    return m.Found(
-        seq=seq, states=answered.states, boundaries=answered.boundaries, lease=lease_id, promoting=below
-    )
+    return m.Found(seq=seq, states=answered.states, boundaries=answered.boundaries, lease=lease_id, promoting=below)

@@ -120,6 +120,7 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         lambda cache: _turn(cache, _record(cache), PartState.COMMITTED),
         "have records",
     ),
+    "retired": (lambda cache: setattr(cache.entries, "num_retired", 5), "are retired, counted 5"),
     "rows": (_count("rows"), "rows and keys, counted"),
     "keys": (_count("keys"), "rows and keys, counted"),
     "bytes": (_count("bytes"), "bytes committed, counted"),

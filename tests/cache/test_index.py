@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.index import WORDS, Index
+from kvoffloadd.cache.memory.keytable import KeyTable
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U16Array, U64Array
 from tests.calls import Calls, assert_short
@@ -324,6 +326,27 @@ def test_both_implementations_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
                 with monkeypatch.context() as other:
                     other.setattr(keyhash, "NATIVE", None)
                     assert index.find(keyspace, asked[:count]).tolist() == found.tolist()
+
+
+def test_hits_are_marked_as_numpy_marks_them() -> None:
+    missing = np.zeros(100, np.uint16)
+    missing[::3] = 2
+    rng = np.random.default_rng(3)
+    entries = SimpleNamespace(missing=missing)
+    for count in (0, 1, 40):
+        rows = rng.integers(-1, 100, count)
+        states, some_incomplete = KeyTable.states(entries, rows)  # type: ignore[arg-type]
+        assert states.tolist() == [int(row >= 0 and row % 3 != 0) for row in rows.tolist()]
+        assert some_incomplete == any(row >= 0 and row % 3 == 0 for row in rows.tolist())
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    if keyhash.NATIVE is None:
+        pytest.skip("numpy has no such call")
+    with pytest.raises(IndexError):
+        keyhash.NATIVE.mark_hits(np.array([100]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
+    with pytest.raises(ValueError, match="bytes"):
+        keyhash.NATIVE.mark_hits(np.array([1, 2]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
 
 
 def test_keys_and_rows_that_do_not_match_are_refused() -> None:

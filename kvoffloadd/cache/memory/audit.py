@@ -65,6 +65,8 @@ def _check_counts(entries: KeyTable, holds: int, reserved: int) -> list[str]:
     live = int(np.count_nonzero(entries.state[:end] == RowState.LIVE))
     if live != entries.index.num_found:
         findings.append(f"index: it finds {entries.index.num_found} rows, {live} are live")
+    if rows - live != entries.num_retired:
+        findings.append(f"rows: {rows - live} are retired, counted {entries.num_retired}")
     if held != holds:
         findings.append(f"leases: keys are held {held} times, leases and loads account for {holds}")
     state = entries.parts.state[: entries.parts.runs.used]

@@ -27,7 +27,7 @@ from kvoffloadd.cache.memory.scarcity import Scarcity
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.model import GroupSchema, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import GroupSchema, I64Array, KeyState, U16Array, U32Array, U64Array
 from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)

@@ -170,7 +170,7 @@ class KeyTable:
             return states, keyhash.NATIVE.mark_hits(rows, self.missing, states) > 0
         held = rows >= 0
         np.logical_and(held, self.missing[rows] == 0, out=states)  # row -1 reads some other row
-        return states, np.count_nonzero(held) > np.count_nonzero(states)
+        return states, bool(np.count_nonzero(held) > np.count_nonzero(states))
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""

@@ -1,0 +1,177 @@
+"""Uses of keys wait to be counted: no order of eviction shows that they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvoffloadd.cache.memory import uses
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.model import I64Array, U32Array
+
+from .fakes import keys_of, make_cache, make_keyspace, store
+
+NUMBERS = st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), NUMBERS),
+        st.tuples(st.just("use"), NUMBERS),
+        st.tuples(st.just("pin"), NUMBERS),
+        st.tuples(st.just("unpin"), NUMBERS),
+        st.tuples(st.just("drop"), NUMBERS),
+        st.tuples(st.just("clear"), NUMBERS),
+    ),
+    max_size=40,
+)
+
+
+class Side:
+    """A cache of sixteen keys, in which uses are counted at once, or wait until something has to know."""
+
+    def __init__(self, policy: str, *, waits: bool) -> None:
+        self.cache = make_cache(pages=16, slab_pages=4, policy=policy)
+        self.namespace, _ = make_keyspace(self.cache)
+        self.waits = waits
+        self.pinned: list[U32Array] = []
+
+    @property
+    def keyspace(self) -> Keyspace:
+        return self.namespace.keyspaces[0]
+
+    def step(self, what: str, numbers: list[int]) -> list[int]:
+        """Carry out one step. Returns which keys are held then."""
+        cache, keys = self.cache, keys_of(*numbers)
+        if what == "store":
+            store(cache, self.keyspace, keys)
+        elif what in ("use", "pin"):
+            found = cache.find(self.keyspace, keys)
+            cache.uses.add([(self.keyspace, found, 0)])
+            if not self.waits:
+                cache.uses.settle()
+            if what == "pin":
+                cache.hold(found.hit_rows)
+                self.pinned.append(found.hit_rows)
+        elif what == "unpin" and self.pinned:
+            cache.unhold(self.pinned.pop(numbers[0] % len(self.pinned)))
+        elif what == "drop":
+            cache.drop(cache.find(self.keyspace, keys[:1]).hit_rows)
+        elif what == "clear" and numbers[0] % 4 == 0:
+            cache.epochs.advance(self.namespace.fingerprint)
+            for _ in cache.clear(self.namespace):
+                pass
+        held: list[int] = np.flatnonzero(cache.find(self.keyspace, keys_of(*range(31))).hits).tolist()
+        return held
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS)
+def test_the_same_keys_are_held_as_if_each_use_had_counted_at_once(steps: list[tuple[str, list[int]]]) -> None:
+    """With LRU, which has no counts: uses that wait together count once."""
+    sides = [Side("lru", waits=False), Side("lru", waits=True)]
+    for what, numbers in steps:
+        at_once, waited = (side.step(what, numbers) for side in sides)
+        assert waited == at_once, f"after {what} {numbers}"
+    for side in sides:
+        holds = sum(map(len, side.pinned))
+        assert check(side.cache, holds, 0) == []
+        side.cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(max_examples=50, deadline=None)
+@given(steps=STEPS)
+def test_no_policy_is_told_of_keys_that_are_gone(policy: str, steps: list[tuple[str, list[int]]]) -> None:
+    side = Side(policy, waits=True)
+    for what, numbers in steps:
+        side.step(what, numbers)
+    side.cache.uses.settle()
+    assert check(side.cache, sum(map(len, side.pinned)), 0) == []
+    side.cache.tier.close()
+
+
+Told = list[tuple[list[int], list[int], list[int] | None]]
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[Cache, Namespace, Keyspace, Told]]:
+    """A cache with keys 0 to 9, and what its policy is told of uses: rows, places, and where prompts begin."""
+    cache = make_cache()
+    namespace, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(10)))
+    heard: Told = []
+
+    def touch(rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
+        heard.append((rows.tolist(), positions.tolist(), None if begins is None else begins.tolist()))
+
+    if keyspace.queue is None:
+        raise LookupError("a keyspace without a queue")
+    keyspace.queue.policy.touch = touch  # type: ignore[method-assign]
+    yield cache, namespace, keyspace, heard
+    cache.tier.close()
+
+
+def use(cache: Cache, keyspace: Keyspace, *numbers: int, first: int = 0) -> list[int]:
+    found = cache.find(keyspace, keys_of(*numbers))
+    cache.uses.add([(keyspace, found, first)])
+    rows: list[int] = found.rows.tolist()
+    return rows
+
+
+def test_uses_of_several_requests_are_told_together(told: tuple[Cache, Namespace, Keyspace, Told]) -> None:
+    cache, _, keyspace, heard = told
+    rows = use(cache, keyspace, 1, 2, first=3) + use(cache, keyspace, 5, 99, 6)
+    assert not heard
+    cache.uses.settle()
+    assert heard == [([*rows[:3], rows[4]], [3, 4, 0, 2], [0, 2])]
+    cache.uses.settle()
+    assert len(heard) == 1
+
+
+def test_what_requests_have_in_common_counts_for_the_last(told: tuple[Cache, Namespace, Keyspace, Told]) -> None:
+    cache, _, keyspace, heard = told
+    one, two = use(cache, keyspace, 1, 2, 3), use(cache, keyspace, 1, 2, 4)
+    use(cache, keyspace, 3)
+    again = use(cache, keyspace, 3)
+    cache.uses.settle()
+    assert heard == [([*two, *again], [0, 1, 2, 0], [0, 3])], "nothing is left of the first, nor of the third"
+    assert one[:2] == two[:2]
+
+
+def test_many_keys_do_not_wait(told: tuple[Cache, Namespace, Keyspace, Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _, keyspace, heard = told
+    monkeypatch.setattr(uses, "KEYS_MAX", 5)
+    use(cache, keyspace, 1, 2, 3)
+    assert not heard
+    use(cache, keyspace, 4, 5, 6)
+    assert len(heard) == 1
+    assert not cache.uses.waiting
+
+
+@pytest.mark.parametrize("how", ["reserve", "drop", "clear", "victims", "readmit", "make room"])
+def test_they_are_told_before_the_order_matters(told: tuple[Cache, Namespace, Keyspace, Told], how: str) -> None:
+    cache, namespace, keyspace, heard = told
+    rows = np.array(use(cache, keyspace, 1, 2), np.uint32)
+    if how == "reserve":
+        reserve(cache, keyspace, keys_of(50), np.zeros(1, np.uint16), 0)
+    elif how == "drop":
+        cache.drop(rows)
+    elif how == "clear":
+        cache.epochs.advance(namespace.fingerprint)
+        for _ in cache.clear(namespace):
+            pass
+    elif how == "victims" and keyspace.queue is not None:
+        cache.eviction.victims(keyspace.queue, 1)
+    elif how == "readmit":
+        cache.eviction.readmit(rows)
+    else:
+        cache.eviction.make_room(1, 60)
+    assert len(heard) == 1, how
+    assert heard[0][0] == rows.tolist()
