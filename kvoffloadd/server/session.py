@@ -224,12 +224,8 @@ class Session:
         namespace = self._own_namespace()
         if len(groups) > 1 and len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one request")
-        keys_of, price = [], 0
-        for item in groups:
-            keyspace, keys = self._space(item.group), keys_array(item.keys, namespace.key_bytes)
-            keys_of.append((keyspace, item.first, keys))
-            price += len(keys) * keyspace.schema.price(1)
-        _check_price(self._limits, price)
+        keys_of = [(self._space(item.group), item.first, keys_array(item.keys, namespace.key_bytes)) for item in groups]
+        _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in keys_of))
         return keys_of
 
     def _reserve(self, message: m.Reserve) -> m.Reply:

@@ -73,7 +73,7 @@ class KeyTable:
         )  # 1: not stored in this run, but by an earlier one
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
-        self.uses = Uses(tier, self.parts, self.first, self.lower)
+        self.uses = Uses(self.parts, self.first, tier.touch, self.lower)
         self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
         self.events: deque[Event] = deque()

@@ -8,7 +8,7 @@ several requests use in this time counts as used once, by the last of them: they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from kvoffloadd.cache.memory.lowertier import LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartTable
 from kvoffloadd.model import I64Array, U32Array
-from kvoffloadd.storage.memory import MemoryTier
 
 KEYS_MAX = 4096
 """So many keys do not wait any longer, so that counting them takes a millisecond."""
@@ -28,10 +27,12 @@ Used = tuple[Keyspace, LookupResult, int]
 
 
 class Uses:
-    """`parts`, `first`: the columns of the table of keys; `lower`: the tiers below memory."""
+    """`parts`, `first`: columns of the table of keys. `touch`: notes the use of slots. `lower`: the tiers below memory."""
 
-    def __init__(self, tier: MemoryTier, parts: PartTable, first: U32Array, lower: list[LowerTier]) -> None:
-        self._tier = tier
+    def __init__(
+        self, parts: PartTable, first: U32Array, touch: Callable[[U32Array], None], lower: list[LowerTier]
+    ) -> None:
+        self._touch = touch
         self._parts = parts
         self._first = first
         self._lower = lower
@@ -64,7 +65,7 @@ class Uses:
         for queue, groups in queues.values():
             rows, places, begins = _joined(groups)
             queue.policy.touch(rows, places, begins)
-            self._tier.touch(self._parts.page[self._first[rows]])
+            self._touch(self._parts.page[self._first[rows]])
             for lower in self._lower:
                 lower.used(rows)
 
