@@ -27,7 +27,7 @@ Used = tuple[Keyspace, LookupResult, int]
 
 
 class Uses:
-    """`parts`, `first`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below memory."""
+    """`parts`, `first`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below."""
 
     def __init__(
         self, parts: PartTable, first: U32Array, touch: Callable[[U32Array], None], lower: list[LowerTier]
