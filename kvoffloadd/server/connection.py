@@ -32,6 +32,7 @@ from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
+from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import pack_fds, unpack_fds
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class PeerConnection:
         self._protocol = Connection(daemon=True)
         self._outbox = Outbox(context.config.limits.outbox_bytes, context.accounts.of(peer.uid).unread)
         self.session = Session(context, peer, self._outbox, self._send)
-        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._under_way = UnderWay()
         self._timer: asyncio.TimerHandle | None = None
         self._reading = self._writing = False
         self._serving = self._backlog = False
@@ -133,6 +134,11 @@ class PeerConnection:
         return self._outbox.queued_bytes > 0 and self._outbox.congested
 
     @property
+    def _held_up(self) -> bool:
+        """Whether no request may be served now."""
+        return self._under_way.awaited is not None or self._congested
+
+    @property
     def flow(self) -> tuple[int, int, int]:
         """See `turns.Served`."""
         return self._peer.uid, self.session.instance_id, self.session.id
@@ -144,7 +150,7 @@ class PeerConnection:
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
             pending = self._protocol.pending
-            if self._ending or self._congested or (served and pending and time.monotonic() > turn_ends):
+            if self._ending or self._held_up or (served and pending and time.monotonic() > turn_ends):
                 break
             try:
                 got = self._protocol.next_message() if pending else None
@@ -179,7 +185,7 @@ class PeerConnection:
         elif not self._reading:
             self._resume_reading()
             self._watch_partial()
-        if self._backlog and not self._congested:
+        if self._backlog and not self._held_up:
             self._context.turns.queue(self)
 
     def _has_room(self) -> bool:
@@ -204,19 +210,21 @@ class PeerConnection:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
-            last, many = isinstance(message, m.Bye), len(self._tasks) >= REQUESTS_UNDER_WAY_MAX
+            last, many = isinstance(message, m.Bye), len(self._under_way) >= REQUESTS_UNDER_WAY_MAX
             if many and not last and self.session.answers_later(message):
-                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
+                raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
             elif many and not last:
                 answer.close()  # it has not begun, so it has changed nothing
-                raise BusyError(f"{len(self._tasks)} requests of this session are under way")
+                raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             else:
                 task = self._start_task(answer, seq, last=last)
                 task.add_done_callback(partial(self._close_later, fds))
                 fds = []
+                if self.session.is_in_order(message):
+                    self._under_way.await_first(task, self._steer)
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception as error:
@@ -230,8 +238,7 @@ class PeerConnection:
 
     def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> asyncio.Task[None]:
         task = self._loop.create_task(self._finish_request(answer, seq, last=last))
-        self._tasks[task] = seq
-        task.add_done_callback(self._tasks.pop)
+        self._under_way.add(task, seq)
         return task
 
     async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
@@ -250,12 +257,8 @@ class PeerConnection:
 
     async def _finish_others(self) -> None:
         """Before the answer to `bye`: every request that came before it has its reply."""
-        others = {task: seq for task, seq in self._tasks.items() if task is not asyncio.current_task()}
-        if others:
-            _, late = await asyncio.wait(others, timeout=FLUSH_S)
-            for task in late:
-                task.cancel()
-                self._reply_error(StateError("the session said bye before this was done"), others[task])
+        for seq in await self._under_way.finish_others(FLUSH_S):
+            self._reply_error(StateError("the session said bye before this was done"), seq)
 
     # --- out ---
 
@@ -389,12 +392,8 @@ class PeerConnection:
             chain.callback(self._peer.close)
             chain.callback(self._close_socket)
             chain.push_async_callback(self._flush_queue)
-            chain.callback(self._cancel_tasks)
+            chain.callback(self._under_way.cancel)
             chain.push_async_callback(self.session.close)
-
-    def _cancel_tasks(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
 
     def _close_socket(self) -> None:
         """Close the socket, and the descriptors in its queue; the session counts until that is done."""

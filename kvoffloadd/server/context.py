@@ -16,8 +16,10 @@ from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted
 from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
@@ -98,6 +100,7 @@ class Context:
     # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    admissions: set[Admission] = field(default_factory=set)
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -161,6 +164,23 @@ class Context:
         }
         return ["host", "memory", *(name for name, has in optional.items() if has)]
 
+    async def reserve(self, request: Sequence[Wanted], check: Callable[[], None]) -> list[Reservation]:
+        """`reserve_all` of very many keys, over several turns of the loop. `check()` is called in each, and may raise:
+        then, and if this is cancelled, nothing is reserved.
+        """
+        admission = Admission(self.cache, request)
+        self.admissions.add(admission)
+        try:
+            for _ in admission.steps():
+                await asyncio.sleep(0)
+                check()
+            return admission.reservations()
+        except BaseException:
+            admission.give_up()
+            raise
+        finally:
+            self.admissions.discard(admission)
+
     def use(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups: it counts soon, see `uses`. Not at once behind the
         reply: the next request of a peer that waits for its replies is there before that would be done.
@@ -207,6 +227,7 @@ class Context:
         """How many rows are held and how many parts reserved, by the records of all that hold and reserve them."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
+        reserved += sum(admission.num_parts for admission in self.admissions)
         disk, remote = self.disk, self.remote
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds

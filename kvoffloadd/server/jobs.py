@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
 from kvoffloadd.cache.lower import GroupLookup
+from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array, spans
 from kvoffloadd.cache.memory.lease import WriteLease
@@ -24,7 +25,15 @@ from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList
-from kvoffloadd.errors import BlockIdError, DrainingError, DuplicateError, LeaseError, LimitError, UnknownNameError
+from kvoffloadd.errors import (
+    BlockIdError,
+    DrainingError,
+    DuplicateError,
+    LeaseError,
+    LimitError,
+    StateError,
+    UnknownNameError,
+)
 from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
@@ -135,11 +144,14 @@ class SessionJobs:
     push: Callable[[Push], None]
     limits: LimitsConfig
     running: dict[int, SessionJob] = field(default_factory=dict)
+    closed: bool = False  # no job begins any more
 
     # --- requests ---
 
-    def store(self, message: Store, registration: Registration) -> Accepted:
-        """Reserve slots (or take those of the named lease), and start copying in."""
+    def store(self, message: Store, registration: Registration) -> Accepted | Coroutine[Any, Any, Accepted]:
+        """Reserve slots (or take those of the named lease), and start copying in. Of very many keys, later: the next
+        request of the session has to wait for it.
+        """
         groups = self._check(message.groups, registration, distinct=True)
         options = self._options(message, registration)
         self._admit(message)
@@ -147,10 +159,48 @@ class SessionJobs:
             if (group.blocks == NO_BLOCK).any():
                 raise BlockIdError(f"group {group.registered.group}: a store needs all block ids of each key")
         lease = self.instance.leases.write(message.lease) if message.lease else None
+        wanted = [
+            Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first) for group in groups
+        ]
+        if lease is None and Admission.is_large(wanted):
+            return self._store_large(message, registration, groups, wanted, options)
         leased = self._leased(groups, lease) if lease else None
-        charge, reserved = self._charge(groups), leased
+        charge = self._charge(groups)
         try:
-            reserved = leased or self._reserve(groups)
+            reserved = reserve_all(self.context.cache, wanted) if leased is None else leased
+        except BaseException:
+            self._refund(charge)
+            raise
+        return self._start_store(message, registration, groups, options, charge, reserved, lease)
+
+    async def _store_large(
+        self,
+        message: Store,
+        registration: Registration,
+        groups: list[GroupJob],
+        wanted: list[Wanted],
+        options: CopyOptions,
+    ) -> Accepted:
+        charge = self._charge(groups)
+        try:
+            reserved = await self.context.reserve(wanted, self.check_open)
+        except BaseException:
+            self._refund(charge)
+            raise
+        return self._start_store(message, registration, groups, options, charge, reserved, None)
+
+    def _start_store(
+        self,
+        message: Store,
+        registration: Registration,
+        groups: list[GroupJob],
+        options: CopyOptions,
+        charge: Charge,
+        reserved: list[Reservation],
+        lease: WriteLease | None,
+    ) -> Accepted:
+        """Start copying into what was reserved. If that can't be, what has no lease is freed, and nothing charged."""
+        try:
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
             lists = [
                 BlockList(group.registered.plans, group.blocks, r.keys, r.columns, r.addresses)
@@ -160,7 +210,7 @@ class SessionJobs:
             request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
             reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
         except BaseException:
-            for made in [] if lease else reserved or []:
+            for made in [] if lease else reserved:
                 self.context.cache.abort(made.parts)
             self._refund(charge)
             raise
@@ -236,6 +286,7 @@ class SessionJobs:
         """Cancel all jobs, over several turns of the loop. Returns those that still have to end. No job may be begun
         meanwhile.
         """
+        self.closed = True
         jobs = {request.job for request in self.running.values() if request.job is not None}
         turn_ends = time.monotonic() + TURN_S
         for job in jobs:
@@ -303,9 +354,15 @@ class SessionJobs:
             checked.append(GroupJob(self.namespace.keyspaces[item.group], registered, keys, blocks, item.first))
         return checked
 
-    def _admit(self, message: Store | Load) -> None:
+    def check_open(self) -> None:
+        """Raises StateError or DrainingError if no job may begin any more."""
+        if self.closed:
+            raise StateError("the session has ended")
         if self.context.draining:
             raise DrainingError("the daemon is shutting down and takes no new jobs")
+
+    def _admit(self, message: Store | Load) -> None:
+        self.check_open()
         if message.job in self.running:
             raise DuplicateError(f"job id {message.job} is in use by a job under way")
         if len(self.running) >= self.limits.jobs_per_session:
@@ -366,12 +423,6 @@ class SessionJobs:
         return reserved
 
     # --- plans ---
-
-    def _reserve(self, groups: list[GroupJob]) -> list[Reservation]:
-        wanted = [
-            Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first) for group in groups
-        ]
-        return reserve_all(self.context.cache, wanted)
 
     def _options(self, message: Store | Load, registration: Registration, *, urgent: bool = False) -> CopyOptions:
         deadline = self.context.loop.time() + min(message.deadline_s, self.context.config.copy.deadline_max_s)

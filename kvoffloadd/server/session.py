@@ -15,10 +15,9 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 import msgpack
-import numpy as np
 
-from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
-from kvoffloadd.cache.memory.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.admission import Admission
+from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import Wanted, reserve_all
 from kvoffloadd.cache.progress import Progress
@@ -29,7 +28,6 @@ from kvoffloadd.errors import (
     DuplicateError,
     ForbiddenError,
     LimitError,
-    SchemaError,
     StateError,
     UnknownNameError,
     VersionError,
@@ -47,6 +45,7 @@ from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
+from kvoffloadd.server.reserving import LeaseInMaking, check_distinct, wanted_of
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
 
@@ -123,6 +122,11 @@ class Session:
     def answers_later(cls, message: m.Message) -> bool:
         """Whether this request may have begun when `handle` returns a coroutine. Other requests have not."""
         return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
+
+    @staticmethod
+    def is_in_order(message: m.Message) -> bool:
+        """Whether the next request has to wait until this one is answered, where `handle` returns a coroutine."""
+        return isinstance(message, m.Store | m.Reserve)
 
     @property
     def privileged(self) -> bool:
@@ -228,35 +232,21 @@ class Session:
         _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in keys_of))
         return keys_of
 
-    def _reserve(self, message: m.Reserve) -> m.Reply:
+    def _reserve(self, message: m.Reserve) -> Answer:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
-        plans = []
-        for keyspace, first, keys in self._keys_of(message.groups):
-            wanted = sorted(set(range(keyspace.schema.parts) if message.parts is None else message.parts))
-            if not wanted or wanted[-1] >= keyspace.schema.parts:
-                raise SchemaError(
-                    f"group {keyspace.schema.group} has parts 0 to {keyspace.schema.parts - 1}, not {wanted}"
-                )
-            if not all(keyspace.part_bytes[p] for p in wanted):
-                raise SchemaError(f"group {keyspace.schema.group}: not all of parts {wanted} are registered yet")
-            plans.append(Wanted.from_first(keyspace, keys, np.array(wanted, np.uint16), first))
-        _check_price(self._limits, sum(len(plan.keys) * plan.keyspace.schema.price(len(plan.parts)) for plan in plans))
-        for plan in plans:
-            if has_duplicates(plan.keys):
-                raise DuplicateError(f"group {plan.keyspace.schema.group}: a key is reserved twice in one request")
-        instance = self._own_instance()
-        most = LEASE_KEYS + sum(len(plan.keys) * len(plan.parts) for plan in plans)
-        self._account.charge(leases=most)
-        kept = 0
-        try:
-            reserved = reserve_all(self._context.cache, plans)
-            parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
-            kept = LEASE_KEYS + len(parts) if len(parts) else 0
-        finally:
-            self._account.refund(leases=most - kept)
-        lease = instance.leases.add_write(parts).id if len(parts) else 0
-        return m.Reserved(seq=message.seq, states=[r.states.tobytes() for r in reserved], lease=lease)
+        wanted = wanted_of(message, self._keys_of(message.groups))
+        _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
+        check_distinct(wanted)
+        lease = LeaseInMaking(self._own_instance(), self._account, wanted)
+        if Admission.is_large(wanted):
+            return self._reserve_large(message.seq, wanted, lease)
+        with lease:
+            return lease.grant(message.seq, reserve_all(self._context.cache, wanted))
+
+    async def _reserve_large(self, seq: int, wanted: list[Wanted], lease: LeaseInMaking) -> m.Reply:
+        with lease:
+            return lease.grant(seq, await self._context.reserve(wanted, self._own_jobs().check_open))
 
     def _release(self, message: m.Release) -> m.Reply:
         self._context.let_go(self._own_instance().leases.end(message.lease), self.peer.uid)
@@ -264,7 +254,7 @@ class Session:
 
     # --- jobs ---
 
-    def _store(self, message: m.Store) -> m.Reply:
+    def _store(self, message: m.Store) -> Answer:
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
     def _load(self, message: m.Load) -> m.Reply:

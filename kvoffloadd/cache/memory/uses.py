@@ -19,8 +19,8 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartTable
 from kvoffloadd.model import I64Array, U32Array
 
-KEYS_MAX = 4096
-"""So many keys do not wait any longer, so that counting them takes a millisecond."""
+KEYS_MAX = 1 << 16
+"""So many keys do not wait any longer, so that counting them takes some milliseconds."""
 
 Used = tuple[Keyspace, LookupResult, int]
 """A group of a request, whose hits it uses, and the position of its first key in the prompt."""

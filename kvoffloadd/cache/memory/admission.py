@@ -1,0 +1,156 @@
+"""Reserving slots for very many keys over several turns of the event loop, which serves others in between.
+
+Room is made first. Then the keys are inserted from the last to the first, as a policy takes a prompt, so that its
+beginning is evicted last. Between two steps anything may happen. Slots that others have taken meanwhile are missing at
+the end: then the keys behind the first that got none give theirs back. A group that was cleared goes on in its new
+keyspace: what was reserved before is of the cleared one, and found to be cleared when it is committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
+from kvoffloadd.model import I64Array, KeyState, U32Array
+
+STEP_KEYS = 8192
+"""Keys and parts for which one step makes room, or takes slots: a few milliseconds."""
+
+_NO_SPACE = int(KeyState.NO_SPACE)
+_Slice = list[tuple[int, slice]]
+"""Of which groups of the request which keys."""
+
+
+class Admission:
+    """What one request wants, and what of it is reserved so far. Run `steps` to the end for `reservations`, or
+    `give_up`. Its groups are distinct, and each names a key once.
+    """
+
+    def __init__(self, cache: Cache, request: Sequence[Wanted]) -> None:
+        self._cache = cache
+        self._request = list(request)
+        self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
+
+    @staticmethod
+    def is_large(request: Sequence[Wanted]) -> bool:
+        """Whether it takes more than one step."""
+        return sum(map(_size, request)) > STEP_KEYS
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that are reserved by now."""
+        return sum(len(made.parts) for group in self._made for _, made in group)
+
+    def steps(self) -> Iterator[None]:
+        """Each reserves some. Raises as `reserve_all`."""
+        yield from self._make_room()
+        for one in reversed(list(_slices(self._request))):
+            wanted = [self._cut(number, keys) for number, keys in one]
+            for (number, keys), made in zip(one, reserve_all(self._cache, wanted), strict=True):
+                self._made[number].append((keys.start, made))
+            yield
+        for number in range(len(self._request)):
+            self._give_back_behind_gap(number)
+
+    def reservations(self) -> list[Reservation]:
+        """The reservation of each group; the caller owns them from now on."""
+        found = [_joined(sorted(made, key=lambda one: one[0])) for made in self._made]
+        self._made = [[] for _ in self._request]
+        return found
+
+    def give_up(self) -> None:
+        """Free all that is reserved."""
+        for group in self._made:
+            for _, made in group:
+                self._cache.abort(made.parts)
+            group.clear()
+
+    def _cut(self, number: int, keys: slice) -> Wanted:
+        wanted = self._request[number]
+        namespace, group = wanted.keyspace.namespace, wanted.keyspace.schema.group
+        if wanted.keyspace.retired and group in namespace.keyspaces:
+            wanted = self._request[number] = replace(wanted, keyspace=namespace.keyspaces[group])
+        return Wanted(wanted.keyspace, wanted.keys[keys], wanted.parts, wanted.positions[keys])
+
+    def _make_room(self) -> Iterator[None]:
+        """Evict until there are free slots for all keys that are not held, or no more can go."""
+        missing, some_held = Counter[int](), False
+        for wanted in self._request:
+            new = self._cache.entries.find(wanted.keyspace, wanted.keys) < 0
+            some_held |= not new.all()
+            for pages in wanted.keyspace.part_pages[wanted.parts].tolist():
+                missing[pages] += int(np.count_nonzero(new))
+        yield
+        for pages, count in missing.items():
+            while (free := self._cache.tier.num_free(pages)) < count:
+                aim = min(count, free + STEP_KEYS)
+                held = self._held() if some_held else NO_ROWS
+                self._cache.hold(held)  # nothing is evicted that the request names
+                found = self._cache.eviction.make_room(pages, aim)
+                self._cache.unhold(held)
+                yield
+                if found < aim:
+                    break
+
+    def _held(self) -> U32Array:
+        """Rows of all keys that the request names."""
+        found = [self._cache.entries.find(wanted.keyspace, wanted.keys) for wanted in self._request]
+        return np.concatenate([NO_ROWS, *(rows[rows >= 0].astype(np.uint32) for rows in found)])
+
+    def _give_back_behind_gap(self, number: int) -> None:
+        """Of one group: whatever is reserved behind the first key that got no slots."""
+        states = _joined(sorted(self._made[number], key=lambda one: one[0])).states
+        gaps = np.flatnonzero(states == _NO_SPACE)
+        if not len(gaps):
+            return
+        made = []
+        for begin, one in self._made[number]:
+            behind = one.keys + begin > gaps[0]
+            if behind.any():
+                self._cache.abort(one.parts[behind])
+                lost = np.unique(one.keys[behind])
+                one.states[lost] = _NO_SPACE
+                self._cache.counters.keys_without_space += len(lost)
+                one = Reservation(
+                    one.parts[~behind], one.addresses[~behind], one.keys[~behind], one.columns[~behind], one.states
+                )
+            made.append((begin, one))
+        self._made[number] = made
+
+
+def _size(wanted: Wanted) -> int:
+    return len(wanted.keys) * len(wanted.parts)
+
+
+def _slices(request: Sequence[Wanted]) -> Iterator[_Slice]:
+    """All keys of the request, in order, each time about STEP_KEYS parts of them."""
+    one, room = _Slice(), STEP_KEYS
+    for number, wanted in enumerate(request):
+        begin, width = 0, len(wanted.parts)
+        while begin < len(wanted.keys):
+            end = min(len(wanted.keys), begin + max(1, room // width))
+            one.append((number, slice(begin, end)))
+            room -= (end - begin) * width
+            begin = end
+            if room < width:
+                yield one
+                one, room = _Slice(), STEP_KEYS
+    if one:
+        yield one
+
+
+def _joined(made: list[tuple[int, Reservation]]) -> Reservation:
+    """Of consecutive keys, in order, each of them from an index on."""
+    none: I64Array = np.zeros(0, np.int64)
+    return Reservation(
+        np.concatenate([none, *(one.parts for _, one in made)]),
+        np.concatenate([none.astype(np.uint64), *(one.addresses for _, one in made)]),
+        np.concatenate([none, *(one.keys + begin for begin, one in made)]),
+        np.concatenate([none, *(one.columns for _, one in made)]),
+        np.concatenate([none.astype(np.uint8), *(one.states for _, one in made)]),
+    )

@@ -1,0 +1,48 @@
+"""The requests of one session that are answered later, each by a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """`awaited`: the one that the next request has to wait for; None: none."""
+
+    awaited: asyncio.Task[None] | None = None
+    _seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def add(self, task: asyncio.Task[None], seq: int) -> None:
+        """The task answers the request of this seq."""
+        self._seqs[task] = seq
+        task.add_done_callback(self._seqs.pop)
+
+    def await_first(self, task: asyncio.Task[None], go_on: Callable[[], None]) -> None:
+        """The next request has to wait for this one; then `go_on` is called."""
+
+        def done(_task: asyncio.Task[None]) -> None:
+            self.awaited = None
+            go_on()
+
+        self.awaited = task
+        task.add_done_callback(done)
+
+    async def finish_others(self, deadline_s: float) -> list[int]:
+        """Wait for all but the task that this is called in. Cancels those that are late, and returns their seqs."""
+        others = {task: seq for task, seq in self._seqs.items() if task is not asyncio.current_task()}
+        if not others:
+            return []
+        _, late = await asyncio.wait(others, timeout=deadline_s)
+        for task in late:
+            task.cancel()
+        return [others[task] for task in late]
+
+    def cancel(self) -> None:
+        """Cancel them all."""
+        for task in list(self._seqs):
+            task.cancel()
