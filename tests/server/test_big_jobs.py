@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from functools import partial
 
 import numpy as np
@@ -12,11 +14,13 @@ from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.storage.memory import MemoryTier
+from scripts.harness.wait import until
 from tests.cache.fakes import make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys
 
 MANY = 6000
+"""More than one turn of the loop admits."""
 BIG, ROUNDS = 16_384, 12
 STEP_CPU_MAX_S = 0.06
 """Of the thread's CPU time; three times what a step may take on an idle machine."""
@@ -53,6 +57,53 @@ def test_a_big_store_that_is_cancelled_at_once_leaves_nothing_half_done(scene: S
     outcome = scene.peer.completed(job)["outcome"]
     states = scene.peer.ok("lookup", groups=[{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}])["states"]
     assert states == [bytes([int(outcome == "done")]) * MANY], outcome
+
+
+def test_a_peer_that_leaves_while_its_big_store_is_admitted(scene: Scene) -> None:
+    """Whenever it leaves: nothing of it stays reserved."""
+    asked = [{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}]
+    for wait_s in (0.0, 0.001, 0.003, 0.006):
+        leaving = Scene(scene.daemon, scene.salt, os.urandom(16))
+        job = leaving.new_job()
+        leaving.peer.begin("store", job=job, registration=leaving.registration, groups=groups(MANY))
+        time.sleep(wait_s)
+        leaving.peer.close()
+        until(lambda: 2 not in scene.peer.ok("lookup", groups=asked)["states"][0], "no key is pending any more")
+    scene.settle()
+    assert scene.daemon.verify() == ()
+
+
+def test_a_clear_while_a_big_store_is_admitted(scene: Scene) -> None:
+    other = scene.stranger()
+    asked = [{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}]
+    for _ in range(4):
+        job = scene.new_job()
+        store = scene.peer.begin("store", job=job, registration=scene.registration, groups=groups(MANY))
+        clear = other.begin("clear")
+        assert scene.peer.answer(store)["type"] == "accepted"
+        assert other.answer(clear)["type"] == "cleared"
+        completed = scene.peer.completed(job)
+        assert completed["outcome"] in ("done", "partial")
+        states = np.frombuffer(scene.peer.ok("lookup", groups=asked)["states"][0], np.uint8)
+        assert set(states.tolist()) <= {0, 1}
+        lost = np.frombuffer(completed["failed"][0], "<u4")
+        assert not states[lost].any(), "what it said is lost is not there"
+        scene.settle()
+        assert scene.daemon.verify() == ()
+        other.ok("clear")
+
+
+def test_big_reservations_are_answered_in_order(scene: Scene) -> None:
+    asked = [{"group": 0, "keys": keys(*range(1000, 1000 + MANY))}]
+    reserve = scene.peer.begin("reserve", groups=asked)
+    again = scene.peer.begin("reserve", groups=asked)
+    reserved, rest = scene.peer.answer(reserve), scene.peer.answer(again)
+    assert reserved["states"] == [bytes([3]) * MANY]
+    assert rest["states"] == [bytes([2]) * MANY]
+    assert not rest["lease"]
+    scene.peer.ok("release", lease=reserved["lease"])
+    assert scene.peer.ok("lookup", groups=asked)["states"] == [bytes(MANY)]
+    assert scene.daemon.verify() == ()
 
 
 @pytest.mark.parametrize(

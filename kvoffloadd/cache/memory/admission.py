@@ -1,24 +1,27 @@
 """Reserving slots for very many keys over several turns of the event loop, which serves others in between.
 
 Room is made first. Then the keys are inserted from the last to the first, as a policy takes a prompt, so that its
-beginning is evicted last. Between two steps anything may happen. Slots that others have taken meanwhile are missing at
-the end: then the keys behind the first that got none give theirs back. A group that was cleared goes on in its new
-keyspace: what was reserved before is of the cleared one, and found to be cleared when it is committed.
+beginning is evicted last; if there is no room for all of them, from the first on. Between two steps anything may
+happen. Slots that others have taken meanwhile are missing at the end: then the keys behind the first that got none give
+theirs back. A group that was cleared goes on in its new keyspace: what was reserved before is of the cleared one, and
+found to be cleared when it is committed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
-from kvoffloadd.model import I64Array, KeyState, U32Array
+from kvoffloadd.model import I64Array, KeyState
 
-STEP_KEYS = 8192
+STEP_KEYS = 4096
 """Keys and parts for which one step makes room, or takes slots: a few milliseconds."""
 
 _NO_SPACE = int(KeyState.NO_SPACE)
@@ -34,6 +37,8 @@ class Admission:
     def __init__(self, cache: Cache, request: Sequence[Wanted]) -> None:
         self._cache = cache
         self._request = list(request)
+        self._fits = True
+        self._some_held = False  # of the keys, at the beginning
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
 
     @staticmethod
@@ -49,9 +54,12 @@ class Admission:
     def steps(self) -> Iterator[None]:
         """Each reserves some. Raises as `reserve_all`."""
         yield from self._make_room()
-        for one in reversed(list(_slices(self._request))):
+        slices = list(_slices(self._request))
+        for one in reversed(slices) if self._fits else slices:
             wanted = [self._cut(number, keys) for number, keys in one]
-            for (number, keys), made in zip(one, reserve_all(self._cache, wanted), strict=True):
+            with self._named_held():
+                reserved = reserve_all(self._cache, wanted)
+            for (number, keys), made in zip(one, reserved, strict=True):
                 self._made[number].append((keys.start, made))
             yield
         for number in range(len(self._request)):
@@ -78,29 +86,39 @@ class Admission:
         return Wanted(wanted.keyspace, wanted.keys[keys], wanted.parts, wanted.positions[keys])
 
     def _make_room(self) -> Iterator[None]:
-        """Evict until there are free slots for all keys that are not held, or no more can go."""
-        missing, some_held = Counter[int](), False
+        """Evict until there are free slots for all that the request lacks, or no more keys can go."""
+        missing = Counter[int]()
         for wanted in self._request:
-            new = self._cache.entries.find(wanted.keyspace, wanted.keys) < 0
-            some_held |= not new.all()
-            for pages in wanted.keyspace.part_pages[wanted.parts].tolist():
-                missing[pages] += int(np.count_nonzero(new))
+            rows = self._cache.entries.find(wanted.keyspace, wanted.keys)
+            present = rows[rows >= 0]
+            self._some_held |= len(present) > 0
+            states = self._cache.entries.parts.state[self._cache.entries.records(present, wanted.parts)]
+            lacking = len(rows) - len(present) + (states == PartState.EMPTY).sum(axis=0)
+            for pages, count in zip(wanted.keyspace.part_pages[wanted.parts].tolist(), lacking.tolist(), strict=True):
+                missing[pages] += count
         yield
         for pages, count in missing.items():
             while (free := self._cache.tier.num_free(pages)) < count:
                 aim = min(count, free + STEP_KEYS)
-                held = self._held() if some_held else NO_ROWS
-                self._cache.hold(held)  # nothing is evicted that the request names
-                found = self._cache.eviction.make_room(pages, aim)
-                self._cache.unhold(held)
+                with self._named_held():
+                    found = self._cache.eviction.make_room(pages, aim)
                 yield
                 if found < aim:
+                    self._fits = False
                     break
 
-    def _held(self) -> U32Array:
-        """Rows of all keys that the request names."""
-        found = [self._cache.entries.find(wanted.keyspace, wanted.keys) for wanted in self._request]
-        return np.concatenate([NO_ROWS, *(rows[rows >= 0].astype(np.uint32) for rows in found)])
+    @contextmanager
+    def _named_held(self) -> Iterator[None]:
+        """Within it nothing is evicted that the request names."""
+        rows = NO_ROWS
+        if self._some_held:
+            found = [self._cache.entries.find(wanted.keyspace, wanted.keys) for wanted in self._request]
+            rows = np.concatenate([NO_ROWS, *(some[some >= 0].astype(np.uint32) for some in found)])
+        self._cache.hold(rows)
+        try:
+            yield
+        finally:
+            self._cache.unhold(rows)
 
     def _give_back_behind_gap(self, number: int) -> None:
         """Of one group: whatever is reserved behind the first key that got no slots."""
