@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory.admission import STEP_KEYS
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.cache.memory.reservation import Wanted, reserve
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
+from kvoffloadd.errors import StateError
 from kvoffloadd.model import PAGE_BYTES, U64Array
+from kvoffloadd.server.context import Context
 from kvoffloadd.storage.memory import MemoryTier
 from scripts.harness.wait import until
-from tests.cache.fakes import make_keyspace
+from tests.cache.fakes import keys_of, make_cache, make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys
 
@@ -104,6 +110,40 @@ def test_big_reservations_are_answered_in_order(scene: Scene) -> None:
     scene.peer.ok("release", lease=reserved["lease"])
     assert scene.peer.ok("lookup", groups=asked)["states"] == [bytes(MANY)]
     assert scene.daemon.verify() == ()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 4, 99])
+async def test_between_two_turns_the_audit_knows_what_is_reserved_and_an_end_frees_it(turns: int) -> None:
+    cache = make_cache(pages=3 * STEP_KEYS, slab_pages=256)
+    _, keyspace = make_keyspace(cache)
+    wanted = Wanted.from_first(keyspace, keys_of(*range(2 * STEP_KEYS + 5)), np.zeros(1, np.uint16), 0)
+    nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
+    context: Any = SimpleNamespace(
+        cache=cache,
+        admissions=set(),
+        instances=SimpleNamespace(held=lambda: nothing),
+        jobs=nothing,
+        disk=None,
+        remote=None,
+    )
+    left = turns
+
+    def check_open() -> None:
+        nonlocal left
+        assert audit.check(cache, *Context._accounts(context)) == []
+        left -= 1
+        if not left:
+            raise StateError("the session has ended")
+
+    if turns > 4:
+        (reserved,) = await Context.reserve(context, [wanted], check_open)
+        cache.abort(reserved.parts)
+    else:
+        with pytest.raises(StateError):
+            await Context.reserve(context, [wanted], check_open)
+    assert not context.admissions
+    assert audit.check(cache, 0, 0) == []
+    cache.tier.close()
 
 
 @pytest.mark.parametrize(
