@@ -86,7 +86,13 @@ def summary(cases: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[
         for kind in KINDS
         if case["engines"] > 1
     ]
-    return judged({"cases": cases, "keys": arguments.keys, "page_bytes": arguments.page_bytes}, bounds)
+    found = {
+        "cases": cases,
+        "keys": arguments.keys,
+        "page_bytes": arguments.page_bytes,
+        "ratio_to_limit": min((bound.value for bound in bounds), default=1.0),
+    }
+    return judged(found, bounds)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -5,6 +5,9 @@ Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64
 socket and `Client`, then with asyncio and `AsyncClient`. `ratio_to_limit` is the median over the rounds of
 (p50 of ping) / (p50 of the echo with the same kind of client); the budget is 2.
 
+Then requests of an engine's scheduler, one after the other on one connection: `ping`, `lookup`, `pin` and `release` of
+so many keys. `price` is the median over the rounds of each one's p50 by that of the pings between them.
+
 Where the scheduler puts the processes decides more than their code: left alone, it runs some pairs on one CPU and
 some on two, and changes its mind. So they are placed: `apart`, servers on another CPU than the client, as an engine
 and the daemon are; `together`, all on one CPU, which counts nothing but the work; `free`, as the scheduler likes.
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
     from kvoffloadd.model import U8Array
 
 RATIO_MAX = 2.0
+FEW_KEYS, PRICE_MAX, MANY_PRICE_MAX = 32, 1.6, 3.0
+"""What a request of up to so many keys may cost, in pings, and one of more."""
+PRICED = (1, 8, 32, 512)
 KEY_COUNTS = (1, 64, 512)
 PAGE_BYTES = 4096
 NAMESPACE = NamespaceSpec(model="bench_rpc")
@@ -51,6 +57,8 @@ START_S = 30.0
 
 Samples = dict[str, list[list[float]]]
 """What was measured -> seconds of each round trip, by round."""
+Prices = dict[str, dict[str, float]]
+"""By number of keys, by kind of request: in pings."""
 
 
 class EchoServer(asyncio.Protocol):
@@ -176,9 +184,10 @@ def fill(client: Client, keys: U8Array) -> None:
     client.drain(30.0)
 
 
-def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samples:
+def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> tuple[Samples, Prices]:
     """`paths`: of the daemon and of the echo server."""
     samples: Samples = {}
+    requests: list[dict[str, dict[str, float]]] = []
     keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
     with Client(paths[0], namespace=NAMESPACE) as client, contextlib.closing(EchoClient(paths[1])) as echo:
         fill(client, keys)
@@ -194,8 +203,11 @@ def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samp
                 for name, call in blocking.items():
                     kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
                 runner.run(measure_async(paths, keys, calls, kept))
+                priced = measure_requests(client, keys, calls)
+                if number >= 0:
+                    requests.append(priced)
                 live.show(number + 2, f"round {number + 1} of {rounds}")
-    return samples
+    return samples, prices(requests)
 
 
 async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept: Samples) -> None:
@@ -209,6 +221,37 @@ async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept:
     echo.close()
 
 
+def measure_requests(client: Client, keys: U8Array, calls: int) -> dict[str, dict[str, float]]:
+    """By number of keys: p50 of each kind of request, in seconds."""
+    found = {}
+    for number in PRICED:
+        groups, seconds = {0: keys[:number]}, dict[str, list[float]]()
+
+        def note(what: str, call: Callable[[], Any], seconds: dict[str, list[float]] = seconds) -> Any:
+            begun = time.perf_counter()
+            answer = call()
+            seconds.setdefault(what, []).append(time.perf_counter() - begun)
+            return answer
+
+        for _ in range(calls):
+            note("ping", client.ping)
+            note("lookup", partial(client.lookup, groups))
+            note("release", partial(client.release, note("pin", partial(client.pin, groups)).lease))
+        found[str(number)] = {what: p50(some) for what, some in seconds.items()}
+    return found
+
+
+def prices(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """By number of keys: each kind of request in pings."""
+    return {
+        number: {
+            what: round(median_ratio([one[number][what] for one in rounds], [one[number]["ping"] for one in rounds]), 2)
+            for what in ("lookup", "pin", "release")
+        }
+        for number in map(str, PRICED)
+    }
+
+
 def placed(placement: str) -> tuple[set[int], set[int]]:
     """CPUs of the client and of the servers."""
     cpus = os.sched_getaffinity(0)
@@ -218,7 +261,7 @@ def placed(placement: str) -> tuple[set[int], set[int]]:
     return {"apart": ({first}, {last}), "together": ({first}, {first}), "free": (cpus, cpus)}[placement]
 
 
-def summary(samples: Samples) -> dict[str, Any]:
+def summary(samples: Samples, price: Prices) -> dict[str, Any]:
     """Microseconds and ratios."""
     medians = {name: [p50(one) for one in rounds] for name, rounds in samples.items()}
     rows = {
@@ -236,8 +279,15 @@ def summary(samples: Samples) -> dict[str, Any]:
         "round_trips": rows,
         "ratio_to_limit": ratios,
         "ratio_max": RATIO_MAX,
-        "within_budget": max(ratios.values()) <= RATIO_MAX,
+        "price": price,
+        "price_max": {number: PRICE_MAX if int(number) <= FEW_KEYS else MANY_PRICE_MAX for number in price},
+        "within_budget": max(ratios.values()) <= RATIO_MAX and all(map(_is_cheap, price.items())),
     }
+
+
+def _is_cheap(priced: tuple[str, dict[str, float]]) -> bool:
+    number, some = priced
+    return max(some.values()) <= (PRICE_MAX if int(number) <= FEW_KEYS else MANY_PRICE_MAX)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -247,6 +297,14 @@ def show(result: dict[str, Any]) -> None:
         unit = " keys" if call.startswith("lookup") else ""
         rows.append((kind, call + unit, f"{row['p50_us']:.1f}", f"{row['p99_us']:.1f}"))
     print_grid(f"round trips, processes {result['placement']}", ("client", "call", "p50 us", "p99 us"), rows, texts=2)
+    print_grid(
+        "\nprice of a request, in pings",
+        ("keys", "lookup", "pin", "release", "budget"),
+        (
+            (number, *(f"{some[what]:.2f}" for what in ("lookup", "pin", "release")), str(result["price_max"][number]))
+            for number, some in result["price"].items()
+        ),
+    )
     for kind, ratio in result["ratio_to_limit"].items():
         print(f"ratio_to_limit, {kind}: {ratio:.2f} (budget {RATIO_MAX})")
 
@@ -264,8 +322,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
         os.sched_setaffinity(0, client_cpus)
         live = stack.enter_context(Live("bench_rpc", arguments.rounds + 1))
-        samples = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
-        return {"placement": arguments.placement, **summary(samples)}
+        found = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
+        return {"placement": arguments.placement, **summary(*found)}
 
 
 def main() -> int:

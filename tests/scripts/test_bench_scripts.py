@@ -33,6 +33,17 @@ def test_bench_lookup() -> None:
     assert found["ratio_to_limit"] > 0
 
 
+def test_bench_engines() -> None:
+    sizes = ("--keys", "4", "--page-bytes", "4KiB", "--rounds", "1", "--seconds", "0.3")
+    found = result_of("bench_engines.py", "--engines", "1", "2", *sizes)
+    assert [case["engines"] for case in found["cases"]] == [1, 2]
+    for case in found["cases"]:
+        assert case["per_s"].keys() == case["least_share"].keys() == {"pins", "stores", "loads"}
+        assert case["pin_p99_us"] >= case["pin_p50_us"] > 0
+        assert all(0 <= share <= 1 for share in case["least_share"].values())
+    assert len(found["bounds"]) == 3
+
+
 def test_bench_copy() -> None:
     found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", "--rows", "4KiB")
     assert [(case["tensors"], case["contiguous"]) for case in found["cases"]] == [(1, False), (24, False), (1, True)]
