@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,11 +341,22 @@ def test_hits_are_marked_as_numpy_marks_them() -> None:
         assert some_incomplete == any(row >= 0 and row % 3 == 0 for row in rows.tolist())
 
 
+def test_leases_are_counted_as_often_as_a_row_is_named() -> None:
+    entries: Any = SimpleNamespace(leases=np.zeros(10, np.uint32))
+    KeyTable.count_leases(entries, np.array([3, 5, 3], np.uint32), 1)
+    assert entries.leases.tolist() == [0, 0, 0, 2, 0, 1, 0, 0, 0, 0]
+    KeyTable.count_leases(entries, np.array([3, 5, 3], np.uint32)[:2], -1)
+    assert entries.leases.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    KeyTable.count_leases(entries, np.zeros(0, np.uint32), 1)
+
+
 def test_rows_that_are_not_there_are_refused() -> None:
     if keyhash.NATIVE is None:
         pytest.skip("numpy has no such call")
     with pytest.raises(IndexError):
         keyhash.NATIVE.mark_hits(np.array([100]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
+    with pytest.raises(IndexError):
+        keyhash.NATIVE.add(np.zeros(10, np.uint32), np.array([10], np.uint32), 1)
     with pytest.raises(ValueError, match="bytes"):
         keyhash.NATIVE.mark_hits(np.array([1, 2]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
 

@@ -237,9 +237,41 @@ static PyObject *mark_hits(PyObject *module, PyObject *const *args, Py_ssize_t g
     return PyErr_Occurred() ? NULL : PyLong_FromLong(incomplete);
 }
 
+/* add(counts, rows, by): add to the u32 count of each u32 row, as often as it is named. */
+static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer counts = {0}, rows = {0};
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "add(counts, rows, by)");
+        return NULL;
+    }
+    long by = PyLong_AsLong(args[2]);
+    if (!PyErr_Occurred() && get(args[0], &counts, -1, PyBUF_WRITABLE) == 0 &&
+        get(args[1], &rows, -1, PyBUF_SIMPLE) == 0) {
+        uint32_t *of_rows = counts.buf;
+        const uint32_t *row = rows.buf;
+        Py_ssize_t named = rows.len / (Py_ssize_t)sizeof(uint32_t);
+        uint64_t end = (uint64_t)counts.len / sizeof(uint32_t);
+        for (Py_ssize_t i = 0; i < named; i++) {
+            if (row[i] >= end) {
+                PyErr_Format(PyExc_IndexError, "row %lu of %llu", (unsigned long)row[i], (unsigned long long)end);
+                break;
+            }
+            of_rows[row[i]] += (uint32_t)by;
+        }
+    }
+    release(&counts);
+    release(&rows);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
     {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL},
+    {"add", (PyCFunction)(void (*)(void))add, METH_FASTCALL, NULL},
     {"mark_hits", (PyCFunction)(void (*)(void))mark_hits, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

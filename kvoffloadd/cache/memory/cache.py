@@ -15,7 +15,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.memory.eviction import Eviction
-from kvoffloadd.cache.memory.index import count_down, count_up, distinct
+from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
@@ -200,13 +200,13 @@ class Cache:
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
-        count_up(self.entries.leases, rows)
+        self.entries.count_leases(rows, 1)
 
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
         if not len(rows):
             return
-        count_down(self.entries.leases, rows)
+        self.entries.count_leases(rows, -1)
         if self.entries.num_retired:
             self.entries.free_retired(rows)
         if self.eviction.any_aside:

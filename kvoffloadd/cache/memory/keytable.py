@@ -172,6 +172,15 @@ class KeyTable:
         np.logical_and(held, self.missing[rows] == 0, out=states)  # row -1 reads some other row
         return states, bool(np.count_nonzero(held) > np.count_nonzero(states))
 
+    def count_leases(self, rows: U32Array, by: int) -> None:
+        """Each row is held so many times more, for each time it is named."""
+        if keyhash.NATIVE is not None:
+            keyhash.NATIVE.add(self.leases, np.ascontiguousarray(rows, np.uint32), by)
+        elif by > 0:
+            count_up(self.leases, rows)
+        else:
+            count_down(self.leases, rows)
+
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""
         flags: BoolArray = self.missing[rows] == 0
