@@ -162,6 +162,18 @@ def test_the_store_is_gone_for_a_while(site: Callable[[str], Site], keys: Keys, 
     assert b.loads_right(fresh)
 
 
+def test_keys_expire(site: Callable[[str], Site], keys: Keys) -> None:
+    """With the time to live that the config says. The era stays."""
+    made = site("valkey")
+    here, there = made.daemon(0, "valkey.ttl_s=1"), made.daemon(1)
+    a, b = rank_of(here), rank_of(there)
+    eras = remote(here)["eras"]
+    push(here, a, keys)
+    singly = iter(range(KEYS))
+    until(lambda: states(b, keys[(at := next(singly)) : at + 1]) == [MISS], "they have expired", every_s=0.2)
+    assert remote(here)["eras"] == remote(there)["eras"] == eras
+
+
 def _arrives(a: Rank, b: Rank, keys: Keys) -> bool:
     """What the first one stores anew hits on the other one."""
     try:
