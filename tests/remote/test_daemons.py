@@ -18,6 +18,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.process import ROOT
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.sharedstore import patient
 from tests.remote.conftest import Cluster
 
 pytestmark = pytest.mark.remote
@@ -44,20 +45,9 @@ class Site:
         python = self.folder / f"python-{number}"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {" ".join(where.enter)} {sys.executable} "$@"\n')
         python.chmod(0o700)
-        chosen = {
-            "remote.engine": self.cluster.kind,
-            "remote.python": str(python),
-            "remote.push": "seal",
-            "remote.lookup_s": "10",
-            "remote.fetch_s": "60",
-            "remote.stuck_s": "60",
-            "remote.min_keys": "1",
-            "remote.miss_ttl_s": "0",
-            "remote.era_poll_s": "0.05",
-            **{f"{self.cluster.kind}.{name}": value for name, value in self.cluster.settings(where).items()},
-        }
-        chosen |= dict(setting.split("=", 1) for setting in settings)
-        daemon = self.start_daemon(*(f"{name}={value}" for name, value in chosen.items()), memory="256MiB")
+        here = {f"{self.cluster.kind}.{name}": str(value) for name, value in self.cluster.settings(where).items()}
+        here |= {"remote.python": str(python)} | dict(setting.split("=", 1) for setting in settings)
+        daemon = self.start_daemon(*patient(self.cluster.kind, here), memory="256MiB")
         daemon.expected_in_log = "agent"
         return daemon
 

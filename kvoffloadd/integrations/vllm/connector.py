@@ -18,10 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
+from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, STATES, identity_of
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.parts import HEADS, check_scheduler, head_repeats, heads_of
@@ -83,6 +84,7 @@ class KVOffloaddConnector(OffloadingConnector):
         _complete(vllm_config)
         extra[IDENTITY] = identity_of(vllm_config)
         extra[STATES] = _states(kv_cache_config)
+        extra[REACHES] = _reaches(kv_cache_config)
         extra[HEADS] = heads_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if (
@@ -279,6 +281,22 @@ def _states(kv_cache_config: KVCacheConfig) -> list[int]:
     """Groups of which vLLM keeps the state at the end of a request's full blocks alone, and hands it over by itself."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
+
+
+def _reaches(kv_cache_config: KVCacheConfig) -> dict[int, int]:
+    """Of each group that does not need all keys of a prefix: how many tokens before its end it needs, by the rule of
+    vLLM's scheduler (`get_sliding_window_size_in_chunks`). Of a state it is the last one.
+    """
+    found = {}
+    for at, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            found[at] = max(spec.sliding_window, spec.sliding_window - 1 + spec.extra_retained_tokens)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            found[at] = spec.attention_chunk_size
+        elif isinstance(spec, MambaSpec):
+            found[at] = 1
+    return found
 
 
 def _complete(vllm_config: VllmConfig) -> None:
