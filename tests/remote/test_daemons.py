@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +12,10 @@ import pytest
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.sharedstore import patient
 from tests.remote.conftest import Cluster
+from tests.remote.site import Site, remote
 
 pytestmark = pytest.mark.remote
 
@@ -29,27 +25,6 @@ FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
 """Keys of 96 KiB: all of them take some seconds over a slow link."""
 Start = Callable[..., Daemon]
 each_engine = pytest.mark.parametrize("kind", ["mooncake", "valkey"])
-
-
-@dataclass
-class Site:
-    """Daemons that share a cluster's store; the agent of each is on a host of its own."""
-
-    cluster: Cluster
-    start_daemon: Start
-    folder: Path
-
-    def daemon(self, number: int, *settings: str) -> Daemon:
-        """With deadlines for a busy machine, unless `settings` say otherwise."""
-        where = self.cluster.lab.hosts[number]
-        python = self.folder / f"python-{number}"
-        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {" ".join(where.enter)} {sys.executable} "$@"\n')
-        python.chmod(0o700)
-        here = {f"{self.cluster.kind}.{name}": str(value) for name, value in self.cluster.settings(where).items()}
-        here |= {"remote.python": str(python)} | dict(setting.split("=", 1) for setting in settings)
-        daemon = self.start_daemon(*patient(self.cluster.kind, here), memory="256MiB")
-        daemon.expected_in_log = "agent"
-        return daemon
 
 
 @pytest.fixture
@@ -69,11 +44,6 @@ def lives(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def remote(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.status()["remote"]
-    return found
 
 
 def rank_of(daemon: Daemon) -> Rank:

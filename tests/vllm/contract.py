@@ -81,6 +81,8 @@ FIELDS = {
     "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.base:PrepareStoreOutput": "keys_to_store store_spec evicted_keys",
     "vllm.v1.kv_offload.base:ReqContext": "req_id",
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window extra_retained_tokens",
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "attention_chunk_size",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
         "finished_sending finished_recving failed_recving"
     ),

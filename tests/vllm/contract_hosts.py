@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffloadd.integrations.vllm.caches import announced
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.e2e.sharedstore import Store
@@ -40,8 +42,7 @@ class Hosts:
             Modelless(tiny, kind, daemon, by_connector(daemon.socket)) for daemon in (self.here, self.there)
         )
         for engine in (self.computes, self.loads):
-            until(lambda engine=engine: engine.generate([[3]]) and is_connected(engine), "its lookups reach the daemon")
-            until(lambda engine=engine: any(_remote(engine.daemon)["eras"].values()), "an era is known")
+            until(partial(_is_ready, engine), "its lookups reach the daemon, which knows an era")
 
     def share(self, prompt: list[int], **given: Any) -> None:
         """The first host computes it, and the store gets all of it."""
@@ -70,6 +71,11 @@ class Hosts:
             engine.close()
 
 
+def _is_ready(engine: Modelless) -> bool:
+    engine.generate([[3]])
+    return is_connected(engine) and any(_remote(engine.daemon)["eras"].values())
+
+
 def _remote(daemon: Daemon) -> dict[str, Any]:
     found: dict[str, Any] = daemon.status()["remote"]
     return found
@@ -96,6 +102,15 @@ def prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(LENGTH)]
 
 
+def test_windows_are_those_that_vllm_looks_up(make_hosts: Callable[[str], Hosts]) -> None:
+    engine = make_hosts("hybrid").computes
+    groups = announced(engine.worker.connector_worker.spec.config).groups
+    looked_up = [
+        group.sliding_window_size_in_chunks for group in engine.scheduler.connector.scheduler.config.kv_group_configs
+    ]
+    assert [group.window_keys or None for group in groups] == looked_up == [None, WINDOW_KEYS]
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_only_what_is_of_use_is_fetched(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str) -> None:
     """All keys of full attention, and of a window those at its end: one more, for a prompt that might end there."""
@@ -117,9 +132,7 @@ def test_what_is_not_in_a_window_is_missed_by_nobody(make_hosts: Callable[[str],
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("length", [15 * BLOCK - 1, 15 * BLOCK, 15 * BLOCK + 1])
-def test_prompts_of_whole_keys(
-    make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str, length: int
-) -> None:
+def test_prompts_of_whole_keys(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str, length: int) -> None:
     """What one daemon would serve its own engine, the other one serves, too."""
     hosts = make_hosts(kind)
     hosts.share_history(prompt[:length], 15)

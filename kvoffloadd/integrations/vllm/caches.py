@@ -38,8 +38,8 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
     group = config.groups[at]
     keeps_state = group.group_id in config.extra_config.get(STATES, ())
     tokens_per_key = group.tokens_per_block * config.cache.blocks_per_chunk
-    # vLLM asks key by key, and says itself which ones a hit needs; but a store that hosts share is asked for those alone
-    # that can be of use. Without our connector nobody tells which groups have windows.
+    # vLLM asks key by key, and says itself which ones a hit needs. But from a store that hosts share only those come
+    # that are of use. Without our connector nobody tells which groups have windows.
     reach = config.extra_config.get(REACHES, {}).get(group.group_id)
     return Group(
         group=group.group_id,

@@ -46,8 +46,8 @@ class RequestState:
 
     request: str
     end_of: Callable[[bytes], int | None] | None = None
-    """Where in the prompt a key ends, in tokens, as vLLM says; None: it asks in the order of the prompt anyway, which it
-    does not where there are windows: those it looks up from their end.
+    """Where in the prompt a key ends, in tokens, as vLLM says. None: vLLM asks in the order of the prompt anyway. Where
+    there are windows it does not: those it looks up from their end.
     """
     phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)

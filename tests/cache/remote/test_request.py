@@ -107,6 +107,8 @@ def test_where_the_last_token_is_to_be_computed_the_shorter_prefix_has_its_windo
     there = [np.ones(8, bool) for _ in groups]
     chosen = needed_keys(groups, there, MUCH)
     assert [mask.tolist() for mask in chosen] == [[True] * 8, [False] * 4 + [True] * 4, [False] * 6 + [True] * 2]
-    there[0][7] = False  # the longest prefix ends before the prompt does: nothing is left to be computed but what follows
+    there[0][7] = (
+        False  # the longest prefix ends before the prompt does: nothing is left to be computed but what follows
+    )
     chosen = needed_keys(groups, there, MUCH)
     assert [np.flatnonzero(mask).tolist() for mask in chosen] == [[0, 1, 2, 3, 4, 5, 6], [4, 5, 6], [6]]
