@@ -30,6 +30,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
 from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
@@ -596,6 +597,37 @@ def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngin
         assert by_heads(build_offloading_config(one.config, cache)) == agree
         with nullcontext() if agree else pytest.raises(UsageError, match="unlike"):
             KVOffloaddConnector(one.config, KVConnectorRole.WORKER, cache)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_nodes_are_refused(engine: StartEngine, role: KVConnectorRole) -> None:
+    """Where one engine has ranks on several; not where each has a replica of its own."""
+    one = engine()
+    parallel = one.config.parallel_config
+    parallel.nnodes = 2
+    with pytest.raises(UsageError, match="--nnodes 2"):
+        KVOffloaddConnector(one.config, role, one.cache)
+    parallel.data_parallel_size = 2
+    parallel.data_parallel_size_local = 1
+    KVOffloaddConnector(one.config, role, one.cache).shutdown()
+
+
+def test_nodes_are_refused_by_the_spec_alone(engine: StartEngine) -> None:
+    one = engine("dense", by_spec)
+    one.config.parallel_config.nnodes = 2
+    with set_current_vllm_config(one.config), pytest.raises(UsageError, match="--nnodes 2"):
+        one.worker.register_kv_caches(one.layers)
+
+
+def test_ranks_on_other_hosts_are_refused(engine: StartEngine) -> None:
+    """Wherever Ray has placed them: each tells its host before the first request."""
+    one = engine()
+    here = one.worker.get_handshake_metadata()
+    scheduler = one.scheduler.connector
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): here, (1, 0): here})
+    other = RankHost("00000000-0000-0000-0000-000000000000")
+    with pytest.raises(UsageError, match=r"--distributed-executor-backend ray .*: PP 0 TP 1, PP 1 TP 0\."):
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): here, (1, 0): other, (0, 1): other})
 
 
 def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:

@@ -24,12 +24,14 @@ from scripts.harness.wait import until
 from tests.remote.conftest import make_cluster
 from tests.remote.site import Site, remote
 from tests.vllm.conftest import TRAITS, Reference, StartDaemon
-from tests.vllm.engine import COUNT, Engine, Prompts, Request, by_connector, cached, prompts, settle, tokens
+from tests.vllm.engine import Engine, Prompts, Request, by_connector, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 HERE, THERE = range(2)
 STORE_BYTES = 256 << 20
+COUNT = 4
+"""Prompts at a time."""
 PREFILL = {"do_remote_decode": True}
 DECODE = {"do_remote_prefill": True}
 AS_LATE = {"linear": {"prefix_match_unit": 4}}
@@ -132,10 +134,10 @@ def make_pair(
 
 @pytest.mark.parametrize(("kind", "store"), [("dense", "mooncake"), ("hybrid", "valkey"), ("linear", "mooncake")])
 def test_prefill_here_and_decode_there(
-    make_pair: Callable[[str, str], Pair], reference: Reference, asked: Prompts, kind: str, store: str
+    make_pair: Callable[[str, str], Pair], reference: Reference, kind: str, store: str
 ) -> None:
     """Of 501 tokens 480 are loaded, and 500 of prompts that are handed over."""
-    others = prompts(3)
+    asked, others = prompts(2, COUNT), prompts(3, COUNT)
     whole = reference(kind, asked)
     handed = reference(kind, others, **AS_LATE.get(kind, {}))
     pair = make_pair(kind, store)
@@ -157,7 +159,7 @@ def test_whatever_dies(
     """Each of the processes once, in random order, at a random moment in which both engines have requests."""
     victims = ["store", *(["master"] if store == "mooncake" else []), "daemon 0", "daemon 1", "agent 0", "agent 1"]
     rng.shuffle(victims)
-    rounds = [prompts(rng.randrange(1 << 30), 6) for _ in range(len(victims) + 1)]
+    rounds = [prompts(rng.randrange(1 << 30), COUNT) for _ in range(len(victims) + 1)]
     expected = [reference(kind, some) for some in rounds]
     pair = make_pair(kind, store)
     pair.compute(rounds[0], params=PREFILL)

@@ -18,6 +18,7 @@ from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, Options, inst
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
+from kvoffloadd.integrations.vllm.onehost import refuse_nodes
 from kvoffloadd.integrations.vllm.parts import by_heads, why_one_size
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
@@ -74,9 +75,12 @@ class KVOffloaddSpec(OffloadingSpec):
         return KVOffloaddManager(lookup_thread, groups, self._options, event_thread, has_windows=has_windows)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back."""
+        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back, and where
+        other ranks are on other hosts.
+        """
         engine = get_current_vllm_config_or_none()
         if engine is not None and IDENTITY not in self.config.extra_config:
+            refuse_nodes(engine)
             warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.head_repeats)
