@@ -14,7 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,13 +22,22 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
-from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata
+from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
@@ -152,6 +161,33 @@ def test_a_load_that_one_rank_lost_is_lost() -> None:
     both = one.aggregate(other)
     assert (both.completed_jobs, both.lost) == ({1: 2, 2: 1}, {"a", "b"})
     assert both.aggregate(WorkerMetadata({2: 1})).lost == {"a", "b"}
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 48])
+def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
+    """Also where a rank is told of each layer, in wrappers, and its scheduler of the first one."""
+    common = {"block_size": 16, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.float32}
+    full, sliding = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=100)
+    wrapped = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": sliding, "b": sliding})
+    kept = dataclasses.replace(sliding, extra_retained_tokens=30)
+    chunked = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    specs = [full, sliding, wrapped, kept, chunked, state]
+    groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
+    reaches = _reaches(KVCacheConfig(1, [], groups))
+    keys = [-(-reaches[at] // chunk) if at in reaches else None for at in range(len(specs))]
+    told = [sliding if spec is wrapped else spec for spec in specs]
+    assert keys == [_window_rule()(spec, chunk) for spec in told]
+
+
+def _window_rule() -> Callable[..., int | None]:
+    """vLLM's own, wherever it is."""
+    package = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    for name in ("config", "scheduler"):
+        found = getattr(importlib.import_module(f"{package}.{name}"), "get_sliding_window_size_in_chunks", None)
+        if found is not None:
+            return cast(Callable[..., int | None], found)
+    raise AssertionError("vLLM has no such rule any more")
 
 
 # --- driven by vLLM's scheduler -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from scripts.harness.wait import until
 from tests.remote.conftest import make_cluster
 from tests.remote.site import Site, remote
 from tests.vllm.conftest import TRAITS, Reference, StartDaemon
-from tests.vllm.engine import Engine, Prompts, Request, by_connector, cached, prompts, settle, tokens
+from tests.vllm.engine import Engine, Prompts, Request, by_chunks, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -51,7 +51,7 @@ class Pair:
                 Engine(
                     model,
                     folder / f"engine-{at}.log",
-                    connector=by_connector(daemon.socket),
+                    connector=by_chunks(daemon.socket, 1),
                     python=str(site.python(at, sys.executable)),
                     **TRAITS[kind],
                 )
