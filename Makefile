@@ -51,7 +51,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-vllm test-sglang test-remote test-service soak mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-vllm test-hosts test-sglang test-remote test-service soak mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -94,7 +94,7 @@ build/cuda-bindings-%/.ready: requirements-bindings.lock $(READY)
 	@touch $@
 
 test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on the CPU, in a venv of its own
-	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm
+	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm --ignore=tests/vllm/test_hosts.py
 	@VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_NEXT):$(CURDIR) \
 		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py \
 		tests/vllm/test_layouts.py
@@ -113,6 +113,9 @@ $(VLLM_READY): pyproject.toml requirements-vllm.lock $(C_SOURCES)
 	@$(VLLM_PIP) uninstall -qq --yes triton
 	@$(VLLM_PIP) install -qq --no-deps --editable .
 	@touch $@
+
+test-hosts: $(VLLM_READY) $(REMOTE_READY) ## two real vLLM engines that share a remote store; hosts of their own as root
+	@$(VLLM_VENV)/bin/python -m pytest -q -rs -m vllm tests/vllm/test_hosts.py
 
 test-sglang: $(SGLANG_READY) ## the tests with a real SGLang on the CPU, in a venv of its own
 	@$(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/sglang

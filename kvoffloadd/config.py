@@ -33,6 +33,11 @@ AUTO = "auto"
 ROOT_BYTES_MIN = 4 * MIB
 """Least capacity of a disk root."""
 
+STUCK_RATIO = 1.25
+"""`remote.stuck_s` has to be so many times the deadline of the store's own calls: each of them ends before the agent is
+killed for it, on a busy machine, too.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class DiskRoot:
@@ -150,6 +155,8 @@ class ValkeyConfig:
     """Valkey or Redis, for `remote.engine`."""
 
     url: str = _key("", checks.name)
+    ttl_s: float = _key(7 * 86_400.0, checks.seconds(1, 366 * 86_400))
+    deadline_s: float = _key(4.0, checks.seconds(0.1, 480))
     password_file: str = _key("", checks.path_or_empty)
     ca_file: str = _key("", checks.path_or_empty)
     cert_file: str = _key("", checks.path_or_empty)
@@ -413,5 +420,12 @@ def _remote_contradictions(config: Config) -> Iterator[str]:
         yield f'remote.engine = "{engine}": {engine}.{key} is missing'
     if engine == "memory" and not config.remote.directory:
         yield 'remote.engine = "memory": remote.directory is missing'
+    stuck_s, deadline_s = config.remote.stuck_s, config.valkey.deadline_s
+    if engine == "valkey" and stuck_s < STUCK_RATIO * deadline_s:
+        yield (
+            f"remote.stuck_s = {stuck_s:g}: the agent would be killed for calls that valkey.deadline_s = "
+            f"{deadline_s:g} is about to end: make stuck_s {STUCK_RATIO * deadline_s:g} or more, or valkey.deadline_s "
+            f"{stuck_s / STUCK_RATIO:g} or less"
+        )
     if "@" in config.valkey.url and ":" in config.valkey.url.rpartition("@")[0].partition("://")[2]:
         yield "valkey.url: has a password in it: put it into a file, and name that in valkey.password_file"

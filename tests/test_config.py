@@ -317,6 +317,33 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("stuck_s", "deadline_s", "words"),
+    [
+        (4.9, None, "make stuck_s 5 or more, or valkey.deadline_s 3.92 or less"),
+        (5, 10, "make stuck_s 12.5 or more, or valkey.deadline_s 4 or less"),
+        (None, 4.5, "make stuck_s 5.625 or more"),
+        (5, 4, ""),
+        (0.5, 0.4, ""),
+    ],
+)
+def test_the_agent_is_not_killed_before_its_calls_can_end(
+    tmp_path: Path, stuck_s: float | None, deadline_s: float | None, words: str
+) -> None:
+    text = '[remote]\nengine = "valkey"\n'
+    text += "" if stuck_s is None else f"stuck_s = {stuck_s}\n"
+    text += '[valkey]\nurl = "redis://10.0.0.1"\n'
+    text += "" if deadline_s is None else f"deadline_s = {deadline_s}\n"
+    path = write(tmp_path, text)
+    if not words:
+        config.load(path)
+        return
+    (_, told) = problems(path)
+    assert f"remote.stuck_s = {5 if stuck_s is None else stuck_s}: " in told
+    assert words in told
+    config.load(write(tmp_path, text.replace('"valkey"', '"memory"\ndirectory = "/x"')))
+
+
 @pytest.mark.parametrize("key", ["pitched_row_bytes", "kernel_row_bytes"])
 def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) -> None:
     for text, expected in (('"auto"', "auto"), ('"28KiB"', 28 << 10), ("0", 0)):

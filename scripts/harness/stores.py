@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Self
 
 from scripts.harness.lab import Host
-from scripts.harness.process import DaemonError, end, spawn, tail
+from scripts.harness.process import ROOT, DaemonError, end, spawn, tail
 from scripts.harness.wait import HANG_S, until
 
 _STOP_S = 10.0
+_REMOTE_PYTHON = ROOT / "build" / "remote-venv" / "bin" / "python"
 _VALKEYS = ("valkey-server", "redis-server")
 
 
@@ -91,7 +92,7 @@ class Master(StoreProcess):
     def __init__(self, host: Host, folder: Path, *options: str) -> None:
         port, metrics = _free_ports(host, 2)
         command = [
-            str(_mooncake() / "mooncake_master"),
+            _binary("mooncake_master"),
             *(f"--rpc_address={host.address}", f"--rpc_port={port}", "--rpc_thread_num=2"),
             *(f"--metrics_host={host.address}", f"--metrics_port={metrics}", "--logtostderr=true"),
             *options,
@@ -105,7 +106,7 @@ class MooncakeStore(StoreProcess):
     def __init__(self, host: Host, folder: Path, master: Master, memory: str = "64MB") -> None:
         (port,) = _free_ports(host, 1)
         command = [
-            str(_mooncake() / "mooncake_client"),
+            _binary("mooncake_client"),
             *(f"--host={host.address}", f"--port={port}", f"--master_server_address={master.place}"),
             *("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--global_segment_size={memory}"),
         ]
@@ -132,12 +133,20 @@ class Valkey(StoreProcess):
         super().__init__(host, port, command, log)
 
 
+def remote_python() -> str:
+    """The interpreter that has Mooncake: ours, or that of `make test-remote`."""
+    ours = importlib.util.find_spec("mooncake") is not None or not _REMOTE_PYTHON.exists()
+    return sys.executable if ours else str(_REMOTE_PYTHON)
+
+
 @cache
-def why_no_mooncake() -> str:
-    """Why its package is of no use here; empty: it is. It is imported elsewhere: it takes over signals."""
-    if importlib.util.find_spec("mooncake") is None:
+def why_no_mooncake(python: str = sys.executable) -> str:
+    """Why its package is of no use to this interpreter; empty: it is. A process of its own imports it: it takes over
+    signals.
+    """
+    if not _mooncake(python):
         return "Mooncake is not installed: see `make test-remote`"
-    command = [sys.executable, "-c", "import mooncake.store"]
+    command = [python, "-c", "import mooncake.store"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
     if done.returncode:
         return f"Mooncake can't be imported: {done.stderr.strip().splitlines()[-1]} (Debian: apt install libibverbs1)"
@@ -167,8 +176,18 @@ def _valkey_server() -> str | None:
     return next(filter(None, map(shutil.which, _VALKEYS)), None)
 
 
-def _mooncake() -> Path:
-    spec = importlib.util.find_spec("mooncake")
-    if spec is None or not spec.submodule_search_locations:
+@cache
+def _mooncake(python: str) -> str:
+    """Where the package is; empty: nowhere."""
+    program = (
+        "import importlib.util as u; s = u.find_spec('mooncake'); print(*s.submodule_search_locations if s else ())"
+    )
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False, timeout=HANG_S)
+    return done.stdout.strip()
+
+
+def _binary(name: str) -> str:
+    folder = _mooncake(remote_python())
+    if not folder:
         raise DaemonError(why_no_mooncake())
-    return Path(spec.submodule_search_locations[0])
+    return str(Path(folder) / name)

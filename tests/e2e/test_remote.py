@@ -11,54 +11,14 @@ import pytest
 
 from kvoffloadd.client import Found, Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
-from kvoffloadd.objectnames import PREFIX
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import Switch, disk_settings
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
+from tests.e2e.sharedstore import Store
 
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
-
-
-class Store:
-    """The directory of engine "memory", and the faults of each daemon's agent."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "store"
-        self.folder = folder
-
-    def settings(self, *more: str) -> list[str]:
-        """Of a daemon that uses it. Generous deadlines: the machine may be busy."""
-        chosen = {
-            "remote.engine": "memory",
-            "remote.directory": str(self.path),
-            "remote.push": "seal",
-            "remote.lookup_s": "10",
-            "remote.fetch_s": "60",
-            "remote.prefetch_s": "60",
-            "remote.stuck_s": "60",
-            "remote.min_keys": "1",
-            "remote.miss_ttl_s": "0",
-            "remote.era_poll_s": "0.05",
-        }
-        chosen |= dict(setting.split("=", 1) for setting in more)
-        return [f"{name}={value}" for name, value in chosen.items()]
-
-    def objects(self) -> list[Path]:
-        """Keys, without pointers and markers."""
-        return [path for path in self.path.iterdir() if path.name.count("%2F") > 3 and path.name.startswith(PREFIX)]
-
-    def small(self) -> list[Path]:
-        """Pointers and markers."""
-        return [path for path in self.path.iterdir() if path.name.count("%2F") <= 3 and path.name.startswith(PREFIX)]
-
-    def pointer(self) -> Path:
-        (found,) = [path for path in self.small() if path.name.endswith("%2Fera")]
-        return found
-
-    def markers(self) -> list[Path]:
-        return [path for path in self.small() if "%2Fera%2F" in path.name]
 
 
 @pytest.fixture

@@ -57,16 +57,18 @@ def remote_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_cluster(kind: str, lab: Lab, folder: Path, stack: ExitStack, *options: str) -> Cluster:
+def make_cluster(
+    kind: str, lab: Lab, folder: Path, stack: ExitStack, *options: str, memory_bytes: int = MEMORY_BYTES
+) -> Cluster:
     """`options`: flags of the master, or words of Valkey's command. Store: on the last host, master: hub."""
     if kind == "memory":
-        settings = {"directory": str(folder / "objects"), "capacity_bytes": MEMORY_BYTES}
+        settings = {"directory": str(folder / "objects"), "capacity_bytes": memory_bytes}
         return Cluster(kind, lab, folder, lambda _: settings)
     if kind == "mooncake":
         master = stack.enter_context(Master(lab.hub, folder, *options))
-        store = stack.enter_context(MooncakeStore(lab.hosts[-1], folder, master, f"{MEMORY_BYTES >> 20}MB"))
+        store = stack.enter_context(MooncakeStore(lab.hosts[-1], folder, master, f"{memory_bytes >> 20}MB"))
         return Cluster(kind, lab, folder, lambda host: {"master": master.place, "host": host.address}, [store, master])
-    server = stack.enter_context(Valkey(lab.hosts[-1], folder, *options, memory=f"{MEMORY_BYTES >> 20}mb"))
+    server = stack.enter_context(Valkey(lab.hosts[-1], folder, *options, memory=f"{memory_bytes >> 20}mb"))
     return Cluster(kind, lab, folder, lambda _: {"url": f"redis://{server.place}"}, [server])
 
 

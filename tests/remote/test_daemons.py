@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +12,10 @@ import pytest
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.conftest import Cluster
+from tests.remote.site import Site, remote
 
 pytestmark = pytest.mark.remote
 
@@ -28,38 +25,6 @@ FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
 """Keys of 96 KiB: all of them take some seconds over a slow link."""
 Start = Callable[..., Daemon]
 each_engine = pytest.mark.parametrize("kind", ["mooncake", "valkey"])
-
-
-@dataclass
-class Site:
-    """Daemons that share a cluster's store; the agent of each is on a host of its own."""
-
-    cluster: Cluster
-    start_daemon: Start
-    folder: Path
-
-    def daemon(self, number: int, *settings: str) -> Daemon:
-        """With deadlines for a busy machine, unless `settings` say otherwise."""
-        where = self.cluster.lab.hosts[number]
-        python = self.folder / f"python-{number}"
-        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {" ".join(where.enter)} {sys.executable} "$@"\n')
-        python.chmod(0o700)
-        chosen = {
-            "remote.engine": self.cluster.kind,
-            "remote.python": str(python),
-            "remote.push": "seal",
-            "remote.lookup_s": "10",
-            "remote.fetch_s": "60",
-            "remote.stuck_s": "60",
-            "remote.min_keys": "1",
-            "remote.miss_ttl_s": "0",
-            "remote.era_poll_s": "0.05",
-            **{f"{self.cluster.kind}.{name}": value for name, value in self.cluster.settings(where).items()},
-        }
-        chosen |= dict(setting.split("=", 1) for setting in settings)
-        daemon = self.start_daemon(*(f"{name}={value}" for name, value in chosen.items()), memory="256MiB")
-        daemon.expected_in_log = "agent"
-        return daemon
 
 
 @pytest.fixture
@@ -79,11 +44,6 @@ def lives(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def remote(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.status()["remote"]
-    return found
 
 
 def rank_of(daemon: Daemon) -> Rank:
@@ -160,6 +120,18 @@ def test_the_store_is_gone_for_a_while(site: Callable[[str], Site], keys: Keys, 
     fresh = keys[16:32]
     until(lambda: _arrives(a, b, fresh), "they share again", every_s=0.5)
     assert b.loads_right(fresh)
+
+
+def test_keys_expire(site: Callable[[str], Site], keys: Keys) -> None:
+    """With the time to live that the config says. The era stays."""
+    made = site("valkey")
+    here, there = made.daemon(0, "valkey.ttl_s=1"), made.daemon(1)
+    a, b = rank_of(here), rank_of(there)
+    eras = remote(here)["eras"]
+    push(here, a, keys)
+    singly = iter(range(KEYS))
+    until(lambda: states(b, keys[(at := next(singly)) : at + 1]) == [MISS], "they have expired", every_s=0.2)
+    assert remote(here)["eras"] == remote(there)["eras"] == eras
 
 
 def _arrives(a: Rank, b: Rank, keys: Keys) -> bool:

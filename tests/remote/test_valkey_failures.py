@@ -97,6 +97,18 @@ def test_a_server_that_was_started_again_is_found_at_once(make_isolated: Make) -
     assert get(engine, SMALL)[0] == [Code.MISS]
 
 
+def test_objects_expire(start: Make) -> None:
+    """All but what is pinned, and put once more they are there for as long again."""
+    engine = start().engine(0, {"ttl_s": 1.0})
+    put(engine, SMALL)
+    for pinned in (True, False):
+        assert engine.call("write", f"kvo1/{pinned}", b"x", if_absent=True, pinned=pinned) == 1
+    names = [SMALL.name, "kvo1/True", "kvo1/False"]
+    until(lambda: engine.exists(*names) == [NO, YES, NO], "they have expired")
+    assert get(engine, SMALL)[0] == [Code.MISS]
+    assert put(engine, SMALL) == [SMALL.size_bytes]
+
+
 def test_a_server_that_may_not_evict(make_isolated: Make) -> None:
     """Full is full: the rest has no room, and what is there comes."""
     cluster = make_isolated("valkey", "--maxmemory-policy", "noeviction")
@@ -184,7 +196,7 @@ def test_a_cluster_is_refused_with_the_reason(start: Make) -> None:
     "wrong", ["http://127.0.0.1", "redis://", "127.0.0.1:6379", "redis://h:port", "redis://h/db", "unix://"]
 )
 def test_urls_that_cannot_be_right(start: Make, wrong: str) -> None:
-    with pytest.raises(DaemonError, match=r"EngineError \(operator\): remote.valkey.url"):
+    with pytest.raises(DaemonError, match=r"EngineError \(operator\): valkey.url"):
         start().engine(0, {"url": wrong})
 
 

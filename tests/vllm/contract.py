@@ -14,7 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,14 +22,24 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
-from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata
+from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from scripts.harness.daemon import Daemon
@@ -81,6 +91,8 @@ FIELDS = {
     "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.base:PrepareStoreOutput": "keys_to_store store_spec evicted_keys",
     "vllm.v1.kv_offload.base:ReqContext": "req_id",
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window extra_retained_tokens",
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "attention_chunk_size",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
         "finished_sending finished_recving failed_recving"
     ),
@@ -149,6 +161,33 @@ def test_a_load_that_one_rank_lost_is_lost() -> None:
     both = one.aggregate(other)
     assert (both.completed_jobs, both.lost) == ({1: 2, 2: 1}, {"a", "b"})
     assert both.aggregate(WorkerMetadata({2: 1})).lost == {"a", "b"}
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 48])
+def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
+    """Also where a rank is told of each layer, in wrappers, and its scheduler of the first one."""
+    common = {"block_size": 16, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.float32}
+    full, sliding = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=100)
+    wrapped = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": sliding, "b": sliding})
+    kept = dataclasses.replace(sliding, extra_retained_tokens=30)
+    chunked = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
+    state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+    specs = [full, sliding, wrapped, kept, chunked, state]
+    groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
+    reaches = _reaches(KVCacheConfig(1, [], groups))
+    keys = [-(-reaches[at] // chunk) if at in reaches else None for at in range(len(specs))]
+    told = [sliding if spec is wrapped else spec for spec in specs]
+    assert keys == [_window_rule()(spec, chunk) for spec in told]
+
+
+def _window_rule() -> Callable[..., int | None]:
+    """vLLM's own, wherever it is."""
+    package = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    for name in ("config", "scheduler"):
+        found = getattr(importlib.import_module(f"{package}.{name}"), "get_sliding_window_size_in_chunks", None)
+        if found is not None:
+            return cast(Callable[..., int | None], found)
+    raise AssertionError("vLLM has no such rule any more")
 
 
 # --- driven by vLLM's scheduler -----------------------------------------------------------------------
@@ -594,6 +633,37 @@ def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngin
         assert by_heads(build_offloading_config(one.config, cache)) == agree
         with nullcontext() if agree else pytest.raises(UsageError, match="unlike"):
             KVOffloaddConnector(one.config, KVConnectorRole.WORKER, cache)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_nodes_are_refused(engine: StartEngine, role: KVConnectorRole) -> None:
+    """Where one engine has ranks on several; not where each has a replica of its own."""
+    one = engine()
+    parallel = one.config.parallel_config
+    parallel.nnodes = 2
+    with pytest.raises(UsageError, match="--nnodes 2"):
+        KVOffloaddConnector(one.config, role, one.cache)
+    parallel.data_parallel_size = 2
+    parallel.data_parallel_size_local = 1
+    KVOffloaddConnector(one.config, role, one.cache).shutdown()
+
+
+def test_nodes_are_refused_by_the_spec_alone(engine: StartEngine) -> None:
+    one = engine("dense", by_spec)
+    one.config.parallel_config.nnodes = 2
+    with set_current_vllm_config(one.config), pytest.raises(UsageError, match="--nnodes 2"):
+        one.worker.register_kv_caches(one.layers)
+
+
+def test_ranks_on_other_hosts_are_refused(engine: StartEngine) -> None:
+    """Wherever Ray has placed them: each tells its host before the first request."""
+    one = engine()
+    here = one.worker.get_handshake_metadata()
+    scheduler = one.scheduler.connector
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): here, (1, 0): here})
+    other = RankHost("00000000-0000-0000-0000-000000000000")
+    with pytest.raises(UsageError, match=r"--distributed-executor-backend ray .*: PP 0 TP 1, PP 1 TP 0\."):
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): here, (1, 0): other, (0, 1): other})
 
 
 def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:

@@ -20,7 +20,7 @@ from kvoffloadd.integrations.vllm import handoff
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import until
 from tests.vllm.engine import by_connector
-from tests.vllm.modelless import BLOCK, BLOCKS, Modelless
+from tests.vllm.modelless import BLOCK, BLOCKS, Modelless, is_connected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -48,16 +48,12 @@ def pair(start_daemon: StartDaemon) -> Iterator[StartPair]:
         tiny = os.environ["KVOFFLOADD_TINY_MODEL"]
         for _ in range(2):
             made.append(Modelless(tiny, kind, daemon, by_connector(daemon.socket, chunk, **extra)))
-            until(lambda: made[-1].generate([[3]]) and _is_connected(made[-1]), "its lookups reach the daemon")
+            until(lambda: made[-1].generate([[3]]) and is_connected(made[-1]), "its lookups reach the daemon")
         return made[-2], made[-1]
 
     yield start
     for one in made:
         one.close()
-
-
-def _is_connected(one: Modelless) -> bool:
-    return bool(one.scheduler.connector.scheduler.manager._lookup_thread.connected)
 
 
 @pytest.fixture

@@ -202,6 +202,11 @@ class Modelless:
         return [layer.view(torch.int64).view(BLOCKS, BLOCK, _TOKEN_WORDS) for layer in layers]
 
 
+def is_connected(engine: Modelless) -> bool:
+    """Whether its lookups reach the daemon."""
+    return bool(engine.scheduler.connector.scheduler.manager._lookup_thread.connected)
+
+
 def _told(tokens: list[int]) -> list[int]:
     """For each token a number that names it and all before it."""
     digest = hashlib.blake2b(digest_size=7)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 DEADLINE_S: Final = 4.0
 """Of a call that moves bytes, unless `deadline_s` says otherwise: shorter than what the daemon kills the agent for."""
 _SMALL_S: Final = 1.0
-"""Of all others."""
+"""Of all others, if `deadline_s` is not shorter."""
 _PORT: Final = 6379
 _TLS_OF_SCHEME: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
 _OBJECT_BYTES_MAX: Final = 512 << 20
@@ -40,7 +40,7 @@ _SHARE_MAX: Final = 16
 and only then refuse it.
 """
 _TTL_S: Final = 7 * 86400
-"""Of what is not pinned, unless `ttl_s` says otherwise. It is not renewed: what is of use then is put again."""
+"""Of what is not pinned, unless `ttl_s` says otherwise. It is not renewed: who computes it then puts it there again."""
 _SCANNED: Final = 1000
 _PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._-]+")
 _NO_SPACE: Final = "OOM"
@@ -56,7 +56,7 @@ class ValkeyEngine:
 
     def __init__(self) -> None:
         self._server = Server("", 0)
-        self._deadline_s = DEADLINE_S
+        self._deadline_s, self._small_s = DEADLINE_S, _SMALL_S
         self._expires = ("EX", str(_TTL_S))
         self._about = "valkey"
         self._object_bytes_max = _OBJECT_BYTES_MAX
@@ -67,6 +67,7 @@ class ValkeyEngine:
         """Connect, and see whether it takes commands of ours. Raises EngineError."""
         self._server = _server(settings)
         self._deadline_s = float(settings.get("deadline_s", DEADLINE_S))
+        self._small_s = min(_SMALL_S, self._deadline_s)
         self._expires = ("EX", str(int(settings.get("ttl_s", _TTL_S))))
         try:
             with self._connection(time.monotonic() + self._deadline_s) as connection:
@@ -115,11 +116,11 @@ class ValkeyEngine:
         with self._lock:
             self._idle.append(connection)
 
-    def _call(self, work: Callable[[RespConnection], T], deadline_s: float = _SMALL_S) -> T:
+    def _call(self, work: Callable[[RespConnection], T], deadline_s: float | None = None) -> T:
         """Once more if the server has closed the connection, as one that was started again has. All calls are such that
         twice is as good as once. What was kept from before is of no use then either.
         """
-        until_s = time.monotonic() + deadline_s
+        until_s = time.monotonic() + (self._small_s if deadline_s is None else deadline_s)
         try:
             with self._connection(until_s) as connection:
                 return work(connection)
@@ -303,14 +304,14 @@ def _server(settings: Mapping[str, Any]) -> Server:
         if tls is None or not (url.path if url.scheme == "unix" else url.hostname):
             raise ValueError("redis://HOST:PORT/DB is needed, or rediss:// for TLS, or unix:///PATH")
     except ValueError as error:
-        raise EngineError(f"remote.valkey.url: {error}", fault="operator") from error
+        raise EngineError(f"valkey.url: {error}", fault="operator") from error
     password = unquote(url.password or "")
     try:
         if file := settings.get("password_file"):
             password = Path(str(file)).read_text(encoding="utf-8").strip()
         context = _tls(settings) if tls else None
     except (OSError, ValueError) as error:
-        raise EngineError(f"remote.valkey: {error}", fault="operator") from error
+        raise EngineError(f"valkey: {error}", fault="operator") from error
     if url.scheme == "unix":
         return Server(url.path, 0, 0, unquote(url.username or ""), password)
     return Server(url.hostname or "", port, database, unquote(url.username or ""), password, context)

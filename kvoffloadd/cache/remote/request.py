@@ -26,22 +26,33 @@ class RemoteKeys:
 def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_max: int) -> list[BoolArray]:
     """Which keys to fetch, by group: those that the longest prefix needs which local keys and those that the store has
     (`there`) restore together, if no more than `bytes_max` have to come for it. Nothing, if local keys restore as much.
+
+    A prefix that ends with the keys of the request may be the whole prompt, of which an engine computes the last token
+    by itself: what the next shorter one needs comes with it. That is a key more of each window, and a state.
     """
     local = _boundaries(groups, [group.local for group in groups])
     longest_local = local[0] if local else 0
     together = _boundaries(groups, [group.local | found for group, found in zip(groups, there, strict=True)])
     longer = [tokens for tokens in together if tokens > longest_local]
+    asked = min((group.first + len(group.keys)) * group.keyspace.schema.tokens_per_key for group in groups)
+
+    def needed(at: int) -> list[BoolArray]:
+        masks = _needed(groups, there, longer[at])
+        if longer[at] < asked or at + 1 == len(longer):
+            return masks
+        return [mask | more for mask, more in zip(masks, _needed(groups, there, longer[at + 1]), strict=True)]
+
     # What a prefix needs grows with it, or nearly so: the longest that fits is searched for by halves.
     low, high = 0, len(longer)
     while low < high:
         middle = (low + high) // 2
-        if _bytes(groups, _needed(groups, there, longer[middle])) <= bytes_max:
+        if _bytes(groups, needed(middle)) <= bytes_max:
             high = middle
         else:
             low = middle + 1
     if low == len(longer):
         return [np.zeros(len(group.keys), bool) for group in groups]
-    return _needed(groups, there, longer[low])
+    return needed(low)
 
 
 def _boundaries(groups: Sequence[RemoteKeys], hits: Sequence[BoolArray]) -> list[int]:

@@ -41,13 +41,14 @@ def arguments() -> dict[str, Any]:
 
 
 def refuse_parallel(pp_size: int, attn_cp_size: int, dcp_size: int) -> None:
-    """Raises UsageError for ranks that are not known to share keys well."""
-    given = {
-        "--pp-size": pp_size,
-        "--attn-cp-size": attn_cp_size,
-        "--dcp-size": dcp_size,
-        "--nnodes": get_parallel().nnodes,
-    }
+    """Raises UsageError for ranks that are not known to share keys well, and for ranks on several hosts."""
+    if (nodes := get_parallel().nnodes) > 1:
+        raise UsageError(
+            f"kvoffloadd needs all ranks of an engine on one host, and --nnodes {nodes} spreads them over {nodes}: "
+            "each host's daemon would have parts of keys alone, and nothing would hit. Leave --nnodes at 1, with a "
+            "--tp-size that fits one host"
+        )
+    given = {"--pp-size": pp_size, "--attn-cp-size": attn_cp_size, "--dcp-size": dcp_size}
     for flag, size in given.items():
         if size > 1:
             raise UsageError(f"kvoffloadd was not tried with {flag} {size}, and refuses it: leave it at 1")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
-from kvoffloadd.integrations.vllm.config import STATES
+from kvoffloadd.integrations.vllm.config import REACHES, STATES
 from kvoffloadd.integrations.vllm.parts import by_heads, held_refs, share
 from kvoffloadd.layout import CanonicalCache
 
@@ -37,11 +37,15 @@ def announced(config: Any) -> KvCache:
 def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> Group:
     group = config.groups[at]
     keeps_state = group.group_id in config.extra_config.get(STATES, ())
+    tokens_per_key = group.tokens_per_block * config.cache.blocks_per_chunk
+    # vLLM asks key by key, and says itself which ones a hit needs. But from a store that hosts share only those come
+    # that are of use. Without our connector nobody tells which groups have windows.
+    reach = config.extra_config.get(REACHES, {}).get(group.group_id)
     return Group(
         group=group.group_id,
-        # Windows or not (0.33 tells a spec of them): which keys a hit needs is vLLM's to say, and it asks key by key.
-        kind=GroupKind.FULL,
-        tokens_per_key=group.tokens_per_block * config.cache.blocks_per_chunk,
+        kind=GroupKind.FULL if reach is None else GroupKind.SLIDING,
+        window_keys=0 if reach is None else -(-reach // tokens_per_key),
+        tokens_per_key=tokens_per_key,
         refs=refs,
         blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
         parts=parts,

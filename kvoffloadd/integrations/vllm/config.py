@@ -25,6 +25,11 @@ STATES = "kvoffloadd_states"
 the model remembers at its end, and blocks in the middle of a request hold nothing.
 """
 
+REACHES = "kvoffloadd_reaches"
+"""Key of extra_config under which it says which groups have windows or states: the index of each -> how many tokens
+before its end a prefix needs of it. Of the others it needs all.
+"""
+
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
@@ -145,6 +150,8 @@ def _layout(config: Any, platform: str, release: str) -> str:
     )
     if config.cache.blocks_per_chunk > 1 and config.extra_config.get(STATES):
         said += (("states", *config.extra_config[STATES]),)
+    if config.extra_config.get(REACHES):
+        said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
     return f"vllm {release} {platform} {config.kv_cache_layout} {digest_of(said)}"
 
 

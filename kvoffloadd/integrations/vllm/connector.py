@@ -18,12 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.config import IDENTITY, STATES, identity_of
+from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, STATES, identity_of
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
+from kvoffloadd.integrations.vllm.onehost import RankHost, refuse_nodes, refuse_ranks_elsewhere
 from kvoffloadd.integrations.vllm.parts import HEADS, check_scheduler, head_repeats, heads_of
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
@@ -70,10 +72,7 @@ class KVOffloaddConnector(OffloadingConnector):
             )
         if not versions.check().tells_of_sleep:
             refuse_sleep(vllm_config, "this vLLM tells no connector of it; 0.33 does")
-        if vllm_config.parallel_config.nnodes > 1:
-            raise UsageError(
-                "KVOffloaddConnector needs all ranks on one host: each host's daemon would have half of a key"
-            )
+        refuse_nodes(vllm_config)
         if not vllm_config.cache_config.enable_prefix_caching and not extra.get(_WITHOUT_PREFIX_CACHING):
             raise UsageError(
                 "KVOffloaddConnector needs prefix caching, which is off: --no-enable-prefix-caching is set, or vLLM "
@@ -83,6 +82,7 @@ class KVOffloaddConnector(OffloadingConnector):
         _complete(vllm_config)
         extra[IDENTITY] = identity_of(vllm_config)
         extra[STATES] = _states(kv_cache_config)
+        extra[REACHES] = _reaches(kv_cache_config)
         extra[HEADS] = heads_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if (
@@ -105,6 +105,14 @@ class KVOffloaddConnector(OffloadingConnector):
             check_scheduler(self.connector_worker.spec.config, build_offloading_config(vllm_config, told))
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
             self.connector_worker = self._results
+
+    def get_handshake_metadata(self) -> RankHost:
+        """Of a rank: its host."""
+        return RankHost.here()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What all ranks have told, before the first request. Raises UsageError, which ends the engine's start."""
+        refuse_ranks_elsewhere(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended, with the loads that failed among it."""
@@ -279,6 +287,23 @@ def _states(kv_cache_config: KVCacheConfig) -> list[int]:
     """Groups of which vLLM keeps the state at the end of a request's full blocks alone, and hands it over by itself."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
+
+
+def _reaches(kv_cache_config: KVCacheConfig) -> dict[int, int]:
+    """Of each group that does not need all keys of a prefix: how many tokens before its end it needs, by the rule of
+    vLLM's scheduler (`get_sliding_window_size_in_chunks`). Of a state it is the last one.
+    """
+    found = {}
+    told = generate_scheduler_kv_cache_config([kv_cache_config])  # a rank knows specs of each layer, in wrappers
+    for at, group in enumerate(told.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, SlidingWindowSpec):
+            found[at] = max(spec.sliding_window, spec.sliding_window - 1 + spec.extra_retained_tokens)
+        elif isinstance(spec, ChunkedLocalAttentionSpec):
+            found[at] = spec.attention_chunk_size
+        elif isinstance(spec, MambaSpec):
+            found[at] = 1
+    return found
 
 
 def _complete(vllm_config: VllmConfig) -> None:

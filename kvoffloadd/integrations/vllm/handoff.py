@@ -204,6 +204,8 @@ class HandOff:
     def _look_up(self, status: RequestOffloadState, prompt: HandedPrompt, local_tokens: int) -> set[LookupResult]:
         """The tails first: without them the rest need not be asked for."""
         tails = [key for key in (self._tail(prompt, group) for group in self._groups) if key is not None]
+        for key in tails:
+            status.req_context.set_offload_key_position(key, prompt.loaded_tokens)
         answers = {self._scheduler.manager.lookup(key, status.req_context) for key in tails}
         if LookupResult.MISS in answers:
             return answers

@@ -65,8 +65,13 @@ class KVOffloaddManager(OffloadingManager):
         group_ids: Sequence[int],
         options: Options,
         event_thread: EventThread | None = None,
+        *,
+        has_windows: bool = False,
     ) -> None:
-        """`group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache events are enabled."""
+        """`group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache events are enabled.
+        `has_windows`: whether some groups need the end of a prefix alone.
+        """
+        self._has_windows = has_windows
         self._lookup_thread = lookup_thread
         self._event_thread = event_thread
         self._events_due_until = 0.0
@@ -95,7 +100,8 @@ class KVOffloaddManager(OffloadingManager):
         if state is None:
             if not self._lookup_thread.connected:
                 return LookupResult.MISS
-            state = self._requests[req_context.req_id] = RequestState(req_context.req_id)
+            end_of = req_context.get_offload_key_position if self._has_windows else None
+            state = self._requests[req_context.req_id] = RequestState(req_context.req_id, end_of)
         had_given_up = state.given_up
         answer = state.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
         if state.fresh:

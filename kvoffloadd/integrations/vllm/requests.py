@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvoffloadd.client import KeyState
@@ -44,6 +45,10 @@ class RequestState:
     """Of one request, until it is loaded, preempted or finished. Times are time.monotonic seconds."""
 
     request: str
+    end_of: Callable[[bytes], int | None] | None = None
+    """Where in the prompt a key ends, in tokens, as vLLM says. None: vLLM asks in the order of the prompt anyway. Where
+    there are windows it does not: those it looks up from their end.
+    """
     phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)
     """By offload key."""
@@ -111,11 +116,16 @@ class RequestState:
             self.phase, self.waiting_since = RequestPhase.ASKING, now
 
     def ask(self, generation: int = 0) -> PinRequest:
-        """What is `fresh`, as it goes to the daemon."""
-        self.asking = PinRequest(self.request, by_group(self.fresh, generation))
+        """What is `fresh`, as it goes to the daemon: in the order of the prompt."""
+        keys = self.fresh if self.end_of is None else sorted(self.fresh, key=self._place)
+        self.asking = PinRequest(self.request, by_group(keys, generation))
         self.pins.append(self.asking)
         self.fresh.clear()
         return self.asking
+
+    def _place(self, key: bytes) -> float:
+        end = None if self.end_of is None else self.end_of(key)
+        return math.inf if end is None else end
 
     def learn(self, pin: PinRequest, generation: int, now: float) -> int:
         """Take an answer; how many keys hit. What is pending and not on its way from disk is asked for once more."""

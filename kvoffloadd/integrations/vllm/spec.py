@@ -14,10 +14,11 @@ from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.blocks import warn_of_states
 from kvoffloadd.integrations.vllm.caches import announced
-from kvoffloadd.integrations.vllm.config import IDENTITY, Options, instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, Options, instance_of, namespace_of, unstable_hashes
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
+from kvoffloadd.integrations.vllm.onehost import refuse_nodes
 from kvoffloadd.integrations.vllm.parts import by_heads, why_one_size
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
@@ -70,12 +71,16 @@ class KVOffloaddSpec(OffloadingSpec):
         lookup_thread = LookupThread(self._client("scheduler"), announced(self.config))
         groups = [group.group_id for group in self.config.groups]
         event_thread = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
-        return KVOffloaddManager(lookup_thread, groups, self._options, event_thread)
+        has_windows = bool(self.config.extra_config.get(REACHES))
+        return KVOffloaddManager(lookup_thread, groups, self._options, event_thread, has_windows=has_windows)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back."""
+        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back, and where
+        other ranks are on other hosts.
+        """
         engine = get_current_vllm_config_or_none()
         if engine is not None and IDENTITY not in self.config.extra_config:
+            refuse_nodes(engine)
             warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.head_repeats)

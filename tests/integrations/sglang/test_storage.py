@@ -129,7 +129,7 @@ def test_what_was_not_tried_is_refused(sglang: SimpleNamespace, start_daemon: St
         with pytest.raises(UsageError, match=flag):
             Rank(daemon, **{name: 2})
     sglang.parallel.nnodes = 2
-    with pytest.raises(UsageError, match="--nnodes 2"):
+    with pytest.raises(UsageError, match="on one host, and --nnodes 2"):
         Rank(daemon)
     sglang.parallel.nnodes = 1
     rank = Rank(daemon).start()

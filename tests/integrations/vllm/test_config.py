@@ -12,7 +12,14 @@ import pytest
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm.config import IDENTITY, identity_of, instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.config import (
+    IDENTITY,
+    REACHES,
+    identity_of,
+    instance_of,
+    namespace_of,
+    unstable_hashes,
+)
 from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, of_size
 
 BASE = Config()
@@ -40,6 +47,7 @@ def test_ranks_and_engines_share_one() -> None:
         replace(BASE, extra_config={"revision": "main"}),
         replace(BASE, extra_config={IDENTITY: {"revision": "v2"}}),
         replace(BASE, extra_config={IDENTITY: {"model": "awq {}"}}),
+        replace(BASE, extra_config={REACHES: {0: 128}}),
     ],
 )
 def test_what_differs_has_another(changed: Config) -> None:

@@ -19,6 +19,17 @@ def answers(state: RequestState, now: float) -> list[LookupState]:
     return [state.lookup(key, now, 1.0, 10.0) for key in KEYS]
 
 
+def test_keys_are_asked_for_in_the_order_of_the_prompt() -> None:
+    """vLLM looks windows up from their end; a tail, which it knows nothing of, stands behind all others."""
+    windows = [bytes([at]) * 32 + b"\0\0\0\1" for at in range(3)]
+    tail = b"\xff" * 32 + b"\0\0\0\1"
+    ends = {key: 32 * (at % 3 + 1) for at, key in enumerate(KEYS + windows)}
+    state = RequestState("r", ends.get)
+    for key in (*KEYS, tail, *reversed(windows)):
+        state.lookup(key, 0.0, 1.0, 10.0)
+    assert state.ask().groups == {0: [key[:32] for key in KEYS], 1: [key[:32] for key in (*windows, tail)]}
+
+
 def test_answers_are_kept() -> None:
     state = RequestState("r")
     pin = asked(state)

@@ -1,0 +1,58 @@
+"""One engine on one host: what is spread over several is refused at the start.
+
+A daemon has what the ranks of its own host store. With ranks elsewhere it would have parts of keys alone, which never
+hit; and of bytes that all ranks hold alike, which one rank stores, every load would fail on the other hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from kvoffloadd.errors import UsageError
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Of the kernel: containers of one host have the same."""
+
+
+@dataclass(frozen=True)
+class RankHost(KVConnectorHandshakeMetadata):
+    """What a rank tells the scheduler: on which host it runs."""
+
+    boot_id: str
+
+    @classmethod
+    def here(cls) -> RankHost:
+        """This process's."""
+        return cls(_BOOT_ID.read_text(encoding="ascii").strip())
+
+
+def refuse_nodes(engine: Any) -> None:
+    """`engine`: a VllmConfig. Raises UsageError where its ranks are configured to run on several hosts. Replicas of
+    data parallel are engines of their own.
+    """
+    parallel = engine.parallel_config
+    if parallel.nnodes_within_dp > 1:
+        raise UsageError(
+            f"kvoffloadd needs all ranks of an engine on one host, and --nnodes {parallel.nnodes} spreads them over "
+            f"{parallel.nnodes_within_dp}: each host's daemon would have parts of keys alone, and nothing would hit. "
+            "Leave --nnodes at 1, with a --tensor-parallel-size and --pipeline-parallel-size that fit one host"
+        )
+
+
+def refuse_ranks_elsewhere(ranks: Mapping[tuple[int, int], RankHost]) -> None:
+    """`ranks`: by number in pipeline and tensor parallel. Raises UsageError for ranks on other hosts than this process:
+    Ray places them where there is room, which no option tells.
+    """
+    here = RankHost.here()
+    if away := [rank for rank, host in sorted(ranks.items()) if host != here]:
+        named = ", ".join(f"PP {pp} TP {tp}" for pp, tp in away)
+        raise UsageError(
+            "kvoffloadd needs all ranks of an engine on its scheduler's host, and these run on others, where "
+            f"--distributed-executor-backend ray has placed them: {named}. Each host's daemon would have parts of keys "
+            "alone, and nothing would hit. Take --distributed-executor-backend mp, or a Ray placement group on one node"
+        )
