@@ -49,10 +49,19 @@ class StoreProcess:
             raise DaemonError("the store was never started")
         return self._child.pid
 
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start it, without waiting for anything."""
+        command = [*self.host.enter, *self._command]
+        self._child = spawn(["/usr/bin/env", *command], self.log_path, stdout=subprocess.DEVNULL)
+        return self._child
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
     def start(self) -> None:
         """Start it, and wait until it is there. Raises DaemonError."""
-        command = [*self.host.enter, *self._command]
-        self._child = child = spawn(["/usr/bin/env", *command], self.log_path, stdout=subprocess.DEVNULL)
+        child = self.launch()
         until(lambda: child.poll() is not None or self.is_ready(), f"{self._command[0]} is there", HANG_S, every_s=0.02)
         if child.poll() is not None:
             raise DaemonError(f"{self._command[0]} has ended with {child.returncode}:\n{tail(self.log_path)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import pytest
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.conftest import Cluster
@@ -41,12 +39,9 @@ class Site:
     def daemon(self, number: int, *settings: str) -> Daemon:
         """With deadlines for a busy machine, unless `settings` say otherwise."""
         where = self.cluster.lab.hosts[number]
-        python = self.folder / f"python-{number}"
-        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {" ".join(where.enter)} {sys.executable} "$@"\n')
-        python.chmod(0o700)
         chosen = {
             "remote.engine": self.cluster.kind,
-            "remote.python": str(python),
+            "remote.python": str(where.python(self.folder)),
             "remote.push": "seal",
             "remote.lookup_s": "10",
             "remote.fetch_s": "60",
