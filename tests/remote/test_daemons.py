@@ -4,62 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
+from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.remote.conftest import Cluster
+from tests.remote.site import FULL, Site, await_era, push, remote, states
 
 pytestmark = pytest.mark.remote
 
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 KEYS = 48
-FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
-"""Keys of 96 KiB: all of them take some seconds over a slow link."""
-Start = Callable[..., Daemon]
 each_engine = pytest.mark.parametrize("kind", ["mooncake", "valkey"])
-
-
-@dataclass
-class Site:
-    """Daemons that share a cluster's store; the agent of each is on a host of its own."""
-
-    cluster: Cluster
-    start_daemon: Start
-    folder: Path
-
-    def daemon(self, number: int, *settings: str) -> Daemon:
-        """With deadlines for a busy machine, unless `settings` say otherwise."""
-        where = self.cluster.lab.hosts[number]
-        chosen = {
-            "remote.engine": self.cluster.kind,
-            "remote.python": str(where.python(self.folder)),
-            "remote.push": "seal",
-            "remote.lookup_s": "10",
-            "remote.fetch_s": "60",
-            "remote.stuck_s": "60",
-            "remote.min_keys": "1",
-            "remote.miss_ttl_s": "0",
-            "remote.era_poll_s": "0.05",
-            **{f"{self.cluster.kind}.{name}": value for name, value in self.cluster.settings(where).items()},
-        }
-        chosen |= dict(setting.split("=", 1) for setting in settings)
-        daemon = self.start_daemon(*(f"{name}={value}" for name, value in chosen.items()), memory="256MiB")
-        daemon.expected_in_log = "agent"
-        return daemon
-
-
-@pytest.fixture
-def site(make_isolated: Callable[..., Cluster], start_daemon: Start, tmp_path: Path) -> Callable[[str], Site]:
-    return lambda kind: Site(make_isolated(kind), start_daemon, tmp_path)
 
 
 @pytest.fixture
@@ -76,32 +37,11 @@ def lives(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def remote(daemon: Daemon) -> dict[str, Any]:
-    found: dict[str, Any] = daemon.status()["remote"]
-    return found
-
-
 def rank_of(daemon: Daemon) -> Rank:
     """Of a namespace whose era is known."""
     rank: Rank = daemon.welcome(Rank(daemon.socket, FULL))
-    until(lambda: any(remote(daemon)["eras"].values()), "an era is known")
+    await_era(daemon)
     return rank
-
-
-def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
-    before = remote(daemon)["pushed"]["keys"]
-    assert rank.store_keys(keys).outcome is Outcome.DONE
-    until(lambda: remote(daemon)["pushed"]["keys"] >= before + len(keys), "all are pushed")
-
-
-def states(rank: Rank, keys: Keys) -> list[int]:
-    """As a pin finds them in the end; it is released."""
-    found = rank.client.pin({0: keys})
-    if found.promoting:
-        found = rank.client.wait_ready(found, HANG_S)
-    if found.lease:
-        rank.client.release(found.lease)
-    return list(found.states[0].tolist())
 
 
 @each_engine
@@ -114,7 +54,7 @@ def test_two_hosts_share_and_clear(site: Callable[[str], Site], keys: Keys, kind
     assert b.loads_right(keys[:32])
     a.client.clear()
     until(lambda: states(b, keys[:32]) == [MISS] * 32, "the other host has cleared, too")
-    until(lambda: any(remote(here)["eras"].values()), "a new era")
+    await_era(here)
     push(here, a, keys[:8])
     until(lambda: states(b, keys[:8]) == [HIT] * 8, "in the new era")
     assert b.loads_right(keys[:8])
