@@ -6,14 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd import client, config, errors
 from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from kvoffloadd.planner import RemoteTerms
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
@@ -91,6 +88,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from kvoffloadd.planner import (
         PAGE_TOKENS,
         PlanInputs,
+        RemoteTerms,
         make_plan,
         make_remote_plan,
         make_sglang_plan,
@@ -113,7 +111,7 @@ def plan(arguments: argparse.Namespace) -> int:
         _show(arguments, lambda: sglang_plan_json(sglang), lambda: print_sglang_plan(sglang))
     else:
         plan = make_plan(model, PlanInputs(**terms), trace)
-        shared = make_remote_plan(plan, remote) if remote else None
+        shared = make_remote_plan(plan, RemoteTerms(**remote)) if remote else None
         more = {"remote": remote_json(shared)} if shared else {}
         _show(arguments, lambda: plan_json(plan) | more, lambda: print_plan(plan))
         if shared and not arguments.json:
@@ -121,23 +119,21 @@ def plan(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _remote_terms(arguments: argparse.Namespace) -> RemoteTerms | None:
-    """None: nothing was asked of a remote store. Raises ConfigError for options that are of no use."""
-    from kvoffloadd.planner import RemoteTerms
-
+def _remote_terms(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Empty: nothing was asked of a remote store. Raises ConfigError for options that are of no use."""
     sizes = {"store_bytes": arguments.remote_size, "link_bytes_per_s": arguments.link_rate}
-    given: dict[str, int] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    given: dict[str, Any] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
     if arguments.prefill_rate is not None:
         given["prefill_tokens_per_s"] = arguments.prefill_rate
     if arguments.remote is None:
         if given:
             raise errors.ConfigError("--remote-size, --link-rate and --prefill-rate are for --remote")
-        return None
+        return {}
     if arguments.engine == "sglang":
         raise errors.ConfigError("--remote plans objects of vLLM's keys: leave --engine sglang out")
     if not all(given.values()):
         raise errors.ConfigError("--remote-size and --link-rate: above 0")
-    return RemoteTerms(arguments.remote, **given)
+    return {"engine": arguments.remote, **given}
 
 
 def _show(arguments: argparse.Namespace, as_json: Callable[[], dict[str, Any]], for_people: Callable[[], None]) -> None:
