@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from scripts.soak.report import Report
 
 ENGINES: dict[str, Callable[[], str]] = {"mooncake": why_no_mooncake, "valkey": why_no_valkey}
-STORE_TIMES, WORKING_SET_TIMES = 3, 2
+STORE_TIMES, WORKING_SET_TIMES = 6, 3
 
 
 def main() -> int:
