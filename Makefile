@@ -139,8 +139,9 @@ $(REMOTE_READY): pyproject.toml requirements-remote.lock $(C_SOURCES)
 	@$(REMOTE_PIP) install -qq --no-deps --editable .
 	@touch $@
 
-test-service: $(READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
-	@$(BIN)/python -m pytest -q -m service tests/service
+test-service: $(READY) $(REMOTE_READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
+	@$(BIN)/python -m pytest -q -m service --ignore tests/service/test_remote_units.py tests/service
+	@$(REMOTE_VENV)/bin/python -m pytest -q -rs -m service tests/service/test_remote_units.py
 
 soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
 	@$(BIN)/python -m pytest -q -m soak
