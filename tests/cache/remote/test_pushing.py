@@ -189,3 +189,24 @@ async def test_in_a_new_era_keys_are_put_again(make: Make) -> None:
     use(scene, 1)
     scene.store.finish(await a_put(scene))
     assert scene.remote.pushing.counters.keys == 2
+
+
+async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
+    """What was known of the key that memory has evicted says nothing about it."""
+    scene = await make(pages=1024)
+    first, second = range(1, 101), range(5000, 5120)
+    store(scene, *first)
+    await pushed(scene, len(first))
+    for number in range(100, 1600):
+        scene.store_here(number)
+    for number in second:
+        store(scene, number)
+        await scene.finish_all(2)
+    await pushed(scene, len(first) + len(second))
+
+
+async def pushed(scene: Scene, count: int) -> None:
+    """So many keys so far, soon."""
+    async with asyncio.timeout(20):
+        while scene.remote.pushing.counters.keys < count:
+            await scene.finish_all(1)
