@@ -42,6 +42,8 @@ SGLANG_READY := $(SGLANG_VENV)/.ready
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 # `make demo-remote DEMO_REMOTE="--engine valkey"`.
 DEMO_REMOTE ?=
+# `make soak-remote SOAK_REMOTE="--engine valkey --seconds 300"`.
+SOAK_REMOTE ?=
 REMOTE_VENV := build/remote-venv
 REMOTE_READY := $(REMOTE_VENV)/.ready
 REMOTE_PIP := $(REMOTE_VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -51,7 +53,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-vllm test-hosts test-sglang test-remote test-service soak mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-vllm test-hosts test-sglang test-remote test-service soak soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -140,13 +142,17 @@ $(REMOTE_READY): pyproject.toml requirements-remote.lock $(C_SOURCES)
 	@$(REMOTE_PIP) install -qq --no-deps --editable .
 	@touch $@
 
-test-service: $(READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
-	@$(BIN)/python -m pytest -q -m service tests/service
+test-service: $(READY) $(REMOTE_READY) ## the tests in a container with a systemd of its own; needs root, systemd-nspawn and debootstrap
+	@$(BIN)/python -m pytest -q -m service --ignore tests/service/test_remote_units.py tests/service
+	@$(REMOTE_VENV)/bin/python -m pytest -q -rs -m service tests/service/test_remote_units.py
 
 soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
+
+soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
+	@$(REMOTE_VENV)/bin/python scripts/soak.py $(SOAK_REMOTE)
 
 kernels: ## compile the CUDA kernel for each architecture, after a change of its source; needs no GPU
 	@$(PYTHON) -m venv --clear $(KERNELS_VENV)

@@ -99,6 +99,7 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
 
 ENGINES = ("any", "sglang")
 """What `plan` may be for."""
+REMOTE_ENGINES = ("mooncake", "valkey")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,18 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
     parser.add_argument(
         "--gpu-cache", type=_size, metavar="SIZE", help="with --engine sglang: of its KV cache on each GPU"
+    )
+    parser.add_argument(
+        "--remote", choices=REMOTE_ENGINES, help="what a store that hosts share means for the model, and its config"
+    )
+    parser.add_argument(
+        "--remote-size", type=_size, metavar="SIZE", help="of the store, all hosts together; default: 4 times --memory"
+    )
+    parser.add_argument(
+        "--link-rate", type=_size, metavar="SIZE", help="a second, from the store to this host; default: 3GiB"
+    )
+    parser.add_argument(
+        "--prefill-rate", type=_count, metavar="TOKENS", help="a second, that the engine computes; default: 10000"
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(

@@ -6,6 +6,8 @@ fetches and puts the same bytes in batches, one after the other with the plain s
 process to another and does nothing else; what is fetched is verified. Then `exists` of 64 and 512 keys of which one in
 eight is there. `ratio_to_limit` is the median over the rounds of fetched GB/s by those of the plain socket.
 
+Then what the tier costs pins when the store is gone: see `remotepins`.
+
 CPU seconds are of all threads, of this process, its agent and the store. Where root may, the two sides are hosts with a
 wire between them, else the loopback device. TCP alone: what RDMA does is not measured here.
 """
@@ -24,6 +26,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +39,11 @@ from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.store import RemoteSettings, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
+from scripts.bench import remotepins
 from scripts.harness.figures import keys_of, median_ratio, p50, p99, print_grid
 from scripts.harness.lab import Host, Lab, why_not_isolated
 from scripts.harness.output import Live
-from scripts.harness.process import ROOT, end, module, private_folder, spawn
+from scripts.harness.process import end, module, private_folder, spawn
 from scripts.harness.program import benchmark_line, show_result
 from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
 from scripts.harness.wait import HANG_S, until
@@ -259,16 +263,18 @@ async def measure(bench: Bench, plain: PlainSocket, plain_pid: int, given: argpa
 
 
 @contextlib.contextmanager
-def store_of(name: str, lab: Lab, folder: Path) -> Iterator[tuple[dict[str, Any], StoreProcess]]:
-    """On the lab's second host; the engine's settings on the first one."""
+def store_of(name: str, lab: Lab, folder: Path) -> Iterator[tuple[dict[str, Any], StoreProcess, StoreProcess]]:
+    """The engine's settings on the lab's first host, the store on the second one, and what is asked which keys there
+    are: Mooncake's master, on the hub, or the store itself.
+    """
     with contextlib.ExitStack() as stack:
         if name == "valkey":
             valkey = stack.enter_context(Valkey(lab.hosts[1], folder, memory=f"{STORE_BYTES // MIB}mb"))
-            yield {"url": f"redis://{valkey.place}"}, valkey
+            yield {"url": f"redis://{valkey.place}"}, valkey, valkey
         else:
             master = stack.enter_context(Master(lab.hub, folder))
             store = stack.enter_context(MooncakeStore(lab.hosts[1], folder, master, f"{STORE_BYTES // MIB}MB"))
-            yield {"master": master.place, "host": lab.hosts[0].address}, store
+            yield {"master": master.place, "host": lab.hosts[0].address}, store, master
 
 
 @contextlib.contextmanager
@@ -287,25 +293,57 @@ def run_there(given: argparse.Namespace) -> dict[str, Any]:
     folder = Path(given.folder)
     isolated = not why_not_isolated()
     result: dict[str, Any] = {"network": "hosts with a wire" if isolated else "loopback", "engines": {}}
-    with Lab(folder, 2, isolated=isolated) as lab, plain_server(lab.hosts[1], folder) as plain_pid:
-        python = folder / "python"
-        enter = " ".join(lab.hosts[0].enter)
-        python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {enter} {sys.executable} "$@"\n')
-        python.chmod(0o700)
+    with Lab(folder, 2, isolated=isolated) as lab:
         for name in given.engine or ENGINES:
             if reason := ENGINES[name]():
                 print(f"bench_remote: without {name}: {reason}", file=sys.stderr)
                 continue
-            with store_of(name, lab, folder) as (engine_settings, store), entered(lab.hosts[0]):
-                settings = RemoteSettings(name, engine_settings, python=str(python))
-                plain = PlainSocket(lab.hosts[1].address)
-                result["engines"][name] = asyncio.run(_run(settings, store, plain, plain_pid, given))
-    ratios = [statistics.median(each["ratio_to_limit"].values()) for each in result["engines"].values()]
-    return {
-        **result,
-        "ratio_to_limit": dict(zip(result["engines"], ratios, strict=True)),
-        "within_budget": bool(ratios),
-    }
+            result["engines"][name] = {
+                **(measure_moves(name, lab, folder, given) if given.only != "pins" else {}),
+                **(measure_pins(name, lab, folder, given) if given.only != "moves" else {}),
+            }
+    engines = result["engines"].items()
+    ratios = {name: statistics.median(e["ratio_to_limit"].values()) for name, e in engines if "ratio_to_limit" in e}
+    within = all(each.get("open", {}).get("within_budget", True) for _, each in engines)
+    return {**result, "ratio_to_limit": ratios, "within_budget": bool(engines) and within}
+
+
+def measure_moves(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Bytes and questions."""
+    with (
+        plain_server(lab.hosts[1], folder) as plain_pid,
+        store_of(name, lab, folder) as (engine_settings, store, _),
+        entered(lab.hosts[0]),
+    ):
+        settings = RemoteSettings(name, engine_settings, python=str(lab.hosts[0].python(folder)))
+        plain = PlainSocket(lab.hosts[1].address)
+        return asyncio.run(_run(settings, store, plain, plain_pid, given))
+
+
+def measure_pins(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """See `remotepins`. Each of them with a store of its own."""
+    host = lab.hosts[0]
+    ends = remotepins.ENDS if host.enter else remotepins.ENDS[:-1]
+    with Live("bench_remote", given.rounds) as live:
+        with own_store(name, lab, folder / f"{name}-open") as (settings, first, mine):
+            opened = remotepins.measure_open(settings, first, mine, given.rounds, live.show)
+        dead = {}
+        for what in ends:
+            live.show(given.rounds, what)
+            with own_store(name, lab, folder / f"{name}-{what}") as (settings, first, mine):
+                strike = partial(remotepins.strike, what, first, lab)
+                dead[what] = remotepins.measure_death(settings, strike, mine / "daemon")
+            if host.enter:
+                lab.mend(host)
+    return {"open": opened, "death": dead}
+
+
+@contextlib.contextmanager
+def own_store(name: str, lab: Lab, folder: Path) -> Iterator[tuple[dict[str, str], StoreProcess, Path]]:
+    """Settings of a daemon, what is asked which keys there are, and a folder."""
+    folder.mkdir()
+    with store_of(name, lab, folder) as (engine_settings, _, first):
+        yield remotepins.settings_of(name, engine_settings, lab.hosts[0], folder), first, folder
 
 
 async def _run(
@@ -344,11 +382,20 @@ def show(result: dict[str, Any]) -> None:
         print(f"ratio_to_limit, fetched by plain: {engine['ratio_to_limit']}")
 
 
+def show_all(result: dict[str, Any]) -> None:
+    """What was measured of each engine."""
+    show({**result, "engines": {name: each for name, each in result["engines"].items() if "moves" in each}})
+    for name, engine in result["engines"].items():
+        if "open" in engine:
+            remotepins.show(name, engine)
+
+
 def main() -> int:
     parser = benchmark_line(__doc__)
     parser.add_argument("--engine", action="append", choices=tuple(ENGINES), help="(default: all that are there)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=300, help="of `exists`, of each kind (default: %(default)s)")
+    parser.add_argument("--only", choices=("moves", "pins"), help="(default: both)")
     parser.add_argument("--plain-server", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain_server is not None:
@@ -356,7 +403,7 @@ def main() -> int:
         return 0
     with private_folder() as folder:
         given.folder = folder
-        return show_result(run_there(given), given, show)
+        return show_result(run_there(given), given, show_all)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ so many keys. `price` is the median over the rounds of each one's p50 by that of
 Where the scheduler puts the processes decides more than their code: left alone, it runs some pairs on one CPU and
 some on two, and changes its mind. So they are placed: `apart`, servers on another CPU than the client, as an engine
 and the daemon are; `together`, all on one CPU, which counts nothing but the work; `free`, as the scheduler likes.
+
+With `--beside TREE` no echo, but a daemon of another checkout (built there: its kvoffloadd/ has the C extensions), in
+turn with this one's: how much longer this one takes. With this checkout itself: what the measurement is worth.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ RATIO_MAX = 2.0
 FEW_KEYS, PRICE_MAX, MANY_PRICE_MAX = 32, 1.6, 3.0
 """What a request of up to so many keys may cost, in pings, and one of more."""
 PRICED = (1, 8, 32, 512)
+BESIDE_RATIO_MAX = 1.02
+TURN_CALLS = 10
 KEY_COUNTS = (1, 64, 512)
 PAGE_BYTES = 4096
 NAMESPACE = NamespaceSpec(model="bench_rpc")
@@ -252,6 +257,54 @@ def prices(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, flo
     }
 
 
+def measure_beside(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samples:
+    """`paths`: of this checkout's daemon and of the other one's. Few calls at a time, in turn, so that what else the
+    machine does hits both.
+    """
+    samples: Samples = {}
+    keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(path, namespace=NAMESPACE)) for path in paths]
+        for client in clients:
+            fill(client, keys)
+        for number in range(-1, rounds):
+            gc.collect()
+            for name in ("ping", *(f"{verb} {n}" for verb in ("lookup", "pin") for n in KEY_COUNTS)):
+                seconds: tuple[list[float], list[float]] = ([], [])
+                for turn in range(calls // TURN_CALLS):
+                    for which in (0, 1) if turn % 2 else (1, 0):
+                        seconds[which].extend(timed(call_of(clients[which], name, keys), TURN_CALLS))
+                for side, found in zip(("this", "other"), seconds, strict=True):
+                    if number >= 0:  # the first round warms up
+                        samples.setdefault(f"{side} {name}", []).append(found)
+            live.show(number + 2, f"round {number + 1} of {rounds}")
+    return samples
+
+
+def call_of(client: Client, name: str, keys: U8Array) -> Callable[[], object]:
+    """A pin is released again."""
+    verb, _, count = name.partition(" ")
+    if verb == "ping":
+        return client.ping
+    some = {0: keys[: int(count)]}
+    return partial(client.lookup, some) if verb == "lookup" else lambda: client.release(client.pin(some).lease)
+
+
+def beside_summary(samples: Samples) -> dict[str, Any]:
+    """Medians over the rounds of the ratio of this checkout's p50 to the other one's."""
+    rows = {}
+    for name in [name.removeprefix("this ") for name in samples if name.startswith("this ")]:
+        this, other = ([p50(one) for one in samples[f"{side} {name}"]] for side in ("this", "other"))
+        rows[name] = {"p50_us": round(p50(this) * 1e6, 1), "ratio": round(median_ratio(this, other), 4)}
+    worst = max(row["ratio"] for row in rows.values())
+    return {"round_trips": rows, "worst_ratio": worst, "within_budget": worst <= BESIDE_RATIO_MAX}
+
+
+def show_beside(result: dict[str, Any]) -> None:
+    rows = [(name, f"{row['p50_us']:.1f}", f"{row['ratio']:.3f}") for name, row in result["round_trips"].items()]
+    print_grid(f"beside {result['beside']}, processes {result['placement']}", ("call", "p50 us", "ratio"), rows)
+
+
 def placed(placement: str) -> tuple[set[int], set[int]]:
     """CPUs of the client and of the servers."""
     cpus = os.sched_getaffinity(0)
@@ -315,13 +368,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         os.sched_setaffinity(0, server_cpus)  # children inherit it
         folder = Path(stack.enter_context(private_folder()))
-        echo = folder / "echo"
-        stack.enter_context(echo_server(echo))
-        socket_path = arguments.socket
+        echo, other = folder / "echo", folder / "other"
+        socket_path, beside = arguments.socket, arguments.beside
+        if beside is None:
+            stack.enter_context(echo_server(echo))
+        else:
+            other.mkdir()
+            tree = {"PYTHONPATH": str(beside.resolve())}
+            program = ("-P", "-m", "kvoffloadd")
+            rival = stack.enter_context(Daemon(other, arguments.memory, environment=tree, program=program))
         if socket_path is None:
             socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
         os.sched_setaffinity(0, client_cpus)
         live = stack.enter_context(Live("bench_rpc", arguments.rounds + 1))
+        if beside is not None:
+            compared = measure_beside((socket_path, str(rival.socket)), arguments.rounds, arguments.calls, live)
+            return {"placement": arguments.placement, "beside": str(beside), **beside_summary(compared)}
         found = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
         return {"placement": arguments.placement, **summary(*found)}
 
@@ -335,12 +397,13 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
+    parser.add_argument("--beside", type=Path, metavar="TREE", help="another checkout, whose daemon runs in turn")
     parser.add_argument("--echo-server", metavar="PATH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.echo_server is not None:
         asyncio.run(serve_echo(arguments.echo_server))
         return 0
-    return show_result(run(arguments), arguments, show)
+    return show_result(run(arguments), arguments, show if arguments.beside is None else show_beside)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ NAMES = (
     "leases_void",  # ended by a clear
     "reservations",
     "clears",
+    "clears_not_everywhere",  # those of them of which the remote store did not say that it has cleared, too
     "reregistrations",
     "reconnects",
     "calls_lost",  # calls that ended in an error of the connection

@@ -10,12 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Self
 
-from scripts.harness.process import end, spawn
+from scripts.harness.process import ROOT, end, spawn
 from scripts.harness.wait import until
 
 _COMMANDS = ("ip", "iptables", "nsenter", "tc", "unshare")
@@ -35,6 +36,14 @@ class Host:
 
     address: str
     enter: tuple[str, ...] = ()
+
+    def python(self, folder: Path, python: str = sys.executable) -> Path:
+        """A command that is this interpreter on this host. It is a file in `folder`."""
+        path = folder / f"python-{self.address}-{Path(python).parents[1].name}"
+        command = " ".join((*self.enter, python))
+        path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {command} "$@"\n', encoding="utf-8")
+        path.chmod(0o700)
+        return path
 
 
 class Lab:

@@ -88,10 +88,21 @@ def ratio(part: float, whole: float) -> float:
 class Judged(Protocol):
     """What has found things that are wrong."""
 
-    findings: list[str]
-    leaks: list[str]
-    errors: list[str]
-    said: list[str]
+    @property
+    def findings(self) -> list[str]:
+        """Of self-audits."""
+
+    @property
+    def leaks(self) -> list[str]:
+        """What was not given back."""
+
+    @property
+    def errors(self) -> list[str]:
+        """What failed."""
+
+    @property
+    def said(self) -> list[str]:
+        """By workers."""
 
 
 def print_wrong(report: Judged) -> None:

@@ -50,10 +50,19 @@ class StoreProcess:
             raise DaemonError("the store was never started")
         return self._child.pid
 
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start it, without waiting for anything."""
+        command = [*self.host.enter, *self._command]
+        self._child = spawn(["/usr/bin/env", *command], self.log_path, stdout=subprocess.DEVNULL)
+        return self._child
+
+    @property
+    def alive(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
     def start(self) -> None:
         """Start it, and wait until it is there. Raises DaemonError."""
-        command = [*self.host.enter, *self._command]
-        self._child = child = spawn(["/usr/bin/env", *command], self.log_path, stdout=subprocess.DEVNULL)
+        child = self.launch()
         until(lambda: child.poll() is not None or self.is_ready(), f"{self._command[0]} is there", HANG_S, every_s=0.02)
         if child.poll() is not None:
             raise DaemonError(f"{self._command[0]} has ended with {child.returncode}:\n{tail(self.log_path)}")
@@ -100,10 +109,33 @@ class Master(StoreProcess):
         super().__init__(host, port, command, folder / "master.log")
 
 
+class Etcd(StoreProcess):
+    """What several masters agree through on their leader. Its `place` stands for all of them."""
+
+    def __init__(self, host: Host, folder: Path) -> None:
+        port, peers = _free_ports(host, 2)
+        url, own = f"http://{host.address}:{port}", f"http://{host.address}:{peers}"
+        command = [
+            *("etcd", "--data-dir", str(folder / "etcd"), "--log-level", "error"),
+            *("--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", own),
+        ]
+        super().__init__(host, port, command, folder / "etcd.log")
+
+    @property
+    def place(self) -> str:
+        """As a client of Mooncake's takes it."""
+        return f"etcd://{super().place}"
+
+    def flags(self) -> tuple[str, ...]:
+        """Options of each `Master`. With its log of operations the next leader knows what was stored."""
+        backend = ("--ha_backend_type=etcd", f"--ha_backend_connstring={super().place}")
+        return ("--enable_ha=true", "--enable_oplog=true", *backend)
+
+
 class MooncakeStore(StoreProcess):
     """A store that lends `memory` to a master's cluster. It is there when the master has its memory."""
 
-    def __init__(self, host: Host, folder: Path, master: Master, memory: str = "64MB") -> None:
+    def __init__(self, host: Host, folder: Path, master: Master | Etcd, memory: str = "64MB") -> None:
         (port,) = _free_ports(host, 1)
         command = [
             _binary("mooncake_client"),
@@ -151,6 +183,11 @@ def why_no_mooncake(python: str = sys.executable) -> str:
     if done.returncode:
         return f"Mooncake can't be imported: {done.stderr.strip().splitlines()[-1]} (Debian: apt install libibverbs1)"
     return ""
+
+
+def why_no_etcd() -> str:
+    """Why there is none; empty: there is one."""
+    return "" if shutil.which("etcd") else "etcd: not installed (Debian: apt install etcd-server)"
 
 
 def why_no_valkey() -> str:

@@ -46,7 +46,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What stress.py tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`."""
+    """What stress.py tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
+    `remote`: hosts share a store, which may be away when a namespace is cleared.
+    """
 
     socket: str
     counters: str
@@ -64,3 +66,4 @@ class WorkerOptions:
     layout: str
     model: str
     plant: str
+    remote: bool = False

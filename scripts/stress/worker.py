@@ -40,6 +40,8 @@ PATIENT = 0.8
 AGAIN_KEYS = 8
 NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
 """What a daemon that was started anew may say to one rank before the other has come back."""
+NOT_DURABLE = "not_durable"
+"""What a daemon says that has cleared, and whose remote store has not."""
 
 
 class Worker:
@@ -372,7 +374,12 @@ class Worker:
     def clear(self) -> None:
         """Drop all that the namespace has."""
         self.counters.add("clears")
-        self.any_rank().client.clear()
+        try:
+            self.any_rank().client.clear()
+        except RemoteError as error:
+            if not (self.options.remote and error.code == NOT_DURABLE):
+                raise
+            self.counters.add("clears_not_everywhere")
 
 
 def _reserved_for(rank: int, states: dict[int, U8Array], group: GroupShape, _count: int) -> I64Array:

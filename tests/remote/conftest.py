@@ -15,6 +15,7 @@ import pytest
 from scripts.harness.enginehost import EngineHost
 from scripts.harness.lab import Host, Lab, why_not_isolated
 from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
+from tests.remote.site import Site, Start
 
 MEMORY_BYTES = 64 << 20
 HOSTS = 3
@@ -133,3 +134,8 @@ def make_own(kind: str, folder: Path, stack: ExitStack, options: Sequence[str], 
     cluster = make_cluster(kind, lab, folder, stack, *options)
     stack.callback(cluster.leave)
     return cluster
+
+
+@pytest.fixture
+def site(make_isolated: Callable[..., Cluster], start_daemon: Start, tmp_path: Path) -> Callable[[str], Site]:
+    return lambda kind: Site(make_isolated(kind), start_daemon, tmp_path)

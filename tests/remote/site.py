@@ -1,24 +1,30 @@
-"""Daemons of several hosts that share a real store."""
+"""Daemons that share a cluster's store, and what tests ask of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from scripts.harness.stores import remote_python
+from scripts.harness.wait import HANG_S, until
+from tests.e2e.rank import Keys, Rank
 from tests.e2e.sharedstore import patient
-from tests.remote.conftest import Cluster
 
+if TYPE_CHECKING:
+    from tests.remote.conftest import Cluster
+
+FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
+"""Keys of 96 KiB: all of them take some seconds over a slow link."""
 Start = Callable[..., Daemon]
 
 
 @dataclass
 class Site:
-    """Daemons that share a cluster's store; the agent of each is on a host of the lab."""
+    """The agent of each daemon is on a host of its own."""
 
     cluster: Cluster
     start_daemon: Start
@@ -27,23 +33,42 @@ class Site:
     def daemon(self, number: int, *settings: str) -> Daemon:
         """With deadlines for a busy machine, unless `settings` say otherwise."""
         where = self.cluster.lab.hosts[number]
-        python = self.python(number, remote_python())
         here = {f"{self.cluster.kind}.{name}": str(value) for name, value in self.cluster.settings(where).items()}
-        here |= {"remote.python": str(python)} | dict(setting.split("=", 1) for setting in settings)
+        here |= {"remote.python": str(where.python(self.folder, remote_python()))}
+        here |= dict(setting.split("=", 1) for setting in settings)
         daemon = self.start_daemon(*patient(self.cluster.kind, here), memory="256MiB")
         daemon.expected_in_log = "agent"
         return daemon
 
-    def python(self, number: int, python: str) -> Path:
-        """A command that is `python` on a host."""
-        command = self.folder / f"python-{number}-{Path(python).parents[1].name}"
-        enter = " ".join(self.cluster.lab.hosts[number].enter)
-        command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {enter} {python} "$@"\n')
-        command.chmod(0o700)
-        return command
-
 
 def remote(daemon: Daemon) -> dict[str, Any]:
-    """What it says of the store."""
+    """What its status says of the tier."""
     found: dict[str, Any] = daemon.status()["remote"]
     return found
+
+
+def era(daemon: Daemon) -> str:
+    """Of its only namespace, generation first; empty: it is not known."""
+    return next(iter(remote(daemon)["eras"].values()), "")
+
+
+def await_era(daemon: Daemon) -> str:
+    """Until one is known."""
+    return until(lambda: era(daemon), "an era is known")
+
+
+def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
+    """Store them, and wait until the store has them."""
+    before = remote(daemon)["pushed"]["keys"]
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    until(lambda: remote(daemon)["pushed"]["keys"] >= before + len(keys), "all are pushed")
+
+
+def states(rank: Rank, keys: Keys) -> list[int]:
+    """As a pin finds them in the end; it is released."""
+    found = rank.client.pin({0: keys})
+    if found.promoting:
+        found = rank.client.wait_ready(found, HANG_S)
+    if found.lease:
+        rank.client.release(found.lease)
+    return list(found.states[0].tolist())

@@ -9,27 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
+from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.remote.conftest import Cluster
-from tests.remote.site import Site, remote
+from tests.remote.site import FULL, Site, await_era, push, remote, states
 
 pytestmark = pytest.mark.remote
 
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 KEYS = 48
-FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
-"""Keys of 96 KiB: all of them take some seconds over a slow link."""
-Start = Callable[..., Daemon]
 each_engine = pytest.mark.parametrize("kind", ["mooncake", "valkey"])
-
-
-@pytest.fixture
-def site(make_isolated: Callable[..., Cluster], start_daemon: Start, tmp_path: Path) -> Callable[[str], Site]:
-    return lambda kind: Site(make_isolated(kind), start_daemon, tmp_path)
 
 
 @pytest.fixture
@@ -49,24 +40,8 @@ def lives(pid: int) -> bool:
 def rank_of(daemon: Daemon) -> Rank:
     """Of a namespace whose era is known."""
     rank: Rank = daemon.welcome(Rank(daemon.socket, FULL))
-    until(lambda: any(remote(daemon)["eras"].values()), "an era is known")
+    await_era(daemon)
     return rank
-
-
-def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
-    before = remote(daemon)["pushed"]["keys"]
-    assert rank.store_keys(keys).outcome is Outcome.DONE
-    until(lambda: remote(daemon)["pushed"]["keys"] >= before + len(keys), "all are pushed")
-
-
-def states(rank: Rank, keys: Keys) -> list[int]:
-    """As a pin finds them in the end; it is released."""
-    found = rank.client.pin({0: keys})
-    if found.promoting:
-        found = rank.client.wait_ready(found, HANG_S)
-    if found.lease:
-        rank.client.release(found.lease)
-    return list(found.states[0].tolist())
 
 
 @each_engine
@@ -79,7 +54,7 @@ def test_two_hosts_share_and_clear(site: Callable[[str], Site], keys: Keys, kind
     assert b.loads_right(keys[:32])
     a.client.clear()
     until(lambda: states(b, keys[:32]) == [MISS] * 32, "the other host has cleared, too")
-    until(lambda: any(remote(here)["eras"].values()), "a new era")
+    await_era(here)
     push(here, a, keys[:8])
     until(lambda: states(b, keys[:8]) == [HIT] * 8, "in the new era")
     assert b.loads_right(keys[:8])

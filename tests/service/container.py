@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 ROOT_FS = Path("/tmp/kvoffloadd-service-rootfs")
 """Made once, and only read then: a container writes to memory."""
 COMPLETE = ROOT_FS / ".complete"
-RELEASE, PACKAGES = "bookworm", "systemd,systemd-sysv,dbus,procps"
+RELEASE, PACKAGES = "bookworm", "systemd,systemd-sysv,dbus,procps,libibverbs1,libcurl4,libnuma1"
 
 PYTHON, SITE, SOURCE = Path("/opt/python"), Path("/opt/site"), Path("/opt/source")
 """Where the container sees this interpreter, its packages, and the repository. Not below /root, which units hide."""
@@ -106,6 +106,11 @@ class Container:
             except subprocess.TimeoutExpired:
                 self._nspawn.kill()
         self._nspawn.communicate()
+
+    def add_address(self, address: str) -> None:
+        """Of the loopback device, which is the only one."""
+        command = ["nsenter", f"--target={self._leader}", "--net", "--", "ip", "address", "add", address, "dev", "lo"]
+        subprocess.run(command, check=True, capture_output=True, timeout=20)
 
     # --- inside ---
 

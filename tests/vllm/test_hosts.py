@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -52,7 +51,7 @@ class Pair:
                     model,
                     folder / f"engine-{at}.log",
                     connector=by_chunks(daemon.socket, 1),
-                    python=str(site.python(at, sys.executable)),
+                    python=str(site.cluster.lab.hosts[at].python(site.folder)),
                     **TRAITS[kind],
                 )
             )

@@ -62,6 +62,8 @@ class Pushing:
         self._store = remote.store
         policy = remote.policy
         self.is_off = policy.push == "never"
+        self._counts_uses = policy.push == "second-use"
+        self._used: list[U32Array] = []
         self.counters = PushCounters()
         self._pushes: set[PendingPush] = set()
         self._ended = Changes()
@@ -69,7 +71,7 @@ class Pushing:
         self._budget = Budget(policy.write_bytes_per_s, 0)
         settings = BacklogSettings(
             on_evict=policy.push == "evict",
-            second_use=policy.push == "second-use",
+            second_use=self._counts_uses,
             backlog_bytes=policy.backlog_bytes,
             batch_bytes=min(BATCH_BYTES, remote.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE),
         )
@@ -79,6 +81,19 @@ class Pushing:
     def holds(self) -> int:
         """Rows that are being put."""
         return sum(len(push.batch.rows) for push in self._pushes)
+
+    def used(self, rows: U32Array) -> None:
+        """These keys were used in memory: they are looked at behind the reply, so that no pin waits for it."""
+        if not self._counts_uses:
+            return
+        if not self._used:
+            self._remote.loop.call_soon(self._count_uses)
+        self._used.append(rows)
+
+    def _count_uses(self) -> None:
+        used, self._used = self._used, []
+        for rows in used:
+            self.backlog.used(self._cache.entries.live(rows))
 
     def _missing(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
         """Which of these keys are to be put: not those that came from there, or were put before; nor payloads of an

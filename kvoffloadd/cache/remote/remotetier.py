@@ -87,7 +87,7 @@ class RemoteTier:
 
     def used(self, rows: U32Array) -> None:
         if not self.pushing.is_off:
-            self.pushing.backlog.used(rows)
+            self.pushing.used(rows)
 
     def evicted(self, rows: U32Array) -> None:
         if not self.pushing.is_off:
@@ -99,6 +99,8 @@ class RemoteTier:
         """Which keys of a request the store is to be asked for, or are on their way from there, by group; None: none.
         The number is the position of the group's first key. Sets their states to PENDING.
         """
+        if not (self.fetching.is_worth_asking or self.fetching.reserved):
+            return [None] * len(groups)
         masks = [self._misses(keyspace, keys, lookup) for keyspace, _, keys, lookup in groups]
         counts = [0 if mask is None else int(np.count_nonzero(mask)) for mask in masks]
         if sum(counts) > self._policy.lookup_keys:

@@ -48,6 +48,8 @@ class FakeRemote:
     changes: Changes = field(default_factory=Changes)
     starts: int = 1
     state: RemoteState = RemoteState.OK
+    writable: bool = True
+    put_status: RemoteStatus = RemoteStatus.OK
 
     def start(self) -> None:
         pass
@@ -56,7 +58,7 @@ class FakeRemote:
         return True
 
     def can_write(self) -> bool:
-        return True
+        return self.writable
 
     def put_room_bytes(self) -> int:
         return 1 << 40
@@ -132,8 +134,9 @@ class FakeRemote:
                     for address, size in zip(addresses[number].tolist(), part_bytes, strict=True)
                 ]
                 assert (self.digests(payloads) == digests[number]).all()
-                self.objects.setdefault(name, payloads)
-            done(np.full(len(names.keys), RemoteStatus.OK, np.uint8))
+                if self.put_status == RemoteStatus.OK:
+                    self.objects.setdefault(name, payloads)
+            done(np.full(len(names.keys), self.put_status, np.uint8))
 
         call = Call(self, end)
         self.calls.append(call)

@@ -296,6 +296,64 @@ async def test_a_store_that_goes_back_in_time_is_put_right(seed: int) -> None:
     await lab.stop()
 
 
+@pytest.mark.parametrize("why", ["another connection", "a while later"])
+async def test_a_marker_that_is_back_is_removed_again_by_the_host_that_cleared(seed: int, why: str) -> None:
+    """A failover has lost the removal alone. A host that has not looked since would hit what was cleared."""
+    lab = Lab(seed, 2)
+    for host in lab.hosts:
+        host.run()
+    await settled(lambda: agree(lab.hosts), "they agree")
+    one, other = lab.hosts
+    await other.stop()
+    era = other.era
+    assert era is not None
+    marker = marker_name(NAME, era.generation, era.id)
+    value = lab.objects.values[marker]
+    await one.clear()
+    assert other.hits() is None
+    known = one.eras._known[NAME]
+    known.again_s = None
+    lab.objects.values[marker] = value
+    assert other.hits() == era
+    if why == "another connection":
+        one.store.starts += 1
+    else:
+        known.again_s = 0.0
+    await settled(lambda: other.hits() is None, "it is removed again")
+    await lab.stop()
+
+
+async def test_a_marker_that_is_gone_is_never_put_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host misses the marker just as another one has cleared; a third one has not looked for a while."""
+    lab = Lab(seed, 3)
+    for host in lab.hosts:
+        host.run()
+    await settled(lambda: agree(lab.hosts), "they agree")
+    one, middle, third = lab.hosts
+    await middle.stop()
+    await third.stop()
+    era = third.era
+    assert era is not None
+    marker, read = marker_name(NAME, era.generation, era.id), middle.store.read_value
+    cleared: list[int] = []
+
+    async def read_value(name: str, until_s: float) -> bytes | None:
+        if name == marker and not cleared:
+            cleared.append(await one.clear())
+        return await read(name, until_s)
+
+    def nothing_stale() -> bool:
+        if cleared:
+            assert third.hits() is None
+        return True
+
+    monkeypatch.setattr(middle.store, "read_value", read_value)
+    middle.eras.lost(NAME, middle.eras._known[NAME].number)
+    middle.run()
+    await settled(lambda: nothing_stale() and bool(cleared) and agree([one, middle]), "they agree")
+    await lab.stop()
+
+
 def test_a_pointer_is_read_as_it_was_written_and_not_otherwise() -> None:
     era = Era(12345, b"12345678")
     value = encode_pointer(NAME, era)

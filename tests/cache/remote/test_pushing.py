@@ -1,0 +1,212 @@
+"""Pushes that meet evictions, clears, failures and a store that is away: what is put is right, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.clearing import clear, clear_here
+from kvoffloadd.storage.remote.transfers import RemoteStatus
+
+from ..fakes import keys_of
+from .fakeremote import Call
+from .test_fetching import NAME, SIZES, Scene
+
+Make = Callable[..., Awaitable[Scene]]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """`make(pages=..., push=...)`: a scene that is audited at the end: nothing waits, and nothing is held."""
+    made: list[Scene] = []
+
+    async def make(pages: int = 4096, push: str = "seal") -> Scene:
+        made.append(await Scene(pages, push=push).start())
+        return made[0]
+
+    yield make
+    (scene,) = made
+    await scene.finish_all()
+    scene.audit()
+    assert (scene.remote.holds, scene.remote.pushing.backlog.bytes) == (0, 0)
+    await scene.close()
+
+
+def puts(scene: Scene) -> list[Call]:
+    """Those that are under way."""
+    return [call for call in scene.store.calls if call.end.__qualname__.startswith("FakeRemote.put")]
+
+
+async def a_put(scene: Scene) -> Call:
+    """The first one that is under way, soon."""
+    async with asyncio.timeout(20):
+        while not puts(scene):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return puts(scene)[0]
+
+
+def is_waiting(scene: Scene) -> bool:
+    """Whether a key waits to be put, or is being put."""
+    return bool(scene.remote.pushing.backlog.bytes or scene.remote.holds)
+
+
+async def calm(scene: Scene) -> None:
+    """What is to begin has begun."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def store(scene: Scene, *numbers: int) -> None:
+    """Keys whose checksums are known."""
+    scene.store_here(*numbers)
+    entries, found = scene.cache.entries, scene.cache.find(scene.keyspace, keys_of(*numbers))
+    scene.cache.sealed(entries.parts.run(entries.first[found.hit_rows], len(SIZES)).ravel())
+
+
+def use(scene: Scene, *numbers: int) -> None:
+    """As a pin does."""
+    found = scene.cache.find(scene.keyspace, keys_of(*numbers))
+    scene.cache.use_all([(scene.keyspace, found, 0)])
+
+
+async def test_what_is_put_stays_where_it_is_until_the_end(make: Make) -> None:
+    """The store's client reads the slots meanwhile; memory needs all of them for others."""
+    scene = await make(pages=1024)
+    store(scene, 1, 2, 3)
+    put = await a_put(scene)
+    assert scene.remote.holds == 3
+    for number in range(10, 500):
+        scene.store_here(number)
+    assert scene.served(1, 2, 3) == [1, 2, 3]
+    scene.store.finish(put)
+    assert scene.remote.pushing.counters.keys == 3
+    for number in range(500, 1000):
+        scene.store_here(number)
+    assert scene.served(1, 2, 3) == [], "they may be evicted again"
+
+
+@pytest.mark.parametrize("far", [False, True])
+async def test_what_is_cleared_before_its_turn_is_not_put(make: Make, far: bool) -> None:
+    """Here, or by another host. Its name would be of the era that is over."""
+    scene = await make()
+    scene.store.writable = False
+    store(scene, 1, 2)
+    await calm(scene)
+    assert scene.remote.holds == 2
+    if far:
+        await clear_here(scene.cache, None, NAME, scene.cache.epochs.of(NAME) + 1)
+        scene.remote.eras.begin_clear([NAME])
+    else:
+        await clear(scene.cache, None, {NAME}, scene.remote.eras)
+    scene.store.writable = True
+    scene.store.changes.notify_all()
+    await calm(scene)
+    assert not puts(scene)
+    assert scene.remote.pushing.counters.not_pushed["cleared"] == 2
+    assert scene.remote.holds == 0
+
+
+async def test_a_put_that_fails_is_made_again_when_the_key_is_used(make: Make) -> None:
+    scene = await make(push="second-use")
+    store(scene, 1)
+    use(scene, 1)
+    scene.store.put_status = RemoteStatus.FAILED
+    scene.store.finish(await a_put(scene))
+    assert scene.remote.pushing.counters.not_pushed["failed"] == 1
+    scene.store.put_status = RemoteStatus.OK
+    use(scene, 1)
+    scene.store.finish(await a_put(scene))
+    assert scene.remote.pushing.counters.keys == 1
+    use(scene, 1)
+    await calm(scene)
+    assert not puts(scene), "it is there"
+
+
+async def test_uses_are_counted_behind_the_reply(make: Make) -> None:
+    """A pin does not wait for it."""
+    scene = await make(push="second-use")
+    store(scene, 1)
+    use(scene, 1)
+    assert not is_waiting(scene)
+    await scene.turn(1)
+    assert is_waiting(scene)
+    scene.store.finish(await a_put(scene))
+
+
+async def test_rows_that_are_gone_when_their_use_is_counted(make: Make) -> None:
+    scene = await make(push="second-use")
+    store(scene, 1, 2)
+    use(scene, 1, 2)
+    await clear(scene.cache, None, {NAME}, scene.remote.eras)
+    await calm(scene)
+    assert not puts(scene)
+
+
+async def test_a_store_without_room_is_left_alone_for_a_while(make: Make) -> None:
+    scene = await make()
+    scene.remote.pushing._pause_s = pause_s = 0.5
+    scene.store.put_status = RemoteStatus.NO_SPACE
+    store(scene, 1)
+    put = await a_put(scene)
+    full_s = scene.loop.time()
+    scene.store.finish(put)
+    assert scene.remote.pushing.counters.not_pushed["no_space"] == 1
+    scene.store.put_status = RemoteStatus.OK
+    store(scene, 2)
+    scene.store.finish(await a_put(scene))
+    assert scene.loop.time() - full_s >= pause_s
+
+
+async def test_what_an_earlier_run_left_is_put_only_when_it_is_verified(make: Make) -> None:
+    scene = await make(push="second-use")
+    store(scene, 1)
+    entries = scene.cache.entries
+    row = int(scene.cache.find(scene.keyspace, keys_of(1)).hit_rows[0])
+    records = entries.parts.run(entries.first[np.array([row])], 2).ravel()
+    entries.parts.unverified[records[1]] = 1
+    use(scene, 1)
+    await calm(scene)
+    assert not puts(scene)
+    entries.parts.unverified[records[1]] = 0
+    use(scene, 1)
+    scene.store.finish(await a_put(scene))
+
+
+async def test_in_a_new_era_keys_are_put_again(make: Make) -> None:
+    """The store has lost the marker, and with it all that it had."""
+    scene = await make(push="second-use")
+    store(scene, 1)
+    use(scene, 1)
+    scene.store.finish(await a_put(scene))
+    known = scene.remote.eras.of(NAME)
+    assert known is not None
+    scene.store.values.clear()
+    scene.remote.eras.lost(NAME, known.number)
+    await scene.era_is_known()
+    use(scene, 1)
+    scene.store.finish(await a_put(scene))
+    assert scene.remote.pushing.counters.keys == 2
+
+
+async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
+    """What was known of the key that memory has evicted says nothing about it."""
+    scene = await make(pages=1024)
+    first, second = range(1, 101), range(5000, 5120)
+    store(scene, *first)
+    await pushed(scene, len(first))
+    for number in range(100, 1600):
+        scene.store_here(number)
+    for number in second:
+        store(scene, number)
+        await scene.finish_all(2)
+    await pushed(scene, len(first) + len(second))
+
+
+async def pushed(scene: Scene, count: int) -> None:
+    """So many keys so far, soon."""
+    async with asyncio.timeout(20):
+        while scene.remote.pushing.counters.keys < count:
+            await scene.finish_all(1)
