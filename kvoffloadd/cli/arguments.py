@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvoffloadd import __version__, config
@@ -13,20 +15,55 @@ from kvoffloadd.units import parse_bytes
 DEFAULT_SOCKET = config.ServerConfig().socket
 
 
+COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Before there is a daemon": ("doctor", "plan", "config", "completion"),
+        "The daemon": ("serve",),
+        "Watch a running daemon": ("status", "top", "verify"),
+        "Change what it holds": ("drain", "clear"),
+    }
+)
+"""Every command, by what it is for: as `--help` shows them."""
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose help lists the commands by use, which argparse has no way to say."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: as for any parser."""
+        super().__init__(**settings)
+        self.summaries: dict[str, str] = {}
+        """What each command does, in a line."""
+
+    def format_help(self) -> str:
+        """What `--help` prints."""
+        parts = [self.format_usage(), f"\n{self.description}\n"]
+        for title, names in COMMANDS.items():
+            parts.append(f"\n{title}:\n")
+            parts += [f"  {name:<12}{self.summaries[name]}\n" for name in names]
+        parts.append("\n`kvoffloadd COMMAND --help` shows the options of a command, `--version` the version.\n")
+        return "".join(parts) + f"{self.epilog}\n"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Of every command; `command` of what it parses is the function that runs it."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvoffloadd",
-        description="A KV-cache offload daemon, and the commands for its operator.",
+        usage="%(prog)s [--version] COMMAND ...",
+        description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 done, 1 findings or a missed drain, 2 usage or config, 3 unreachable, 4 refused.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
 
     def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
         child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
         child.set_defaults(command=run)
+        if group is subparsers:
+            parser.summaries[name] = text
         return child
 
     serve = add("serve", commands.serve, "Run the daemon in the foreground.")
@@ -68,11 +105,18 @@ def make_parser() -> argparse.ArgumentParser:
             "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
         )
 
+    doctor = add("doctor", commands.doctor, "What of this host would keep the daemon from working, and the remedy.")
+    _add_config_options(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    completion = add("completion", commands.completion, "Print a shell's completion of these commands.")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
+
     _add_plan_options(
         add("plan", commands.plan, "What a model's KV cache will be, and how much of it the daemon would hold.")
     )
 
-    config_commands = subparsers.add_parser("config", help="Check or show config files.").add_subparsers(
+    config_commands = add("config", None, "Check or show config files.").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
     check = add("check", commands.config_check, "Check a config file; say every problem in it.", config_commands)
@@ -96,6 +140,8 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
         help="instead of the file's value; repeatable",
     )  # fmt: skip
 
+
+SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
 """What `plan` may be for."""

@@ -62,6 +62,20 @@ def config_show(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.doctor import doctor as examine_host
+
+    return examine_host(arguments, lambda: _load(arguments))
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.arguments import make_parser
+    from kvoffloadd.cli.completion import completion_script
+
+    sys.stdout.write(completion_script(make_parser(), arguments.shell))
+    return EXIT_OK
+
+
 def _load(arguments: argparse.Namespace) -> config.Config:
     overrides: dict[str, str] = dict(arguments.set)
     # Quoted, so that text stays text even where it would be a TOML value.
