@@ -17,8 +17,8 @@ DEFAULT_SOCKET = config.ServerConfig().socket
 
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "Before there is a daemon": ("doctor", "plan", "config", "completion"),
-        "The daemon": ("serve",),
+        "Try it": ("demo", "bench", "doctor", "plan"),
+        "Run it": ("serve", "config", "completion"),
         "Watch a running daemon": ("status", "top", "verify"),
         "Change what it holds": ("drain", "clear"),
     }
@@ -109,6 +109,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config_options(doctor)
     doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
+    demo = add("demo", commands.demo, "Two workers, a chat, a worker and the daemon killed; every byte is compared.")
+    _add_demo_options(demo)
+    bench = add("bench", commands.bench, "Memory, disk, requests and GPUs, each beside this machine's own limit.")
+    _add_bench_options(bench)
+
     completion = add("completion", commands.completion, "Print a shell's completion of these commands.")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
 
@@ -139,6 +144,28 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
         "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="instead of the file's value; repeatable",
     )  # fmt: skip
+
+
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--turns", type=_count, default=240, help="turns of the chat; default: %(default)s")
+    add("--seconds", type=_deadline, default=30.0, help="end the chat after so long; default: %(default).0f")
+    add("--memory", type=_size, default="256MiB", metavar="SIZE", help="of the memory tier; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the chat; default: %(default)s")
+    add("--json", action="store_true", help="one JSON object on standard output")
+
+
+PARTS = ("memory", "disk", "requests", "gpu")
+"""What `bench` measures."""
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", choices=PARTS, action="append", default=[], help="this part; repeatable; default: all of them")
+    add("--bytes", type=_size, default="256MiB", metavar="SIZE", help="of one job; default: %(default)s")
+    add("--rounds", type=_count, default=5, help="of which medians are told; default: %(default)s")
+    add("--folder", type=_absolute, metavar="PATH", help="on the disk that is measured; default: /var/tmp")
+    add("--json", action="store_true", help="one JSON object on standard output")
 
 
 SHELLS = ("bash", "zsh", "tcsh")

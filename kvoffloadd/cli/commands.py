@@ -68,6 +68,22 @@ def doctor(arguments: argparse.Namespace) -> int:
     return examine_host(arguments, lambda: _load(arguments))
 
 
+def demo(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.trial.demo.main import demo as run_demo
+
+    if arguments.turns < 2:
+        return complain("--turns: at least 2, since one is interrupted", EXIT_USAGE)
+    arguments.memory = parse_bytes(arguments.memory)
+    return run_demo(arguments)
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.trial.bench.main import bench as run_bench
+
+    arguments.bytes = parse_bytes(arguments.bytes)
+    return run_bench(arguments)
+
+
 def completion(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.arguments import make_parser
     from kvoffloadd.cli.completion import completion_script
