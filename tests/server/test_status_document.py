@@ -21,7 +21,7 @@ BY_NAME = {"transfers", "lanes", "devices"}
 
 REASONS = {
     "missed", "not_demoted", "late_beats", "demoted", "promoted", "corrupt", "fetched", "not_fetched", "pushed",
-    "not_pushed", "lookup_s", "get_s", "eras",
+    "not_pushed", "lookup_s", "get_s", "eras", "took_s",
 }  # fmt: skip
 """Maps that are explained where they are named."""
 
