@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
     subparsers = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+        title="commands", metavar="COMMAND", required=True, prog="kvoffloadd", parser_class=argparse.ArgumentParser
     )
 
     def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
