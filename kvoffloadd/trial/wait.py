@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
-HANG_S = 60.0
-"""Longer than anything that goes on takes, on the busiest machine: what takes longer hangs."""
+SLOWNESS_MAX = 10.0
+
+
+def slowness() -> float:
+    """How many times longer than on an idle machine work takes on this one: what the kernel's load average, of the last
+    minute, says about how many want to run on each CPU. From 1 to `SLOWNESS_MAX`.
+    """
+    wanting = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return min(max(wanting, 1.0), SLOWNESS_MAX)
+
+
+HANG_S = 60.0 * slowness()
+"""Longer than anything that goes on takes, as busy as the machine is: what takes longer hangs."""
 
 
 def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every_s: float = 0.002) -> T:

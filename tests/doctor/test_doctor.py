@@ -22,6 +22,7 @@ from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
 from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
 from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S
 
 GIB = 1 << 30
 
@@ -65,7 +66,7 @@ def doctor(*arguments: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=4 * HANG_S,
     )
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout
