@@ -125,7 +125,7 @@ def test_rules_are_rules() -> None:
 
 def test_expressions_name_metrics_that_exist() -> None:
     """Also where there is no Prometheus."""
-    document = (ROOT / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "STATUS.md").read_text(encoding="utf-8")
     known = set(re.findall(r"`((?:kvoffloadd|process)_\w+)`", document))
     used = [target["expr"] for panel in panels() for target in panel["targets"]] + list(alerts().values())
     for expression in used:
