@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.demo.chat import ChatTurn
+from kvoffloadd.trial.demo.report import DemoReport
+from kvoffloadd.trial.demo.worker import TurnAnswer
 from scripts.harness.wait import HANG_S
 
 LIMIT_S = 4.5 * HANG_S
@@ -61,17 +64,24 @@ def test_wrong_usage_is_told(arguments: tuple[str, ...]) -> None:
     assert arguments[0] in err
 
 
-def test_a_table_for_people() -> None:
-    code, out, _ = kvoffloadd("demo", "--turns", "12", "--memory", "16MiB")
-    assert code == 0, out
-    assert "wrong bytes" in out
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    report = DemoReport(seed=0, memory_bytes=1 << 20, chat_bytes=1 << 21, disk_bytes=1 << 22)
+    report.count(ChatTurn(0, 0, 0, 512, 600, 700), TurnAnswer(512, 64, 0, 1, 0, 0))
+    report.count_after(TurnAnswer(512, 64, 64, 1, 0, 0))
+    assert report.is_good
+    report.count_after(TurnAnswer(512, 64, 64, 1, 3, 0))
+    assert not report.is_good
+    report.print()
+    shown = capsys.readouterr().out
+    assert "2 of 3" in shown, "verified loads"
+    assert "512" in shown and "85.3 %" in shown
 
 
 # --- kvoffloadd bench ---
 
 
 def test_bench_measures_all_that_there_is() -> None:
-    code, out, err = kvoffloadd("bench", "--bytes", "8MiB", "--rounds", "2", "--json")
+    code, out, err = kvoffloadd("bench", "--bytes", "4MiB", "--rounds", "1", "--json")
     assert code == 0, err
     result = json.loads(out)
     found = {(figure["part"], figure["what"].split(",")[0]) for figure in result["figures"]}
