@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -13,14 +14,17 @@ from kvoffloadd.trial.demo.chat import ChatTurn
 from kvoffloadd.trial.demo.report import DemoReport
 from kvoffloadd.trial.demo.worker import TurnAnswer
 from scripts.harness.wait import HANG_S
+from tests import softcuda
+from tests.e2e import gpu_rank
 
 LIMIT_S = 4.5 * HANG_S
 
 
-def kvoffloadd(*arguments: str) -> tuple[int, str, str]:
+def kvoffloadd(*arguments: str, **variables: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "kvoffloadd", *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
+        [sys.executable, "-m", "kvoffloadd", *arguments],
+        capture_output=True, text=True, check=False, timeout=LIMIT_S, env={**os.environ, **variables},
+    )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
@@ -97,3 +101,14 @@ def test_bench_of_one_part_as_a_table() -> None:
     assert code == 0, err
     assert "lookup of 512 keys" in out
     assert "memcpy" not in out
+
+
+@pytest.mark.skipif(bool(gpu_rank.why_no_cuda()), reason=gpu_rank.why_no_cuda())
+def test_bench_of_a_gpu_on_a_software_driver() -> None:
+    code, out, err = kvoffloadd(
+        "bench", "--only", "gpu", "--bytes", "4MiB", "--rounds", "1", "--json", **softcuda.environment()
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert [figure["what"].split(",")[0] for figure in result["figures"]] == ["store", "load"]
+    assert result["skipped"] == {}

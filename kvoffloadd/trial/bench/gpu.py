@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec
 from kvoffloadd.cudadriver import CudaDriver
+from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.bench.figure import Figure, bandwidth
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.figures import KEY_BYTES
@@ -18,6 +19,7 @@ from kvoffloadd.trial.workload import WAIT_S, Workload
 
 ROW_BYTES = 1 << 20
 SETS = 3
+_PORTABLE, _DEFAULT_STREAM = 1, 0
 
 Show = Callable[[str], None]
 
@@ -58,10 +60,10 @@ def measure_gpu(folder: Path, job_bytes: int, rounds: int, show: Show) -> list[F
             for number in range(rounds):
                 show(f"gpu, round {number + 1} of {rounds}")
                 work.drain()
-                downs.append(_timed(driver, "cuMemcpyDtoH", host, memory.address, moved))
+                downs.append(_timed(driver, "cuMemcpyDtoHAsync", host, memory.address, moved))
                 stores.append(work.store()[0])
                 work.drain()
-                ups.append(_timed(driver, "cuMemcpyHtoD", memory.address, host, moved))
+                ups.append(_timed(driver, "cuMemcpyHtoDAsync", memory.address, host, moved))
                 loads.append(work.load()[0])
     finally:
         memory.close()
@@ -73,17 +75,23 @@ def measure_gpu(folder: Path, job_bytes: int, rounds: int, show: Show) -> list[F
 
 @contextmanager
 def _pinned(driver: CudaDriver, size_bytes: int) -> Iterator[int]:
-    """The address of host memory that the driver knows."""
-    address = int(driver.call("cuMemAllocHost", size_bytes))
-    ctypes.memset(address, 1, size_bytes)
+    """The address of host memory that the driver knows, as the daemon's memory tier is."""
+    fd = create_memfd("kvoffloadd-bench", size_bytes)
     try:
-        yield address
+        memory = Mapping.map_fd(fd, size_bytes)
+        populate(memory.address, size_bytes, 4, fd=fd)
+        driver.call("cuMemHostRegister", memory.address, size_bytes, _PORTABLE)
+        try:
+            yield memory.address
+        finally:
+            driver.call("cuMemHostUnregister", memory.address)
+            memory.close()
     finally:
-        driver.call("cuMemFreeHost", address)
+        os.close(fd)
 
 
 def _timed(driver: CudaDriver, copy: str, to: int, source: int, size_bytes: int) -> float:
     begun = time.perf_counter()
-    driver.call(copy, to, source, size_bytes)
-    driver.call("cuCtxSynchronize")
+    driver.call(copy, to, source, size_bytes, _DEFAULT_STREAM)
+    driver.call("cuStreamSynchronize", _DEFAULT_STREAM)
     return time.perf_counter() - begun
