@@ -88,7 +88,12 @@ def completion(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.arguments import make_parser
     from kvoffloadd.cli.completion import completion_script
 
-    sys.stdout.write(completion_script(make_parser(), arguments.shell))
+    try:
+        script = completion_script(make_parser(), arguments.shell)
+    except ImportError as error:
+        # Where an engine's environment was installed without the package's dependencies.
+        return complain(f"completion needs shtab: {error}; pip install shtab", EXIT_USAGE)
+    sys.stdout.write(script)
     return EXIT_OK
 
 

@@ -6,22 +6,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffloadd.errors import UsageError
-
 FILES = ("FILE", "PATH")
 """Options with these values are completed with the names of files."""
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell is to read, for the commands and options of `parser`.
+    """What the shell is to read, for the commands and options of `parser`. Raises ImportError without shtab."""
+    import shtab
 
-    Raises:
-        UsageError: shtab is not installed.
-    """
-    try:
-        import shtab
-    except ImportError as error:
-        raise UsageError(f"completion needs shtab ({error}): pip install shtab") from None
     for action in _actions(parser):
         if action.metavar in FILES or action.type is Path:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it

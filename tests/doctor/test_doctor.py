@@ -412,3 +412,9 @@ def test_bash_completes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     asked = 'source "$1"; COMP_WORDS=(kvoffloadd do); COMP_CWORD=1; _shtab_kvoffloadd; echo "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", asked, "-", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["doctor"]
+
+
+def test_completion_without_its_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install shtab" in capsys.readouterr().err
