@@ -15,14 +15,15 @@ from kvoffloadd.trial.bench.figure import Figure, bandwidth
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.disk import STUCK_S, disk_folder, file_system
 from kvoffloadd.trial.figures import KEY_BYTES
-from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.trial.process import DaemonError, status_bytes
+from kvoffloadd.trial.wait import HANG_S, until, within
 from kvoffloadd.trial.workload import WAIT_S, Workload
 
 MIB = 1 << 20
 PAYLOAD_BYTES = MIB
 PIECE_BYTES = 4 * MIB
 DEADLINE_S = 600.0
+LOOK_S = 0.01
 """A disk that has not taken some hundred MiB by then is no disk."""
 
 Show = Callable[[str], None]
@@ -60,22 +61,34 @@ def _measure(daemon: OwnDaemon, keys: int, raw: RawFile, rounds: int, show: Show
     tensor.array[:] = 7
     with daemon, Client(daemon.socket, namespace=space, deadline_s=WAIT_S) as client:
         work = Workload(client, [tensor], keys, scattered=False)
+        _await_memory(daemon)
         for number in range(rounds):
             show(f"disk, round {number + 1} of {rounds}")
             raw_writes.append(raw.write())
             before = _demoted(daemon)
             begun = time.perf_counter()
             work.store()
-            until(lambda start=before: _demoted(daemon) - start >= work.bytes, "keys on disk", DEADLINE_S)  # type: ignore[misc]
+            _await_demoted(daemon, before + work.bytes)
             writes.append(time.perf_counter() - begun)
             raw_reads.append(raw.read())
             daemon.stop()  # and its memory is gone
             daemon.start()
             client.ping()
+            _await_memory(daemon)
             begun = time.perf_counter()
             work.load()
             reads.append(time.perf_counter() - begun)
     return writes, raw_writes, reads, raw_reads
+
+
+def _await_demoted(daemon: OwnDaemon, total_bytes: int) -> None:
+    until(lambda: _demoted(daemon) >= total_bytes, "keys on disk", DEADLINE_S, every_s=LOOK_S)
+
+
+def _await_memory(daemon: OwnDaemon) -> None:
+    """A daemon has its memory provided by the kernel after its start: that is not the disk's time."""
+    capacity_bytes = daemon.status()["memory"]["capacity_bytes"]
+    within(lambda: status_bytes(daemon.pid, "RssShmem") >= capacity_bytes, HANG_S, every_s=LOOK_S)
 
 
 def _demoted(daemon: OwnDaemon) -> int:
@@ -88,7 +101,9 @@ def _demoted(daemon: OwnDaemon) -> int:
 
 
 class RawFile:
-    """A file of `size_bytes`, with space behind every byte, on the disk that is measured."""
+    """A file of `size_bytes` on the disk that is measured. It is made anew in each round, as the daemon's segments are:
+    a disk takes longer for blocks that were never written.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         files = Files()
@@ -110,12 +125,14 @@ class RawFile:
         return self._timed(os.O_RDONLY, DiskConfig().read_threads, self._read_piece)
 
     def _timed(self, flags: int, threads: int, piece: Callable[[int, int], None]) -> float:
+        if flags & os.O_CREAT:
+            self._path.unlink(missing_ok=True)
         fd = os.open(self._path, flags | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0), 0o600)
         try:
-            if flags & os.O_CREAT:
-                os.posix_fallocate(fd, 0, self._size_bytes)
             with ThreadPoolExecutor(threads) as pool:
                 begun = time.perf_counter()
+                if flags & os.O_CREAT:
+                    os.posix_fallocate(fd, 0, self._size_bytes)
                 list(pool.map(lambda at: piece(fd, at), range(0, self._size_bytes - PIECE_BYTES + 1, PIECE_BYTES)))
                 if flags & os.O_CREAT:
                     os.fdatasync(fd)
