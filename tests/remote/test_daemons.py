@@ -136,7 +136,7 @@ def test_a_slow_link_costs_a_deadline(site: Callable[[str], Site], keys: Keys, k
     lab.slow(lab.hosts[2], "4mbit")
     began = time.monotonic()
     assert MISS in states(b, keys)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < HANG_S
     assert b.store_keys(keys).outcome is Outcome.DONE, "in other slots"
     lab.fast(lab.hosts[2])
     until(lambda: remote(there)["quarantined_bytes"] == 0, "the transfer has ended")
