@@ -73,7 +73,7 @@ $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@echo "venv: ready"
 
 demo: $(DEMO_READY) ## two workers, a chat larger than the memory tier, a worker and the daemon killed: every byte verified
-	@$(DEMO_VENV)/bin/python scripts/demo.py
+	@$(DEMO_VENV)/bin/python -m kvoffloadd demo
 
 $(DEMO_READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@$(PYTHON_IS_NEW_ENOUGH)

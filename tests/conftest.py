@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.harness.daemon import Daemon
+from scripts.harness.wait import slowness
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold, make_daemon
 from tests.e2e.rank import Rank
@@ -79,6 +80,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says how to repeat this run's random choices."""
     terminalreporter.write_line(f"random seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The limit of a test is for hangs alone: on a busy machine it is longer."""
+    limit_s = float(config.getini("timeout"))
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit_s * slowness()))
 
 
 @pytest.fixture

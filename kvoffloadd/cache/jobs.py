@@ -29,6 +29,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
+from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals
 from kvoffloadd.device.work import BlockList, BlockWork
@@ -106,6 +107,10 @@ class LoadRequest(Protocol):
         """What is to be copied, of keys that are complete now: called when those below have come, or will not."""
 
 
+TOOK_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Bounds of how long jobs take: from one of a few small keys to one that waits for a slow disk."""
+
+
 @dataclass(slots=True)
 class JobCounters:
     """What the jobs of one direction have moved since the start."""
@@ -114,6 +119,7 @@ class JobCounters:
     keys: int = 0  # payloads that were moved
     bytes: int = 0
     seconds: float = 0.0
+    took_s: Histogram = field(default_factory=lambda: Histogram(TOOK_S))  # from admission to end, of each job
     descriptors: int = 0
     copies: int = 0  # issued, after descriptors were coalesced
     not_done: int = 0  # jobs that failed, were cancelled or expired
@@ -462,6 +468,7 @@ class Jobs:
         counters.jobs += 1
         counters.bytes += result.bytes
         counters.seconds += result.seconds
+        counters.took_s.add(result.seconds)
         counters.descriptors += result.descriptors
         counters.copies += result.copies
         if result.outcome is Outcome.DONE:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvoffloadd import __version__, config
@@ -13,20 +15,55 @@ from kvoffloadd.units import parse_bytes
 DEFAULT_SOCKET = config.ServerConfig().socket
 
 
+COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Try it": ("demo", "bench", "doctor", "plan"),
+        "Run it": ("serve", "config", "completion"),
+        "Watch a running daemon": ("status", "top", "verify"),
+        "Change what it holds": ("drain", "clear"),
+    }
+)
+"""Every command, by what it is for: as `--help` shows them."""
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose help lists the commands by use, which argparse has no way to say."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: as for any parser."""
+        super().__init__(**settings)
+        self.summaries: dict[str, str] = {}
+        """What each command does, in a line."""
+
+    def format_help(self) -> str:
+        """What `--help` prints."""
+        parts = [self.format_usage(), f"\n{self.description}\n"]
+        for title, names in COMMANDS.items():
+            parts.append(f"\n{title}:\n")
+            parts += [f"  {name:<12}{self.summaries[name]}\n" for name in names]
+        parts.append("\n`kvoffloadd COMMAND --help` shows the options of a command, `--version` the version.\n")
+        return "".join(parts) + f"{self.epilog}\n"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Of every command; `command` of what it parses is the function that runs it."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="kvoffloadd",
-        description="A KV-cache offload daemon, and the commands for its operator.",
+        usage="%(prog)s [--version] COMMAND ...",
+        description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 done, 1 findings or a missed drain, 2 usage or config, 3 unreachable, 4 refused.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, prog="kvoffloadd", parser_class=argparse.ArgumentParser
+    )
 
     def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
         child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
         child.set_defaults(command=run)
+        if group is subparsers:
+            parser.summaries[name] = text
         return child
 
     serve = add("serve", commands.serve, "Run the daemon in the foreground.")
@@ -38,18 +75,18 @@ def make_parser() -> argparse.ArgumentParser:
         "load is damaged, every Nth copy fails; disk: a file that names faults of the disks",
     )  # fmt: skip
 
-    status = add("status", commands.status, "Counters and gauges of a running daemon.")
+    status = add("status", commands.status, "Show the counters and gauges of a running daemon.")
     status.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
-    top = add("top", commands.top, "What a running daemon does, as it changes; q or Ctrl-C ends it.")
-    top.add_argument("--once", action="store_true", help="two looks, an interval apart, and one picture")
-    top.add_argument("--json", action="store_true", help="one JSON object a line for each interval")
+    top = add("top", commands.top, "Show live what a running daemon does; q or Ctrl-C ends it.")
+    top.add_argument("--once", action="store_true", help="print one picture, of two looks an interval apart")
+    top.add_argument("--json", action="store_true", help="print one JSON object a line, for each interval")
     top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default: 1")
-    top.add_argument("--svg", type=Path, metavar="FILE", help="write what was shown last there, as a picture")
+    top.add_argument("--svg", type=Path, metavar="FILE", help="write the last picture to this SVG file")
 
-    verify = add("verify", commands.verify, "Let the daemon audit itself; exit 1 if it finds anything wrong.")
-    verify.add_argument("--payloads", action="store_true", help="hash every sealed payload again, too")
-    verify.add_argument("--disk", action="store_true", help="read and check every record on disk, too")
+    verify = add("verify", commands.verify, "Make a running daemon audit itself; exit 1 if it finds anything wrong.")
+    verify.add_argument("--payloads", action="store_true", help="also hash every sealed payload again")
+    verify.add_argument("--disk", action="store_true", help="also read and check every record on disk")
     verify.add_argument("--repair", action="store_true", help="drop the records on disk that are bad")
     verify.add_argument(
         "--root", type=_absolute, action="append", default=[], metavar="PATH",
@@ -60,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     clear = add("clear", commands.clear, "Drop every key of every namespace (root or the daemon's user only).")
     clear.add_argument("--yes", action="store_true", help="do not ask")
 
-    drain = add("drain", commands.drain, "Wait until the running jobs have ended and all that they stored is sealed.")
+    drain = add("drain", commands.drain, "Wait until running jobs have ended and all that they stored has a checksum.")
     drain.add_argument("--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="default: 60")
 
     for client_command in (status, top, verify, clear, drain):
@@ -68,11 +105,23 @@ def make_parser() -> argparse.ArgumentParser:
             "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
         )
 
+    doctor = add("doctor", commands.doctor, "Check this host for what would keep the daemon from working.")
+    _add_config_options(doctor)
+    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+    demo = add("demo", commands.demo, "Run two workers that chat; kill one and the daemon; compare every byte.")
+    _add_demo_options(demo)
+    bench = add("bench", commands.bench, "Measure memory, disk, requests and GPUs beside this machine's own limits.")
+    _add_bench_options(bench)
+
+    completion = add("completion", commands.completion, "Print a shell's completion of these commands.")
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
+
     _add_plan_options(
-        add("plan", commands.plan, "What a model's KV cache will be, and how much of it the daemon would hold.")
+        add("plan", commands.plan, "Compute the size of a model's KV cache, and how much of it the daemon would hold.")
     )
 
-    config_commands = subparsers.add_parser("config", help="Check or show config files.").add_subparsers(
+    config_commands = add("config", None, "Check or show config files.").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
     check = add("check", commands.config_check, "Check a config file; say every problem in it.", config_commands)
@@ -84,18 +133,42 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it every key has its default")
-    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="instead of server.socket")
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help='instead of memory.capacity_bytes, like "8GiB"')
-    parser.add_argument("--policy", metavar="NAME", help="instead of memory.policy")
+    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="overrides server.socket")
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help='overrides memory.capacity_bytes, like "8GiB"')
+    parser.add_argument("--policy", metavar="NAME", help="overrides memory.policy")
     parser.add_argument(
         "--disk", type=_disk_root, action="append", default=[], metavar="PATH=SIZE",
-        help='instead of disk.roots, like "/nvme0/kvoffloadd=1TiB"; repeatable',
+        help='overrides disk.roots, like "/nvme0/kvoffloadd=1TiB"; repeatable',
     )  # fmt: skip
     parser.add_argument(
         "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="instead of the file's value; repeatable",
+        help="overrides a value of the file; repeatable",
     )  # fmt: skip
 
+
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--turns", type=_count, default=240, help="turns of the chat; default: %(default)s")
+    add("--seconds", type=_deadline, default=30.0, help="end the chat after so long; default: %(default).0f")
+    add("--memory", type=_size, default="256MiB", metavar="SIZE", help="of the memory tier; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the chat; default: %(default)s")
+    add("--json", action="store_true", help="one JSON object on standard output")
+
+
+PARTS = ("memory", "disk", "requests", "gpu")
+"""What `bench` measures."""
+
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", choices=PARTS, action="append", default=[], help="this part; repeatable; default: all of them")
+    add("--bytes", type=_size, default="256MiB", metavar="SIZE", help="of one job; default: %(default)s")
+    add("--rounds", type=_count, default=5, help="of which medians are told; default: %(default)s")
+    add("--folder", type=_absolute, metavar="PATH", help="on the disk that is measured; default: /var/tmp")
+    add("--json", action="store_true", help="one JSON object on standard output")
+
+
+SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
 """What `plan` may be for."""
@@ -124,9 +197,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-hybrid", dest="hybrid", action="store_false", help="the engine's hybrid cache manager is off: one group"
     )
-    parser.add_argument(
-        "--share-tp", action="store_true", help="ranks of other tensor-parallel sizes are to read it, too"
-    )
+    parser.add_argument("--share-tp", action="store_true", help="let ranks of other tensor-parallel sizes read it")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="of the memory tier; default: the daemon's, 4GiB")
     parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
     parser.add_argument(
@@ -146,10 +217,10 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
-        "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="a typical prompt; default: 8000"
+        "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="length of a typical prompt; default: 8000"
     )
     prompts.add_argument(
-        "--trace", type=Path, metavar="FILE", help="prompts as they were: input_length and hash_ids in JSON lines"
+        "--trace", type=Path, metavar="FILE", help="a trace of real prompts: input_length and hash_ids in JSON lines"
     )
     parser.add_argument(
         "--trace-block-tokens", type=_count, default=512, metavar="TOKENS", help="of a hash id; default: 512"

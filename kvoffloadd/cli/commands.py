@@ -62,6 +62,41 @@ def config_show(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.doctor import doctor as examine_host
+
+    return examine_host(arguments, lambda: _load(arguments))
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.trial.demo.main import demo as run_demo
+
+    if arguments.turns < 2:
+        return complain("--turns: at least 2, since one is interrupted", EXIT_USAGE)
+    arguments.memory = parse_bytes(arguments.memory)
+    return run_demo(arguments)
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.trial.bench.main import bench as run_bench
+
+    arguments.bytes = parse_bytes(arguments.bytes)
+    return run_bench(arguments)
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.arguments import make_parser
+    from kvoffloadd.cli.completion import completion_script
+
+    try:
+        script = completion_script(make_parser(), arguments.shell)
+    except ImportError as error:
+        # Where an engine's environment was installed without the package's dependencies.
+        return complain(f"completion needs shtab: {error}; pip install shtab", EXIT_USAGE)
+    sys.stdout.write(script)
+    return EXIT_OK
+
+
 def _load(arguments: argparse.Namespace) -> config.Config:
     overrides: dict[str, str] = dict(arguments.set)
     # Quoted, so that text stays text even where it would be a TOML value.

@@ -1,4 +1,4 @@
-"""From a status to metrics. Pure: nothing is counted here. docs/METRICS.md explains each; a test compares them.
+"""From a status to metrics. Pure: nothing is counted here. docs/STATUS.md lists them; a test compares the two.
 
 Every metric is there from the start, with or without samples. Labels are bounded: namespaces, directions, reasons,
 lanes, devices and disk roots; never anything of a key.
@@ -155,6 +155,9 @@ def _transfers(status: Status) -> Iterator[Metric]:
         for key in ("failed", "cancelled", "expired", "bad")
     ]
     yield _counter("dropped_payloads", "Payloads that jobs did not move, by reason.", dropped, "direction", "reason")
+    yield _histograms(
+        "job_seconds", "How long jobs took.", {way: one["took_s"] for way, one in each.items()}, "direction"
+    )
     yield _counter("descriptors", "Runs of bytes that jobs named.", of("descriptors"), "direction")
     yield _counter("copies", "Copies issued for them, neighbours merged.", of("copies"), "direction")
 
@@ -333,11 +336,16 @@ def _remote(remote: Status) -> Iterator[Metric]:
 
 
 def _histogram(name: str, text: str, figures: Status | None) -> Metric:
-    family = HistogramMetricFamily(PREFIX + name, text)
-    if figures is not None:
+    return _histograms(name, text, {} if figures is None else {"": figures})
+
+
+def _histograms(name: str, text: str, each: Mapping[str, Status], *labels: str) -> Metric:
+    """One for each value of the label, or a single one without labels."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+    for value, figures in each.items():
         total, buckets = 0, []
         for bound, count in figures["counts"].items():
             total += count
             buckets.append(("+Inf" if bound == "inf" else bound, total))
-        family.add_metric((), buckets, figures["sum"])
+        family.add_metric((value,) if labels else (), buckets, figures["sum"])
     return family

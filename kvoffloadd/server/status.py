@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
+from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.lanes import TURN_S
 from kvoffloadd.server.context import Context, OpenSession
 
@@ -114,6 +115,10 @@ def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
     return rows
 
 
+def _shown(counter: float | Histogram) -> object:
+    return counter.figures() if isinstance(counter, Histogram) else counter
+
+
 def _all_users(context: Context) -> dict[str, Any]:
     cache, jobs = context.cache, context.jobs
     return {
@@ -122,7 +127,7 @@ def _all_users(context: Context) -> dict[str, Any]:
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),
         "transfers": {
-            str(direction): {name: getattr(counters, name) for name in counters.__slots__}
+            str(direction): {name: _shown(getattr(counters, name)) for name in counters.__slots__}
             for direction, counters in jobs.counters.items()
         },
         "running": {"jobs": len(jobs.running), "holds": jobs.holds},

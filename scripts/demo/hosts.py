@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffloadd.trial.demo.chat import chat
 from kvoffloadd.units import format_bytes
-from scripts.demo.chat import chat
 from scripts.demo.worker import WHOLE, Answer
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from scripts.demo.chat import Turn
+    from kvoffloadd.trial.demo.chat import ChatTurn
 
 HOSTS = 2
 KV_CACHE = (WHOLE, "cross-layer", 2)
@@ -46,7 +46,7 @@ class Part:
     restored_tokens: int = 0
     fetched_keys: int = 0
 
-    def count(self, turn: Turn, answer: Answer) -> None:
+    def count(self, turn: ChatTurn, answer: Answer) -> None:
         """A turn was answered."""
         self.turns += 1
         self.prompt_tokens += turn.prompt_tokens
@@ -260,7 +260,7 @@ class HostsRun:
 
     # --- turns ---
 
-    def _answer(self, row: int, turn: Turn, *, store: bool) -> Answer:
+    def _answer(self, row: int, turn: ChatTurn, *, store: bool) -> Answer:
         worker = self._workers[row]
         worker.ask({"turn": asdict(turn), "store": store})
         return Answer(**worker.answer(TURN_S))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.client import KeyState
-from scripts.demo.chat import ROOT_TOKENS, ROOTS, Turn
+from kvoffloadd.trial.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
 from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
 from scripts.harness.models import named, small
@@ -77,7 +77,7 @@ class Worker:
         )
         self._engine.disk = True
 
-    def answer(self, turn: Turn, *, store: bool) -> Answer:
+    def answer(self, turn: ChatTurn, *, store: bool) -> Answer:
         """Restore what is held of the prompt, from memory or disk; `store`: compute and store the rest and the answer.
 
         A daemon that has come after one that was killed is found again.
@@ -137,7 +137,7 @@ def main() -> int:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(asdict(worker.answer(Turn(**asked["turn"]), store=asked["store"]))), flush=True)
+        print(json.dumps(asdict(worker.answer(ChatTurn(**asked["turn"]), store=asked["store"]))), flush=True)
     worker.close()
     return 0
 

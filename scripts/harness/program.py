@@ -5,32 +5,28 @@ from __future__ import annotations
 import argparse
 import secrets
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.units import parse_bytes
-from scripts.harness.output import print_json
-from scripts.harness.process import DaemonError, obey_signals, private_folder
+from kvoffloadd.trial.output import print_json
+from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED, EXIT_USAGE, TrialReport, carry_out, seconds, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-
-
-class Report(Protocol):
-    """How a run went."""
-
-    @property
-    def is_good(self) -> bool:
-        """Whether all that must hold held."""
-
-    def as_json(self) -> dict[str, object]:
-        """Names that stay."""
-
-    def print(self) -> None:
-        """A table."""
+__all__ = [
+    "EXIT_BAD",
+    "EXIT_INTERRUPTED",
+    "EXIT_USAGE",
+    "TrialReport",
+    "add_seed",
+    "benchmark_line",
+    "carry_out",
+    "command_line",
+    "seconds",
+    "seed_of",
+    "show_result",
+    "size",
+]
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:
@@ -61,24 +57,6 @@ def seed_of(given: argparse.Namespace, name: str) -> int:
     return seed
 
 
-def carry_out(name: str, run: Callable[[Path], Report], *, as_json: bool) -> int:
-    """Run it in a folder of its own, and show what came of it; returns the exit status."""
-    obey_signals()
-    try:
-        with private_folder() as folder:
-            report = run(Path(folder))
-    except (DaemonError, KvOffloadError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return EXIT_BAD
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    if as_json:
-        print_json(report.as_json())
-    else:
-        report.print()
-    return 0 if report.is_good else EXIT_BAD
-
-
 def show_result(result: dict[str, Any], given: argparse.Namespace, show: Callable[[dict[str, Any]], None]) -> int:
     """Of a benchmark; returns the exit status."""
     if given.json:
@@ -86,19 +64,3 @@ def show_result(result: dict[str, Any], given: argparse.Namespace, show: Callabl
     else:
         show(result)
     return EXIT_BAD if given.check and not result["within_budget"] else 0
-
-
-def size(text: str) -> int:
-    """An option's bytes."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
-
-
-def seconds(text: str) -> float:
-    """An option's duration, above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from kvoffloadd.trial.wait import HANG_S, slowness, until, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-T = TypeVar("T")
-
-HANG_S = 60.0
-"""Longer than anything that goes on takes, on the busiest machine: what takes longer hangs."""
-
-
-def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every_s: float = 0.002) -> T:
-    """The first true value of `fact()`. Raises TimeoutError at the deadline."""
-    end = time.monotonic() + deadline_s
-    while True:
-        value = fact()
-        if value:
-            return value
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {deadline_s:g} s: {what}; the last answer was {value!r}")
-        time.sleep(every_s)
-
-
-def within(fact: Callable[[], object], limit_s: float, *, every_s: float = 0.001) -> float | None:
-    """Seconds from now until `fact()` is true; None: it was not at the limit."""
-    began = time.monotonic()
-    try:
-        until(fact, "", limit_s, every_s=every_s)
-    except TimeoutError:
-        return None
-    return time.monotonic() - began
+__all__ = ["HANG_S", "slowness", "throughout", "until", "within"]
 
 
 def throughout(fact: Callable[[], object], what: str, seconds: float) -> None:

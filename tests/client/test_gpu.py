@@ -15,12 +15,13 @@ from kvoffloadd.client import GpuTensor, Group, GroupKind, KvCache, Ref, SharedT
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, gpu_allocation
 from kvoffloadd.errors import UsageError
 from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.wait import HANG_S
 from tests import softcuda
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 MIB = 1 << 20
-SOON_S = 60.0
+SOON_S = HANG_S
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,10 @@ from kvoffloadd.client import (
 )
 from kvoffloadd.model import NO_BLOCK, U8Array
 from scripts.harness.places import GpuPlace
+from scripts.harness.wait import HANG_S
 from tests.e2e.gpu_rank import Where
 
-WAIT_S = 15.0
+WAIT_S = HANG_S
 NAMESPACE = NamespaceSpec(model="e2e")
 PAGE = 4096
 ANYWHERE = Where()

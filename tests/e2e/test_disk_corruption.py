@@ -12,6 +12,7 @@ from kvoffloadd.client import Client, KeyState
 from kvoffloadd.model import PAGE_BYTES
 from scripts.harness.daemon import Daemon
 from scripts.harness.damage import flip
+from scripts.harness.wait import HANG_S
 from tests.e2e.disk import (
     MIB,
     Record,
@@ -232,15 +233,15 @@ def test_verify_names_what_is_damaged_and_repair_drops_it(
     damaged = records_of(root, keys[bad])
     flip_each(damaged, spread(len(damaged), damaged[0].covered_bytes, generator))
     with Client(daemon.socket, namespace=None, role="observer") as observer:
-        first = observer.verify(disk=True, deadline_s=20.0)
+        first = observer.verify(disk=True, deadline_s=HANG_S)
         assert first.records == 1500
         expected = {f"disk: the record at {one.path}, page {one.page} is damaged" for one in damaged}
         assert set(first.findings) == expected
         assert set(rank.states(keys[bad])) == {KeyState.PENDING}
-        second = observer.verify(disk=True, repair=True, deadline_s=20.0)
+        second = observer.verify(disk=True, repair=True, deadline_s=HANG_S)
         assert set(second.findings) == {f"{finding}, dropped" for finding in expected}
         assert set(rank.states(keys[bad])) == {KeyState.MISS}
-        third = observer.verify(disk=True, deadline_s=20.0)
+        third = observer.verify(disk=True, deadline_s=HANG_S)
         assert (third.findings, third.records) == ((), 1500 - len(damaged))
     assert disk(daemon)["corrupt"] == len(damaged)
     lost_alone(rank, keys, bad)

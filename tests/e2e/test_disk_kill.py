@@ -10,6 +10,7 @@ import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome
 from scripts.harness.daemon import Daemon
+from scripts.harness.wait import HANG_S
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, group_of, served
 from tests.e2e.rank import Keys, Rank, new_keys
 
@@ -47,7 +48,7 @@ def test_killed_while_it_writes(start_daemon: Start, tmp_path: Path, seed: int, 
         assert latest.tolist() == (found[-60:] == KeyState.PENDING).tolist()
         if len(keys) <= 15 or len(keys) % 20 == 0:
             with Client(daemon.socket, namespace=None, role="observer") as observer:
-                audit = observer.verify(disk=True, deadline_s=20.0)
+                audit = observer.verify(disk=True, deadline_s=HANG_S)
                 assert (audit.findings, audit.records) == ((), disk(daemon)["records"])
         daemon.leave_guests()
     rank = daemon.welcome(Rank(daemon.socket, group_of(size)))

@@ -44,13 +44,13 @@ def free_port() -> int:
 
 def small() -> dict[str, Any]:
     """The least that is a status."""
-    counters: dict[str, int] = dict.fromkeys(
+    counters: dict[str, Any] = dict.fromkeys(
         (
             "jobs", "not_done", "keys", "bytes", "seconds", "descriptors", "copies", "keys_failed", "keys_cancelled",
             "keys_expired", "keys_bad",
         ),
         0,
-    )  # fmt: skip
+    ) | {"took_s": {"sum": 0.0, "counts": {"inf": 0}}}  # fmt: skip
     cache = (
         "keys", "index_bytes", "unsealed", "parts_reserved", "parts_committed", "parts_aborted", "parts_sealed",
         "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",

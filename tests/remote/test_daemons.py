@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
+from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.site import FULL, Site, await_era, push, remote, states
 
@@ -71,7 +71,7 @@ def test_a_slow_link_costs_a_deadline(site: Callable[[str], Site], keys: Keys, k
     lab.slow(lab.hosts[2], "4mbit")
     began = time.monotonic()
     assert MISS in states(b, keys)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < HANG_S
     assert b.store_keys(keys).outcome is Outcome.DONE, "in other slots"
     lab.fast(lab.hosts[2])
     until(lambda: remote(there)["quarantined_bytes"] == 0, "the transfer has ended")

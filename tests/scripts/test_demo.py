@@ -1,57 +1,114 @@
-"""scripts/demo.py: a short demo is clean, restores what the other worker stored, and survives both kills."""
+"""`kvoffloadd demo`: a short demo is clean, restores what the other worker stored, and survives both kills."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
-from tests.scripts.running import run_script
+from kvoffloadd.trial.demo.chat import ChatTurn
+from kvoffloadd.trial.demo.report import DemoReport
+from kvoffloadd.trial.demo.worker import TurnAnswer
+from scripts.harness.wait import HANG_S
+from tests import softcuda
+from tests.e2e import gpu_rank
+
+LIMIT_S = 4.5 * HANG_S
+
+
+def kvoffloadd(*arguments: str, **variables: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvoffloadd", *arguments],
+        capture_output=True, text=True, check=False, timeout=LIMIT_S, env={**os.environ, **variables},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_short_demo_is_clean() -> None:
-    done = run_script("demo.py", "--turns", "30", "--memory", "32MiB", "--kv-heads", "1")
-    figures = done.figures
-    assert (done.status, figures["said"], figures["errors"], figures["findings"], figures["leaked"]) == (
-        0,
-        [],
-        [],
-        [],
-        [],
-    )
-    assert figures["wrong_bytes"] == figures["stray_bytes"] == figures["broken_promises"] == 0
+    code, out, err = kvoffloadd("demo", "--turns", "30", "--memory", "32MiB", "--seconds", "200", "--json")
+    assert code == 0, f"{out}\n{err}"
+    figures: dict[str, Any] = json.loads(out)
+    assert [figures[name] for name in ("said", "errors", "findings", "leaked")] == [[], [], [], []]
+    assert figures["wrong_bytes"] == figures["stray_bytes"] == figures["corrupt"] == 0
     assert figures["turns"] == 30
-    assert figures["verified_loads"] > 0
+    assert figures["verified_loads"] == figures["loads"] > 0
     assert 0 < figures["restored_tokens"] <= figures["known_tokens"] <= figures["prompt_tokens"]
-    assert figures["kills"] == 1
+    assert figures["kills"] == figures["daemon_kills"] == 1
     assert figures["unmap_ms"] > 0
-    assert figures["daemon_kills"] == 1
     assert figures["keys_found_on_disk"] >= figures["demoted_keys"] > 0
     assert 0 < figures["after_restart_from_disk_keys"] <= figures["after_restart_hit_keys"]
     assert figures["disk_most_bytes"] <= figures["disk_bytes"]
-    assert figures["corrupt"] == 0
 
 
-def test_another_layout_where_there_is_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States on pages of several attention layers; the model is one that has both."""
-    (tmp_path / "torch.py").write_text('raise ImportError("there is none")\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = run_script("demo.py", "--turns", "20", "--memory", "32MiB", "--layout", "packed-pages")
-    figures = done.figures
-    assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
-    assert (figures["layout"], figures["model"]) == ("packed-pages", "qwen3-next-80b-a3b")
-    assert figures["verified_loads"] > 0
-    assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == 0
+def test_a_wrong_byte_is_found() -> None:
+    """The demo's own eyes: the daemon damages what it loads (its faults are for tests), and the demo says so."""
+    source = """
+import sys
+from kvoffloadd import cli
+from kvoffloadd.trial.demo import run
+real = run.OwnDaemon
+run.OwnDaemon = lambda *given, **named: real(*given, faults="corrupt_every=5", **named)
+sys.exit(cli.main(["demo", "--turns", "20", "--memory", "64MiB", "--json"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["wrong_bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--layout", "packed-pages", "--model", "gpt-oss-20b"), "gpt-oss-20b can't be laid out as packed-pages"),
-        (("--kv-heads", "9"), "1 to 8"),
-    ],
-)
-def test_wrong_usage_is_told(arguments: tuple[str, ...], named: str) -> None:
-    done = run_script("demo.py", *arguments)
-    assert done.status == 2
-    assert named in done.said
+@pytest.mark.parametrize("arguments", [("--turns", "1"), ("--memory", "much"), ("--seconds", "0")])
+def test_wrong_usage_is_told(arguments: tuple[str, ...]) -> None:
+    code, _, err = kvoffloadd("demo", *arguments)
+    assert code == 2
+    assert arguments[0] in err
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    report = DemoReport(seed=0, memory_bytes=1 << 20, chat_bytes=1 << 21, disk_bytes=1 << 22)
+    report.count(ChatTurn(0, 0, 0, 512, 600, 700), TurnAnswer(512, 64, 0, 1, 0, 0))
+    report.count_after(TurnAnswer(512, 64, 64, 1, 0, 0))
+    assert report.is_good
+    report.count_after(TurnAnswer(512, 64, 64, 1, 3, 0))
+    assert not report.is_good
+    report.print()
+    shown = capsys.readouterr().out
+    assert "2 of 3" in shown, "verified loads"
+    assert "512" in shown and "85.3 %" in shown
+
+
+# --- kvoffloadd bench ---
+
+
+def test_bench_measures_all_that_there_is() -> None:
+    code, out, err = kvoffloadd("bench", "--bytes", "4MiB", "--rounds", "1", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    found = {(figure["part"], figure["what"].split(",")[0]) for figure in result["figures"]}
+    assert {("memory", "store"), ("memory", "load"), ("disk", "store"), ("disk", "load"), ("requests", "ping")} <= found
+    assert all(
+        figure["value"] > 0 and figure["limit_value"] > 0 and figure["ratio"] > 0 for figure in result["figures"]
+    )
+    assert ("gpu" in result["skipped"]) != ("gpu" in {figure["part"] for figure in result["figures"]})
+
+
+def test_bench_of_one_part_as_a_table() -> None:
+    code, out, err = kvoffloadd("bench", "--only", "requests", "--rounds", "1")
+    assert code == 0, err
+    assert "lookup of 512 keys" in out
+    assert "memcpy" not in out
+
+
+@pytest.mark.skipif(bool(gpu_rank.why_no_cuda()), reason=gpu_rank.why_no_cuda())
+def test_bench_of_a_gpu_on_a_software_driver() -> None:
+    code, out, err = kvoffloadd(
+        "bench", "--only", "gpu", "--bytes", "4MiB", "--rounds", "1", "--json", **softcuda.environment()
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert [figure["what"].split(",")[0] for figure in result["figures"]] == ["store", "load"]
+    assert result["skipped"] == {}

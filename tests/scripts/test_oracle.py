@@ -9,7 +9,7 @@ import pytest
 
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.model import NO_BLOCK
-from scripts.demo.chat import TURNS_EACH, chat
+from kvoffloadd.trial.demo.chat import TURNS_EACH, chat
 from scripts.harness.counters import Counters
 from scripts.harness.geometry import Geometry, random_geometry
 from scripts.harness.kvmemory import KvMemory

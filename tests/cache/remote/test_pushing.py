@@ -69,7 +69,8 @@ def store(scene: Scene, *numbers: int) -> None:
 def use(scene: Scene, *numbers: int) -> None:
     """As a pin does."""
     found = scene.cache.find(scene.keyspace, keys_of(*numbers))
-    scene.cache.use_all([(scene.keyspace, found, 0)])
+    scene.cache.uses.add([(scene.keyspace, found, 0)])
+    scene.cache.uses.settle()
 
 
 async def test_what_is_put_stays_where_it_is_until_the_end(make: Make) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvoffloadd.trial.demo.chat import ChatTurn
+from kvoffloadd.trial.demo.kvcache import MODEL
+from kvoffloadd.trial.demo.worker import TurnAnswer
+from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
-from scripts.demo.worker import WHOLE, Answer
-from scripts.harness.models import named
-from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
-
-if TYPE_CHECKING:
-    from scripts.demo.chat import Turn
-    from scripts.harness.counters import Counters
 
 
 @dataclass(slots=True)
-class Report:
+class DemoReport:
     """All figures of one demo.
 
     `chat_bytes`: the KV cache of all conversations. `known_tokens`: of prompts, what earlier turns had; no cache can
@@ -25,12 +22,8 @@ class Report:
 
     seed: int
     memory_bytes: int
-    model: str
-    layout: str
-    kv_heads: int
     chat_bytes: int
     disk_bytes: int
-    counters: Counters
     seconds: float = 0.0
     turns: int = 0
     conversations: set[int] = field(default_factory=set)
@@ -38,6 +31,10 @@ class Report:
     known_tokens: int = 0
     restored_tokens: int = 0
     from_disk: int = 0
+    loads: int = 0
+    verified_loads: int = 0
+    wrong_bytes: int = 0
+    stray_bytes: int = 0
     evictions: int = 0
     kills: int = 0
     unmap_s: float | None = None
@@ -54,12 +51,7 @@ class Report:
     errors: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    @property
-    def all_heads(self) -> int:
-        """Of the whole model."""
-        return named(self.model).kv_heads
-
-    def count(self, turn: Turn, answer: Answer) -> None:
+    def count(self, turn: ChatTurn, answer: TurnAnswer) -> None:
         """A turn was answered."""
         self.turns += 1
         self.conversations.add(turn.conversation)
@@ -67,6 +59,20 @@ class Report:
         self.known_tokens += turn.known_tokens
         self.restored_tokens += answer.restored_tokens
         self.from_disk += answer.from_disk
+        self._count_bytes(answer)
+
+    def count_after(self, answer: TurnAnswer) -> None:
+        """A turn was answered again, after the daemon's restart."""
+        self.restored_after += answer.restored_tokens
+        self.hits_after += answer.hits
+        self.from_disk_after += answer.from_disk
+        self._count_bytes(answer)
+
+    def _count_bytes(self, answer: TurnAnswer) -> None:
+        self.loads += answer.loads
+        self.verified_loads += answer.loads and not answer.wrong_bytes + answer.stray_bytes
+        self.wrong_bytes += answer.wrong_bytes
+        self.stray_bytes += answer.stray_bytes
 
     def note_disk(self, status: dict[str, Any], used: int) -> None:
         """At the end of a run of the daemon: its counters, bytes on disk."""
@@ -79,26 +85,22 @@ class Report:
     @property
     def is_good(self) -> bool:
         """Whether everything is right, and something was checked."""
-        total = self.counters.total
-        bad = total("wrong_bytes") + total("broken_promises") + self.corrupt
+        bad = self.wrong_bytes + self.stray_bytes + self.corrupt
         found = self.findings or self.leaks or self.errors
-        return not bad and not found and total("verified_loads") > 0 and self.from_disk_after > 0
+        return not bad and not found and self.verified_loads > 0 and self.from_disk_after > 0
 
     def figures(self) -> str:
         """For the progress bar."""
         hit_rate = 100 * ratio(self.restored_tokens, self.prompt_tokens)
-        return f"{self.restored_tokens:,} tokens restored, {hit_rate:.0f} %, {self.counters.total('wrong_bytes')} wrong"
+        return f"{self.restored_tokens:,} tokens restored, {hit_rate:.0f} %, {self.wrong_bytes} wrong"
 
     def as_json(self) -> dict[str, object]:
         """Keys are stable."""
-        counted = ("stores", "loads", "verified_loads", "wrong_bytes", "stray_bytes", "broken_promises")
         return {
             "seed": self.seed,
             "seconds": round(self.seconds, 2),
             "memory_bytes": self.memory_bytes,
-            "model": self.model,
-            "layout": self.layout,
-            "kv_heads": self.kv_heads,
+            "model": MODEL,
             "chat_bytes": self.chat_bytes,
             "turns": self.turns,
             "conversations": len(self.conversations),
@@ -107,7 +109,10 @@ class Report:
             "restored_tokens": self.restored_tokens,
             "hit_rate": round(ratio(self.restored_tokens, self.prompt_tokens), 4),
             "from_disk_keys": self.from_disk,
-            **{name: self.counters.total(name) for name in counted},
+            "loads": self.loads,
+            "verified_loads": self.verified_loads,
+            "wrong_bytes": self.wrong_bytes,
+            "stray_bytes": self.stray_bytes,
             "evictions": self.evictions,
             "kills": self.kills,
             "unmap_ms": None if self.unmap_s is None else round(self.unmap_s * 1e3, 2),
@@ -132,7 +137,6 @@ class Report:
 
     def print(self) -> None:
         """The table, and below it each thing that is wrong."""
-        total = self.counters.total
         hit_rate, most = (100 * ratio(x, self.prompt_tokens) for x in (self.restored_tokens, self.known_tokens))
         chat = [
             ("chat turns", f"{self.turns:,}", f"of {len(self.conversations)} conversations, on 2 workers in turn"),
@@ -152,11 +156,10 @@ class Report:
         ]
         wrong = f"{len(self.leaks)} leaks, {len(self.errors)} errors"
         verdict = [
-            ("verified loads", f"{total('verified_loads'):,} of {total('loads'):,}", "every byte compared"),
+            ("verified loads", f"{self.verified_loads:,} of {self.loads:,}", "every byte compared"),
             ("self-audit", f"{len(self.findings)} findings", wrong),
-            ("wrong bytes", f"{total('wrong_bytes'):,}", "the point of it all"),
+            ("wrong bytes", f"{self.wrong_bytes + self.stray_bytes:,}", "of all that was loaded"),
         ]
-        small = "" if self.model == WHOLE else ", scaled down"
-        title = f"kvoffloadd demo: {self.model}{small}, {self.layout}, {self.kv_heads} of {self.all_heads} KV heads"
+        title = f"kvoffloadd demo: the KV cache of {MODEL}, 2 of its 8 KV heads"
         print_table(title, [chat, kills, verdict], good=self.is_good)
         print_wrong(self)

@@ -16,7 +16,7 @@ COMES_BACK = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """A prompt of `prompt_tokens`, of which the first `known_tokens` were in an earlier turn, and its answer."""
 
     number: int
@@ -27,7 +27,7 @@ class Turn:
     total_tokens: int
 
 
-def chat(seed: int, turns: int, workers: int) -> list[Turn]:
+def chat(seed: int, turns: int, workers: int) -> list[ChatTurn]:
     """The turns in the order in which they come; a conversation goes to another worker with every turn."""
     rng = np.random.default_rng([seed, 2])
     lengths: dict[int, int] = {}
@@ -51,7 +51,7 @@ def chat(seed: int, turns: int, workers: int) -> list[Turn]:
         prompt = max(known, ROOT_TOKENS) + int(rng.integers(32, 160))
         total = prompt + int(rng.integers(64, 256))
         count = spoken.get(conversation, 0)
-        found.append(Turn(number, conversation, (conversation + count) % workers, known, prompt, total))
+        found.append(ChatTurn(number, conversation, (conversation + count) % workers, known, prompt, total))
         lengths[conversation], spoken[conversation] = total, count + 1
         if spoken[conversation] % TURNS_EACH == 0:
             active.remove(conversation)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import select
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
-from scripts.demo.chat import Turn, chat
-from scripts.demo.report import Report
-from scripts.demo.worker import Answer, geometry_of
-from scripts.harness.counters import Counters
-from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_settings, used_bytes
-from scripts.harness.leaks import held, leaks, unreturned_slots
-from scripts.harness.output import Live
-from scripts.harness.process import bad_entries, unmapped_within
-from scripts.harness.worker import WorkerProcess
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-    from pathlib import Path
+from kvoffloadd.trial.daemon import OwnDaemon
+from kvoffloadd.trial.demo.chat import ChatTurn, chat
+from kvoffloadd.trial.demo.kvcache import bytes_of
+from kvoffloadd.trial.demo.report import DemoReport
+from kvoffloadd.trial.demo.worker import TurnAnswer
+from kvoffloadd.trial.disk import disk_settings, used_bytes
+from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import bad_entries, unmapped_within
+from kvoffloadd.trial.worker import WorkerProcess
 
 WORKERS = 2
 START_S = TURN_S = 60.0
@@ -42,22 +39,20 @@ class Run:
         self._given = given
         self._folder = folder
         self._rng = np.random.default_rng([given.seed, 3])
-        self._counters = Counters(folder / "counters", WORKERS)
         self._memory_prefix = f"kvo-d{os.getpid()}-"
         self._workers: dict[int, WorkerProcess] = {}
-        self._asked: dict[int, Turn] = {}
+        self._asked: dict[int, ChatTurn] = {}
         self._turns = chat(given.seed, given.turns, WORKERS)
         longest = {turn.conversation: turn.total_tokens for turn in self._turns}
-        geometry = geometry_of(given.model, given.layout, given.kv_heads)
-        chat_bytes = sum(map(geometry.bytes_of, longest.values()))
+        chat_bytes = sum(map(bytes_of, longest.values()))
         disk_bytes = max(2 * chat_bytes, DISK_BYTES_MIN) // MIB * MIB
-        self._report = Report(
-            given.seed, given.memory, given.model, given.layout, given.kv_heads, chat_bytes, disk_bytes, self._counters
-        )
+        self._report = DemoReport(given.seed, given.memory, chat_bytes, disk_bytes)
         self._disk = disk_folder / "root"
-        self._daemon = Daemon(folder, given.memory, {"log.level": "warning", **disk_settings(self._disk, disk_bytes)})
+        self._daemon = OwnDaemon(
+            folder, given.memory, {"log.level": "warning", **disk_settings(self._disk, disk_bytes)}
+        )
 
-    def run(self) -> Report:
+    def run(self) -> DemoReport:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
         daemon, report = self._daemon, self._report
         try:
@@ -86,14 +81,10 @@ class Run:
     def _start_worker(self, row: int, generation: int) -> None:
         options = {
             "socket": str(self._daemon.socket),
-            "counters": str(self._folder / "counters"),
-            "rows": WORKERS,
-            "row": row,
             "seed": self._given.seed,
-            "kv_cache": (self._given.model, self._given.layout, self._given.kv_heads),
             "memory_name": f"{self._memory_prefix}{row}-{generation}-",
         }
-        self._workers[row] = WorkerProcess("scripts.demo.worker", options, self._log(row))
+        self._workers[row] = WorkerProcess("kvoffloadd.trial.demo.worker", options, self._log(row))
         self._workers[row].answer(START_S)
 
     def _log(self, row: int) -> Path:
@@ -122,11 +113,9 @@ class Run:
         """The last turn of each conversation again, as far as they come."""
         last = {turn.conversation: turn for turn in self._turns[: self._report.turns]}
         for _, answer in self._answers(list(last.values())[-RESTORED_TURNS:], store=False):
-            self._report.restored_after += answer.restored_tokens
-            self._report.hits_after += answer.hits
-            self._report.from_disk_after += answer.from_disk
+            self._report.count_after(answer)
 
-    def _answers(self, pending: list[Turn], *, store: bool) -> Iterator[tuple[Turn, Answer]]:
+    def _answers(self, pending: list[ChatTurn], *, store: bool) -> Iterator[tuple[ChatTurn, TurnAnswer]]:
         """Turns and their answers, as they come. In the middle of the chat worker 0 is killed while it is at a turn."""
         while pending or self._asked:
             for row in self._workers.keys() - self._asked.keys():
@@ -141,10 +130,10 @@ class Run:
             ready, _, _ = select.select(list(asked.values()), [], [], TURN_S)
             for row, worker in asked.items():
                 if worker in ready or not ready:  # nobody within the time: let the first one say so
-                    answer = Answer(**worker.answer(TURN_S if ready else 0.0))
+                    answer = TurnAnswer(**worker.answer(TURN_S if ready else 0.0))
                     yield self._asked.pop(row), answer
 
-    def _next_turn(self, row: int, pending: list[Turn]) -> Turn | None:
+    def _next_turn(self, row: int, pending: list[ChatTurn]) -> ChatTurn | None:
         """The first turn for this worker whose conversation waits for no earlier answer."""
         waiting = {turn.conversation for turn in self._asked.values()}
         for turn in pending[:LOOKAHEAD]:
@@ -155,7 +144,7 @@ class Run:
 
     # --- kills ---
 
-    def _kill_worker(self, row: int) -> Turn:
+    def _kill_worker(self, row: int) -> ChatTurn:
         """SIGKILL it while it is at a turn, which is returned for the process that takes its place."""
         time.sleep(float(self._rng.uniform(0.001, 0.02)))
         self._workers[row].kill()

@@ -1,0 +1,69 @@
+"""`kvoffloadd doctor`: what of this host would keep the daemon from working, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvoffloadd import config, errors
+from kvoffloadd.doctor import Diagnosis, Host, Verdict, examine
+from kvoffloadd.doctor.diagnosis import problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+def diagnoses(read_config: Callable[[], config.Config], host: Host) -> list[Diagnosis]:
+    """With the problems of the config first; the rest is then of the default one."""
+    try:
+        chosen, wrong = read_config(), []
+    except errors.ConfigError as error:
+        wrong = [problem("config", str(error), "correct it; what follows is for the defaults")]
+        chosen = config.load(None)
+    found = list(examine(chosen, host))
+    return [*wrong, *(one for one in found if not (wrong and one.subject == "config"))]
+
+
+def doctor(arguments: argparse.Namespace, read_config: Callable[[], config.Config]) -> int:
+    """Returns the exit code: 1 if there are problems."""
+    found = diagnoses(read_config, Host.here())
+    problems = sum(one.verdict == Verdict.PROBLEM for one in found)
+    if arguments.json:
+        checks = [asdict(one) for one in found]
+        sys.stdout.write(json.dumps({"good": not problems, "checks": checks}, indent=2) + "\n")
+    else:
+        _print(found, problems)
+    return 1 if problems else 0
+
+
+def _print(found: list[Diagnosis], problems: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvoffloadd.cli.report import open_console
+    from kvoffloadd.log import printable
+
+    console: Console = open_console()
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for one in found:
+        said = Text("\n".join(map(printable, one.found.splitlines())))
+        if one.remedy:
+            said.append(f"\n-> {printable(one.remedy)}", style="italic")
+        table.add_row(Text(one.verdict, style=STYLES[one.verdict]), printable(one.subject), said)
+    console.print(table)
+    notes = sum(one.verdict == Verdict.NOTE for one in found)
+    verdict = _count(problems, "problem") if problems else "nothing keeps the daemon from working here"
+    console.print(f"\n{verdict}; {_count(notes, 'note')}")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

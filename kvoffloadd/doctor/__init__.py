@@ -1,0 +1,73 @@
+"""What of this host would keep the daemon from working: `examine` looks, and changes nothing that lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.config import Config
+from kvoffloadd.device.holes import Holes
+from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, ok, problem
+from kvoffloadd.doctor.gpus import MakeDriver, check_gpus
+from kvoffloadd.doctor.host import Host
+from kvoffloadd.doctor.places import (
+    check_account,
+    check_disks,
+    check_metrics,
+    check_pool,
+    check_socket,
+    is_listening,
+)
+from kvoffloadd.doctor.remote import check_remote
+from kvoffloadd.doctor.system import (
+    check_helpers,
+    check_holes,
+    check_kernel,
+    check_limits,
+    check_memory,
+    check_shm,
+    check_system_calls,
+)
+
+__all__ = ["Diagnosis", "Host", "Verdict", "examine"]
+
+
+def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -> Iterator[Diagnosis]:
+    """All checks, in the order in which a start would meet what they look at. Blocks: for seconds, where a disk or a
+    store does not answer.
+    """
+    running = is_listening(config.server.socket)
+    yield from _check_policy(config)
+    yield from chain(
+        check_kernel(host),
+        check_system_calls(),
+        check_helpers(),
+        check_account(config, host),
+        check_socket(config.server.socket, host, is_running=running),
+        check_limits(config, host),
+        check_memory(config.memory, host, is_running=running),
+        check_pool(config.memory, host, is_running=running),
+        check_holes(config.copy, host, _has_userfaultfd()),
+        check_shm(host),
+        check_gpus(config.cuda, host, *([make_driver] if make_driver else [])),
+        check_disks(config.disk, host),
+        check_remote(config, host),
+        check_metrics(config.metrics.listen, is_running=running),
+    )
+
+
+def _check_policy(config: Config) -> Iterator[Diagnosis]:
+    policy = config.memory.policy
+    if policy and policy not in POLICIES:
+        yield problem("config", f'memory.policy = "{policy}" is unknown', f"one of {', '.join(sorted(POLICIES))}")
+    else:
+        yield ok("config", "every value can be used")
+
+
+def _has_userfaultfd() -> bool:
+    try:
+        Holes().close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""GPUs: the driver, the packages that reach it, and namespaces that memory can be shared in."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvoffloadd.config import CudaConfig
+from kvoffloadd.cudadriver import CudaDriver
+from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
+from kvoffloadd.doctor.host import Host
+from kvoffloadd.errors import DeviceError
+
+MakeDriver = Callable[[], Any]
+
+
+def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDriver) -> Iterator[Diagnosis]:
+    """Makes no context: no GPU is touched."""
+    if not cuda.enabled:
+        yield ok("GPUs", "cuda.enabled = false")
+        return
+    if not host.has_gpus:
+        yield ok("GPUs", "no NVIDIA driver is loaded; KV caches in shared memory need none")
+        return
+    try:
+        driver = make_driver()
+        found = _describe(driver)
+    except DeviceError as error:
+        yield problem(
+            "GPUs", str(error), "install kvoffloadd[cuda13], or [cuda12] for a driver below 580; see nvidia-smi"
+        )
+        return
+    if "CUDA_VISIBLE_DEVICES" in host.environment:
+        yield note("GPUs", f"{found}; CUDA_VISIBLE_DEVICES hides others", "unset it for the daemon: it serves them all")
+    else:
+        yield ok("GPUs", found)
+    yield from _check_kernel_package(cuda)
+    yield from _check_namespaces(host)
+
+
+def _describe(driver: Any) -> str:
+    count, version = int(driver.call("cuDeviceGetCount")), int(driver.call("cuDriverGetVersion"))
+    if not count:
+        raise DeviceError("the driver sees no GPU")
+    return f"{count} of CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
+
+
+def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:
+    if cuda.kernel_row_bytes != 0 and importlib.util.find_spec("cupy") is None:
+        yield note("CuPy", "is not installed, so small rows are copied without the kernel",
+                   "install kvoffloadd[cuda13] or [cuda12], or cuda.kernel_row_bytes = 0")  # fmt: skip
+
+
+def _check_namespaces(host: Host) -> Iterator[Diagnosis]:
+    own = [kind for kind in ("pid", "ipc") if not host.is_in_namespace_of_the_host(kind)]
+    if own:
+        yield note(
+            "namespaces", f"this process is in a container's {' and '.join(kind.upper() for kind in own)} namespace",
+            f"{' '.join(f'--{kind}=host' for kind in own)} for the daemon's container and the engines': "
+            "GPU memory is shared within one",
+        )  # fmt: skip
+    else:
+        yield ok("namespaces", "PID and IPC are the host's")
+    if not (host.root / "dev/nvidia-uvm").exists():
+        yield note("nvidia-uvm", "/dev/nvidia-uvm is not there, and the service can't load the module",
+                   "nvidia-modprobe -u, or a line nvidia-uvm in /etc/modules-load.d")  # fmt: skip

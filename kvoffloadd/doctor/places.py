@@ -1,0 +1,238 @@
+"""Files and directories: the socket's, the pool file's, and the disk roots."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvoffloadd.checks import split_address
+from kvoffloadd.config import Config, DiskConfig, DiskRoot, MemoryConfig
+from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
+from kvoffloadd.doctor.host import Host
+from kvoffloadd.storage.arenafile import block_bytes, file_bytes
+from kvoffloadd.storage.disk.files import DiskError, Files, describe_error, probe_direct
+from kvoffloadd.units import format_bytes
+
+ANSWER_S = 10.0
+"""A disk that answers no sooner is ill."""
+
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process accepts connections there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+    return True
+
+
+def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
+    """Whether the daemon can make its socket there."""
+    if is_running:
+        yield ok("socket", f"{path}: a daemon answers there; a second one needs another socket")
+        return
+    folder = path.parent
+    owner = (
+        f"install -d -m 750 -o {_user(host.uid)} {folder} (the service: systemd-tmpfiles --create), or --socket PATH"
+    )
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    if not existing.is_dir():
+        yield problem("socket", f"{existing} is no directory", "another server.socket")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
+    elif path.exists() and not path.is_socket():
+        yield problem("socket", f"{path} exists and is no socket", "remove it, or another server.socket")
+    elif _is_locked(Path(f"{path}.lock")):
+        yield problem("socket", f"another process holds {path}.lock", "stop that daemon, or another server.socket")
+    else:
+        yield ok("socket", f"{path} can be made by {_user(host.uid)}")
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
+    """Whether metrics can be served there."""
+    if not listen:
+        yield note("metrics", "are not served", 'metrics.listen = "localhost:9477", if Prometheus is to scrape them')
+        return
+    place = split_address(listen)
+    if is_running or isinstance(place, str):
+        yield ok("metrics", f"at {listen}")
+        return
+    with socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(place)
+        except OSError as error:
+            yield problem("metrics", f"{listen}: {error.strerror}", "another port in metrics.listen")
+        else:
+            yield ok("metrics", f"{listen} is free")
+
+
+def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
+    """Whether the memory tier can outlive the daemon, and the place of its file."""
+    if not memory.pool_file:
+        if (host.root / "run/systemd/system").is_dir():
+            yield ok("warm restart", "systemd keeps the memory tier over a restart of the service")
+        else:
+            yield note("warm restart", "memory ends with the daemon: there is neither systemd nor memory.pool_file",
+                       'memory.pool_file = "/dev/shm/kvoffloadd/pool", if a restart is to keep memory')  # fmt: skip
+        return
+    path = Path(memory.pool_file)
+    folder = path.parent
+    try:
+        found = folder.stat()
+    except OSError as error:
+        yield problem("pool file", f"{folder}: {error.strerror}", _make(folder, host))
+        return
+    if not os.access(folder, os.W_OK | os.X_OK) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+        yield problem("pool file", f"{folder} must be writable for {_user(host.uid)} alone", _make(folder, host))
+        return
+    room = os.statvfs(folder)
+    needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, max(room.f_bsize, 4096))
+    free = room.f_bavail * room.f_frsize
+    if path.exists():
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            free += os.fstat(fd).st_blocks * 512
+            needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, block_bytes(fd))
+        finally:
+            os.close(fd)
+    if not is_running and free < needed:
+        yield problem("pool file", f"{path} takes {format_bytes(needed)}, and {format_bytes(free)} are free",
+                      "a larger file system (mount -o remount,size=), or a smaller memory.capacity_bytes")  # fmt: skip
+    else:
+        yield ok("pool file", f"{path}: {format_bytes(needed)}")
+
+
+def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:
+    """Each root, in a thread of its own: a disk that hangs is told."""
+    if not disk.roots:
+        yield ok("disk tier", "none: disk.roots is empty")
+    for root in disk.roots:
+        answers = _within(answer_s, lambda root=root: list(_check_root(root, disk, host)))  # type: ignore[misc]
+        if answers is None:
+            yield problem(_subject(root), f"does not answer within {answer_s:.0f} s", "dmesg; SMART; the mount")
+        else:
+            yield from answers
+
+
+def _within(limit_s: float, work: Callable[[], list[Diagnosis]]) -> list[Diagnosis] | None:
+    """What `work` returns; None if it does not return in time. Its thread does not keep the process alive."""
+    done: list[list[Diagnosis]] = []
+    thread = threading.Thread(target=lambda: done.append(work()), name="kvo-doctor-disk", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return done[0] if done else None
+
+
+def _subject(root: DiskRoot) -> str:
+    return f"disk {root.path}"
+
+
+def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagnosis]:
+    subject, files = _subject(root), Files()
+    try:
+        fd = files.open_directory(root.path)
+    except FileNotFoundError:
+        if os.access(root.path.parent, os.W_OK | os.X_OK):
+            yield ok(subject, "is not there yet; the daemon makes it")
+            return
+        yield problem(subject, "is not there", f"mount its file system; then {_make(root.path, host)}")
+        return
+    except DiskError as error:
+        yield problem(subject, str(error).removeprefix(f"{root.path} "), _make(root.path, host))
+        return
+    except OSError as error:
+        yield problem(subject, describe_error(error), _make(root.path, host))
+        return
+    try:
+        direct = probe_direct(files, fd)
+        room, kind = os.fstatvfs(fd), _file_system(os.fstat(fd).st_dev, host)
+    except OSError as error:
+        yield problem(subject, f"can't be written: {describe_error(error)}",
+                      f"the mount's options; in the unit ReadWritePaths={root.path}")  # fmt: skip
+        return
+    finally:
+        os.close(fd)
+    yield from _judge_room(root, disk, room)
+    if kind in _NETWORK or kind in _VOLATILE:
+        why = (
+            "the network's delays are the tier's" if kind in _NETWORK else "a restart may lose it, and tmpfs is memory"
+        )
+        yield note(subject, f"is on {kind}: {why}", "a local file system: ext4 or XFS on NVMe")
+    if not direct and disk.direct != False:  # noqa: E712 - "auto" is no flag
+        text = f"{kind or 'its file system'} has no O_DIRECT, so the page cache holds every byte again"
+        if disk.direct is True:
+            yield problem(subject, text, 'disk.direct = "auto", or ext4 or XFS')
+        else:
+            yield note(subject, text, "ext4 or XFS, or disk.direct = false if that is meant")
+
+
+def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> Iterator[Diagnosis]:
+    total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    held = sum(one.stat().st_blocks * 512 for one in (root.path / "segments").glob("*") if one.is_file())
+    usable = max(0, free + held - disk.min_free_bytes)
+    size = f"{format_bytes(root.capacity_bytes)} of a file system of {format_bytes(total)}"
+    if usable < root.capacity_bytes:
+        yield note(_subject(root), f"{size}: {format_bytes(usable)} can be had, and disk.min_free_bytes stay free",
+                   "a smaller capacity, or free space")  # fmt: skip
+    else:
+        yield ok(_subject(root), size)
+
+
+def _file_system(device: int, host: Host) -> str:
+    """Its type, as mounts(5) has it; empty if it can't be told."""
+    for line in host.text("proc/self/mountinfo").splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            return rest.split()[0]
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _make(folder: Path, host: Host) -> str:
+    return f"install -d -m 700 -o {_user(host.uid)} {folder}"
+
+
+def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
+    """Whom the daemon would run as."""
+    if host.uid == 0:
+        yield note("user", "root", "run it, and this command, as the engines' user: sudo -u ENGINE kvoffloadd doctor")
+    else:
+        others = (
+            f"; also served: uids {', '.join(map(str, config.server.allowed_uids))}"
+            if config.server.allowed_uids
+            else ""
+        )
+        yield ok("user", f"{_user(host.uid)}{others}")

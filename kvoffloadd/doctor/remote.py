@@ -1,0 +1,128 @@
+"""The remote tier: the interpreter that runs the agent, the store's client, and whether the store is reached."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvoffloadd import __version__
+from kvoffloadd.config import Config, ValkeyConfig
+from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
+from kvoffloadd.doctor.host import Host
+from kvoffloadd.storage.remote.agentprocess import agent_command, agent_environment
+
+START_S = 60.0
+"""An interpreter that imports a store's client from a cold disk takes some seconds."""
+CONNECT_S = 3.0
+
+_IMPORTS = {
+    "mooncake": "import mooncake.store, kvoffloadd.agent.engines.mooncake",
+    "valkey": "import kvoffloadd.agent.engines.valkey",
+    "memory": "import kvoffloadd.agent.engines.memory",
+}
+_PORTS = {"redis": 6379, "rediss": 6379}
+
+
+def check_remote(config: Config, host: Host) -> Iterator[Diagnosis]:
+    """Starts no agent: it would join the store."""
+    engine = config.remote.engine
+    if not engine:
+        yield ok("remote tier", "none: remote.engine is empty")
+        return
+    yield _check_interpreter(config, host)
+    if engine == "valkey":
+        yield from _check_files(config.valkey, host)
+    yield from _check_reached(config)
+
+
+def _check_interpreter(config: Config, host: Host) -> Diagnosis:
+    subject, python = "agent", config.remote.python
+    extra = "[remote-mooncake]" if config.remote.engine == "mooncake" else ""
+    remedy = f"{python or 'pip'} {'-m pip ' if python else ''}install 'kvoffloadd{extra}=={__version__}'"
+    if config.remote.engine == "mooncake":
+        remedy += ", and libibverbs (Debian: libibverbs1)"
+    command = agent_command(python)
+    program = f"{_IMPORTS[config.remote.engine]}; import kvoffloadd; print(kvoffloadd.__version__)"
+    try:
+        done = subprocess.run(
+            [command[0], "-P", "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            env=agent_environment(python, host.environment), timeout=START_S, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        return problem(
+            subject, f"remote.python = {python!r}: {error.strerror}", "an interpreter's absolute path, or none"
+        )
+    except subprocess.TimeoutExpired:
+        return problem(
+            subject, f"{command[0]} does not start within {START_S:.0f} s", "look at its disk and its packages"
+        )
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return problem(subject, f"{command[0]}: {said}", remedy)
+    version = (done.stdout.split() or [""])[-1]
+    if version != __version__:
+        return problem(subject, f"{command[0]} has kvoffloadd {version}, the daemon is {__version__}", remedy)
+    return ok(subject, f"{command[0]} has what {config.remote.engine} needs")
+
+
+def _check_files(valkey: ValkeyConfig, host: Host) -> Iterator[Diagnosis]:
+    for key in ("password_file", "ca_file", "cert_file", "key_file"):
+        path = getattr(valkey, key)
+        if not path:
+            continue
+        try:
+            with open(path, "rb") as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        except OSError as error:
+            yield problem(f"valkey.{key}", f"{path}: {error.strerror}", f"make it readable for uid {host.uid}")
+            continue
+        if key in ("password_file", "key_file") and mode & 0o077:
+            yield note(f"valkey.{key}", f"{path} has mode {mode:o}: others may read it", f"chmod 600 {path}")
+        else:
+            yield ok(f"valkey.{key}", f"{path} can be read")
+
+
+def _check_reached(config: Config) -> Iterator[Diagnosis]:
+    place = _place(config)
+    if place is None:
+        return
+    shown = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
+    try:
+        _connect(place)
+    except OSError as error:
+        yield problem("remote store", f"{shown}: {error.strerror or error}", "start it; its address; the firewall")
+    else:
+        yield ok("remote store", f"{shown} accepts connections")
+
+
+def _place(config: Config) -> tuple[str, int] | str | None:
+    """Where the store listens: host and port, or a path. None: it can't be told from the config."""
+    if config.remote.engine == "memory":
+        return None
+    if config.remote.engine == "mooncake":
+        if "://" in config.mooncake.master:
+            return None
+        address, _, port = config.mooncake.master.rpartition(":")
+        return (address.strip("[]"), int(port)) if port.isdigit() else None
+    url = urlsplit(config.valkey.url)
+    if url.scheme == "unix":
+        return url.path
+    try:
+        return (url.hostname or "", url.port or _PORTS.get(url.scheme, 0))
+    except ValueError:
+        return None
+
+
+def _connect(place: tuple[str, int] | str) -> None:
+    """Raises OSError if nobody listens there."""
+    if isinstance(place, str):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(CONNECT_S)
+            sock.connect(str(Path(place)))
+    else:
+        socket.create_connection(place, CONNECT_S).close()

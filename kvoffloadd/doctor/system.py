@@ -1,0 +1,173 @@
+"""The kernel, its limits, and memory."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterator
+
+from kvoffloadd.config import Config, CopyConfig, MemoryConfig
+from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
+from kvoffloadd.doctor.host import Host
+from kvoffloadd.errors import ConfigError
+from kvoffloadd.hugepages import why_not_transparent
+from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits, has_memory_limit
+from kvoffloadd.model import HUGE_PAGE_BYTES
+from kvoffloadd.numa import memory_nodes
+from kvoffloadd.storage.arenafile import file_bytes
+from kvoffloadd.units import format_bytes
+
+KERNEL_MIN = (5, 15)
+FEATURES = (
+    ((6, 5), "the death of a process in another PID namespace is seen by its socket alone"),
+    ((6, 7), "memory.huge_bytes is not known"),
+    ((6, 16), "descriptors that a peer sends unasked are closed one by one"),
+)
+"""What each later kernel adds that the daemon uses, as what is missing before it."""
+
+SHM_BYTES_SMALL = 1 << 30
+"""Containers have 64 MiB by default; a KV cache in shared memory is larger than this."""
+
+DESCRIPTORS_BESIDE = 256
+"""What the daemon needs for itself: disks, lanes, its log."""
+
+
+def check_kernel(host: Host) -> Iterator[Diagnosis]:
+    """Its version, and what the daemon goes without."""
+    found = re.match(r"(\d+)\.(\d+)", host.kernel)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version < KERNEL_MIN:
+        yield problem("kernel", f"Linux {host.kernel}", "Linux {}.{} or newer is needed".format(*KERNEL_MIN))
+        return
+    missing = [text for since, text in FEATURES if version < since]
+    found_text = f"Linux {host.kernel}"
+    # No remedy but another kernel, and the daemon is right without: that is worth a line, and no worry.
+    yield ok("kernel", f"{found_text}; {'; '.join(missing)}" if missing else found_text)
+
+
+def check_helpers() -> Iterator[Diagnosis]:
+    """The parts in C, which pip leaves out where there is no compiler."""
+    names = ("kvoffloadd.device._copyruns", "kvoffloadd.cache.memory._indexfind")
+    lacking = [name.rpartition("_")[2] for name in names if importlib.util.find_spec(name) is None]
+    if lacking:
+        remedy = "install a C compiler and Python's headers (Debian: gcc python3-dev), then install kvoffloadd again"
+        yield note("compiled helpers", f"not built: {', '.join(lacking)}; small copies and lookups are slower", remedy)
+    else:
+        yield ok("compiled helpers", "built")
+
+
+def check_memory(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
+    """Whether the memory tier fits, in which pages, and on which nodes."""
+    size = format_bytes(memory.capacity_bytes)
+    if is_running:
+        yield ok("memory tier", f"{size}; not compared with what is free, since a daemon runs")
+    elif memory.pool_file:
+        yield ok("memory tier", f"{size}, in memory.pool_file")
+    else:
+        try:
+            _check_pool_fits(memory, host)
+        except ConfigError as error:
+            yield problem("memory tier", str(error), "a smaller memory.capacity_bytes, or free memory")
+        else:
+            yield ok("memory tier", f"{size} fit")
+    yield from _check_huge_pages(memory, host)
+    try:
+        chosen = memory_nodes(memory.numa, host.root)
+    except ConfigError as error:
+        yield problem("NUMA", str(error), "name other nodes in memory.numa")
+    else:
+        yield ok("NUMA", f"spread over nodes {', '.join(map(str, chosen))}" if chosen else "left to the kernel")
+
+
+def _check_pool_fits(memory: MemoryConfig, host: Host) -> None:
+    if memory.huge_pages == "reserved":
+        check_huge_pages_fit(file_bytes(memory.capacity_bytes, memory.slab_bytes, HUGE_PAGE_BYTES), host.root)
+    else:
+        check_memory_fits(memory.capacity_bytes, host.root)
+
+
+def _check_huge_pages(memory: MemoryConfig, host: Host) -> Iterator[Diagnosis]:
+    if memory.huge_pages in ("off", "reserved") or memory.pool_file:
+        where = ", by memory.pool_file's file system" if memory.pool_file else ""
+        yield ok("huge pages", f"memory.huge_pages = {memory.huge_pages}{where}")
+    elif why := why_not_transparent(host.root):
+        yield note(
+            "huge pages", f"none: {why}", "as root, and by tmpfiles.d after each boot; or memory.huge_pages = off"
+        )
+    else:
+        yield ok("huge pages", "the kernel gives transparent ones where it has them")
+
+
+def check_holes(copy: CopyConfig, host: Host, has_userfaultfd: bool) -> Iterator[Diagnosis]:
+    """Whether the daemon can be charged for memory that engines have not populated."""
+    if copy.fill_holes == "auto" and has_memory_limit(host.root) and not has_userfaultfd:
+        yield note(
+            "memory limit", "a cgroup limits this process, and pages that engines have not populated count as its own",
+            "allow userfaultfd (containers: the seccomp profile), or add the engines' KV caches to the limit",
+        )  # fmt: skip
+
+
+def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
+    """File descriptors, and memory that may be locked."""
+    needed = config.limits.fds + DESCRIPTORS_BESIDE
+    if 0 <= host.descriptors < needed:
+        yield note(
+            "file descriptors", f"at most {host.descriptors:,}; one user may ask for {needed:,}",
+            f"LimitNOFILE=65536 in the unit, --ulimit nofile=65536 of a container, or limits.fds = "
+            f"{max(1, host.descriptors - DESCRIPTORS_BESIDE)}",
+        )  # fmt: skip
+    else:
+        yield ok("file descriptors", "no limit" if host.descriptors < 0 else f"at most {host.descriptors:,}")
+    locked = "no limit" if host.memlock_bytes < 0 else f"at most {format_bytes(host.memlock_bytes)}"
+    rdma = config.remote.engine == "mooncake" and config.mooncake.protocol == "rdma"
+    if rdma and 0 <= host.memlock_bytes < config.memory.capacity_bytes:
+        yield problem(
+            "locked memory", f"{locked}; mooncake.protocol = rdma locks the memory tier",
+            "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 of a container",
+        )  # fmt: skip
+    else:
+        yield ok("locked memory", f"{locked}; {'enough for RDMA' if rdma else 'GPUs and shared memory do not need it'}")
+
+
+def check_shm(host: Host) -> Iterator[Diagnosis]:
+    """/dev/shm, where engines' KV caches in shared memory are."""
+    place = host.root / "dev/shm"
+    remedy = "mount -t tmpfs tmpfs /dev/shm; containers: --ipc=host, or --shm-size="
+    try:
+        found, mode = os.statvfs(place), place.stat().st_mode
+    except OSError as error:
+        yield problem("/dev/shm", f"can't be used: {error.strerror}", remedy)
+        return
+    total = found.f_blocks * found.f_frsize
+    free = f"{format_bytes(found.f_bavail * found.f_frsize)} of {format_bytes(total)} are free"
+    if found.f_flag & os.ST_RDONLY or not mode & stat.S_IWOTH:
+        yield problem("/dev/shm", "is not writable for all users", "mount -o remount,rw,mode=1777 /dev/shm")
+    elif total < SHM_BYTES_SMALL:
+        yield note("/dev/shm", f"{free}: too small for a KV cache in shared memory", remedy)
+    else:
+        yield ok("/dev/shm", free)
+
+
+def check_system_calls() -> Iterator[Diagnosis]:
+    """Sandboxes may refuse system calls that the daemon can't do without."""
+    attempts: dict[str, Callable[[], int]] = {
+        "memfd_create": lambda: os.memfd_create("kvoffloadd-doctor", os.MFD_ALLOW_SEALING),
+        "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+        "socket(AF_UNIX)": lambda: socket.socket(socket.AF_UNIX).detach(),
+    }
+    refused = []
+    for name, attempt in attempts.items():
+        try:
+            os.close(attempt())
+        except OSError as error:
+            refused.append(f"{name}: {errno.errorcode.get(error.errno or 0, '?')}")
+    if refused:
+        yield problem(
+            "system calls", f"refused: {', '.join(refused)}", "allow them in the sandbox's or seccomp's profile"
+        )
+    else:
+        yield ok("system calls", "memfd_create, pidfd_open and Unix sockets are allowed")

@@ -1,0 +1,98 @@
+"""Runs the benchmark, from parsed arguments to an exit status, and shows its figures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvoffloadd import __version__
+from kvoffloadd.errors import DeviceError
+from kvoffloadd.trial.bench.disk import measure_disk
+from kvoffloadd.trial.bench.figure import Figure
+from kvoffloadd.trial.bench.gpu import measure_gpu
+from kvoffloadd.trial.bench.memory import measure_memory
+from kvoffloadd.trial.bench.requests import measure_requests
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.program import carry_out
+
+PIPE_COLUMNS = 110
+
+
+@dataclass(slots=True)
+class BenchReport:
+    """All figures. `skipped`: the parts that can't be measured here, and why. `load`: of the machine, before."""
+
+    figures: list[Figure] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def is_good(self) -> bool:
+        """A benchmark has no verdict; it is good if something was measured."""
+        return bool(self.figures)
+
+    def as_json(self) -> dict[str, object]:
+        """Keys are stable."""
+        return {
+            "version": __version__,
+            "machine": {"cpus": os.cpu_count(), "kernel": platform.release(), "arch": platform.machine()},
+            "load": round(self.load, 2),
+            "figures": [asdict(figure) for figure in self.figures],
+            "skipped": self.skipped,
+        }
+
+    def print(self) -> None:
+        """A table."""
+        table = Table(box=None, pad_edge=False)
+        for name, justify in (("part", "left"), ("what", "left"), ("daemon", "right"), ("ratio", "right")):
+            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("this machine's limit")
+        for one in self.figures:
+            limit = f"{one.limit_value:,.1f} {one.unit}: {one.limit}"
+            table.add_row(one.part, one.what, f"{one.value:,.1f} {one.unit}", f"{one.ratio:.2f}", limit)
+        console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+        console.print(f"kvoffloadd bench, medians; load of the machine before: {self.load:.1f}\n", table, sep="\n")
+        for part, why in self.skipped.items():
+            console.print(f"{part}: not measured: {why}", markup=False)
+
+
+def bench(given: argparse.Namespace) -> int:
+    """Returns the exit status. `given`: only, bytes, rounds, folder, json."""
+
+    def run(folder: Path) -> BenchReport:
+        report = BenchReport()
+        parts = _parts(given, folder)
+        with Live("bench", len(parts)) as live:
+            for number, (name, measure) in enumerate(parts.items()):
+                try:
+                    report.figures += measure(lambda text, number=number: live.show(number, text))  # type: ignore[misc]
+                except DeviceError as error:
+                    report.skipped[name] = str(error)
+        return report
+
+    return carry_out("bench", run, as_json=given.json)
+
+
+def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[Callable[[str], None]], list[Figure]]]:
+    parts: dict[str, Callable[[Callable[[str], None]], list[Figure]]] = {
+        "memory": lambda show: measure_memory(_sub(folder, "m"), given.bytes, given.rounds, show),
+        "disk": lambda show: measure_disk(_sub(folder, "d"), given.folder, given.bytes, given.rounds, show),
+        "requests": lambda show: measure_requests(_sub(folder, "r"), given.rounds, show),
+        "gpu": lambda show: measure_gpu(_sub(folder, "g"), given.bytes, given.rounds, show),
+    }
+    return {name: part for name, part in parts.items() if name in given.only or not given.only}
+
+
+def _sub(folder: Path, name: str) -> Path:
+    """A daemon's own folder: its socket's path must stay short."""
+    path = folder / name
+    path.mkdir()
+    return path

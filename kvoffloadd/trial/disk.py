@@ -1,0 +1,56 @@
+"""A disk root that a trial gives to its daemon."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from kvoffloadd.model import PAGE_BYTES
+
+SEGMENT_BYTES_MIN = 4 << 20
+SHARE_OF_ROOT = 32
+STUCK_S = 120.0
+"""Longer than a run waits for any progress: a disk that hangs ends the run, one that is slow does nothing."""
+_REAL = Path("/var/tmp")
+
+
+def disk_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder in `where`, or on a disk: /tmp is often memory, /var/tmp outlasts a reboot and so is not."""
+    parent = where or (_REAL if _REAL.is_dir() else None)
+    return tempfile.TemporaryDirectory(prefix="kvo-disk-", dir=parent)
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that a path lies on; empty if the kernel does not tell."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        fields = line.split()
+        if fields[2] == number:
+            return fields[fields.index("-") + 1]
+    return ""
+
+
+def disk_settings(root: Path, capacity_bytes: int) -> dict[str, str]:
+    """Config values for one root. Many segments, so that they fill, are sealed and come again all the time. A disk that
+    a loaded machine keeps waiting is no fault of the daemon's, which would take it off and find it unreadable.
+    """
+    return {
+        "disk.roots": f'[{{ path = "{root}", capacity = {capacity_bytes} }}]',
+        "disk.segment_bytes": str(max(capacity_bytes // SHARE_OF_ROOT // PAGE_BYTES * PAGE_BYTES, SEGMENT_BYTES_MIN)),
+        "disk.min_free_bytes": "0",
+        "disk.stuck_s": str(STUCK_S),
+    }
+
+
+def used_bytes(root: Path) -> int:
+    """What `du` says: blocks of the directory and all in it."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            try:
+                total += os.stat(path, follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue  # gone since it was listed
+    return total

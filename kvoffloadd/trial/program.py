@@ -1,0 +1,64 @@
+"""What trials have in common: how a result is shown, exit statuses, and values of options."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.trial.output import print_json
+from kvoffloadd.trial.process import DaemonError, obey_signals, private_folder
+from kvoffloadd.units import parse_bytes
+
+EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class TrialReport(Protocol):
+    """How a run went."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all that must hold held."""
+
+    def as_json(self) -> dict[str, object]:
+        """Names that stay."""
+
+    def print(self) -> None:
+        """A table."""
+
+
+def carry_out(name: str, run: Callable[[Path], TrialReport], *, as_json: bool) -> int:
+    """Run it in a folder of its own, and show what came of it; returns the exit status."""
+    obey_signals()
+    try:
+        with private_folder() as folder:
+            report = run(Path(folder))
+    except (DaemonError, KvOffloadError, OSError) as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return EXIT_BAD
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    if as_json:
+        print_json(report.as_json())
+    else:
+        report.print()
+    return 0 if report.is_good else EXIT_BAD
+
+
+def size(text: str) -> int:
+    """An option's bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+
+
+def seconds(text: str) -> float:
+    """An option's duration, above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value

@@ -1,0 +1,104 @@
+"""What is shipped for containers and Kubernetes: manifests keep to the schema, their config is one, names agree."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvoffloadd import cli, config
+
+ROOT = Path(__file__).parents[1]
+MANIFESTS = sorted((ROOT / "config" / "kubernetes").glob("*.yaml"))
+KUBERNETES = "1.33"
+INSTRUCTIONS = {
+    "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD", "RUN",
+    "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
+}  # fmt: skip
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def daemon_set() -> dict[str, Any]:
+    (found,) = [one for path in MANIFESTS for one in documents(path) if one["kind"] == "DaemonSet"]
+    return found
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: str(path.name))
+def test_manifests_keep_to_the_schema(path: Path) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_schema_is_strict() -> None:
+    wrong = copy.deepcopy(daemon_set())
+    wrong["spec"]["template"]["spec"]["hostPid"] = True
+    with pytest.raises(kubernetes_validate.ValidationError, match="hostPid"):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_the_config_of_the_manifest_is_one(tmp_path: Path) -> None:
+    (found,) = [one for path in MANIFESTS for one in documents(path) if one["kind"] == "ConfigMap"]
+    (text,) = found["data"].values()
+    written = tmp_path / "kvoffloadd.toml"
+    written.write_text(text)
+    chosen = config.load(written)
+    pod = daemon_set()["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mounts = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
+    for place in (Path(chosen.memory.pool_file), chosen.server.socket, *(root.path for root in chosen.disk.roots)):
+        assert any(mount in place.parents for mount in mounts), f"{place} is on no volume"
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
+    assert limit > chosen.memory.capacity_bytes * 1.02 + (1 << 30)
+    stop_s = chosen.server.drain_s + chosen.copy.worker_drain_s + chosen.disk.flush_s
+    assert pod["terminationGracePeriodSeconds"] > stop_s + 30
+    assert {volume["name"] for volume in pod["volumes"]} >= {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_commands_of_the_manifest_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    (container,) = daemon_set()["spec"]["template"]["spec"]["containers"]
+    commands = [
+        container["args"],
+        *(container[f"{name}Probe"]["exec"]["command"][1:] for name in ("readiness", "liveness")),
+    ]
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out
+
+
+def container_lines() -> list[str]:
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def test_containerfile() -> None:
+    lines = container_lines()
+    assert {line.split()[0] for line in lines} <= INSTRUCTIONS
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    (uid,) = [line.partition("UID=")[2] for line in lines if line.startswith("ARG UID=")]
+    assert users == ["${UID}:${UID}"] and int(uid) > 0, "the daemon is not root"
+    sent = {line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")}
+    for line in lines:
+        if line.startswith("COPY") and "--from" not in line:
+            for source in line.split()[1:-1]:
+                assert (ROOT / source).exists(), line
+                assert source in sent, f"{source} is not sent to the build"
+
+
+def test_the_containers_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = [re.findall(r'"([^"]+)"', line) for line in container_lines() if line.startswith("CMD")]
+    copied = [line.split()[-1] for line in container_lines() if line.startswith("COPY config/")]
+    assert words[-1] in copied
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--help"])
+    assert ended.value.code == 0
+    assert "usage: kvoffloadd serve" in capsys.readouterr().out
