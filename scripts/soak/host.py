@@ -40,7 +40,8 @@ MARK = "KVOFFLOADD_SOAK"
 KILLED_IN_START, START_S = 0.2, 0.8
 GONE_S = 30.0
 """Within this time a process that was killed is gone, and its memory with it."""
-STILL_S = 60.0
+STILL_S = 120.0
+"""Nothing that any worker does takes so long, on the busiest machine; nor does its start."""
 QUIET_S = 120.0
 VERIFY_S = 120.0
 PUSH = ("seal", "evict", "second-use")
@@ -134,6 +135,7 @@ class SoakHost:
         self._before = held(self.observer, self.daemon.pid, self._prefix)
         for row in self._rows:
             self._spawn(row, 0)
+        self._moved = 0, time.monotonic()
 
     def await_agent(self) -> None:
         """Until the store answers."""
@@ -261,7 +263,9 @@ class SoakHost:
         if done != self._moved[0]:
             self._moved = done, now
         elif now - self._moved[1] > STILL_S:
-            raise DaemonError(f"no worker of host {self._number} has done anything for {STILL_S:.0f} s")
+            raise DaemonError(
+                f"no worker of host {self._number} has done anything for {STILL_S:.0f} s:\n{self.daemon.tail()}"
+            )
 
     def note(self, *, now_due: bool = False) -> None:
         """Counters of the daemon's present run."""
