@@ -387,7 +387,7 @@ def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon:
 
 
 def test_a_job_that_waits_for_its_piece_ends_at_its_deadline(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon(driver={"register_ns_per_gib": 32 * 30 * 10**9})  # 30 s
+    daemon = start_daemon(driver={"register_ns_per_gib": 32 * 8 * 10**9})  # 8 s
     rank = rank_of(daemon)
     result = rank.store_keys(new_keys(np.random.default_rng(seed), 8), deadline_s=0.2)
     assert result.outcome is Outcome.EXPIRED

@@ -192,6 +192,7 @@ def test_a_newer_manifest_is_not_touched(start_daemon: Start, root: Path, keys: 
     assert path.read_bytes() == new
     path.write_bytes(old)
     until(lambda: root_state(daemon) == "ok", "the root is used when its manifest can be read")
+    until(lambda: disk(daemon)["keys"] >= len(keys), "and what it holds is known")  # some time after its state
     assert served(rank, keys).all()
 
 

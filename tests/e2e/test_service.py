@@ -227,11 +227,11 @@ def test_a_given_socket_is_served_and_left_alone(socket_dir: Path) -> None:
         )  # fmt: skip
     try:
         until(path.exists, "it listens")
-        with Client(path, namespace=None, role="observer") as client:
+        with Client(path, namespace=None, role="observer", deadline_s=HANG_S, connect_deadline_s=HANG_S) as client:
             assert client.status()["pid"] == child.pid
             client.ping()
         child.terminate()
-        assert child.wait(20) == 0, log_path.read_text()
+        assert child.wait(HANG_S) == 0, log_path.read_text()
         assert stat.S_ISSOCK(path.stat().st_mode)  # whoever gave it removes it
     finally:
         child.kill()
@@ -281,20 +281,22 @@ def test_clients_queue_while_there_is_no_daemon(socket_dir: Path) -> None:
         listener.listen(16)
         try:
             children.append(given(listener, socket_dir))
-            with Client(path, namespace=None, role="observer") as client:
+            with Client(path, namespace=None, role="observer", deadline_s=HANG_S, connect_deadline_s=HANG_S) as client:
                 first = client.status()["pid"]
             children[0].kill()
             children[0].wait()
             found: list[Any] = []
 
             def come() -> None:
-                with Client(path, namespace=None, role="observer", connect_deadline_s=0.0) as client:
+                with Client(
+                    path, namespace=None, role="observer", deadline_s=HANG_S, connect_deadline_s=HANG_S
+                ) as client:
                     found.append(client.status()["pid"])
 
             comer = threading.Thread(target=come)
             comer.start()
             children.append(given(listener, socket_dir))
-            comer.join(20)
+            comer.join(2 * HANG_S)
             assert found
             assert found[0] != first
             # The lock keeps a second one from taking half of the clients.

@@ -78,7 +78,7 @@ def test_an_orderly_stop_loses_nothing(start: Start, seed: int) -> None:
     assert daemon.status()["cache"]["keys_adopted"] == 300
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
     """At random instants: what is served is right, and it is at least 95 % of what had been sealed before."""
     rng = np.random.default_rng(seed)

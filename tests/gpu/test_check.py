@@ -178,6 +178,7 @@ def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu
     worker.call("share")
 
 
+@pytest.mark.soak
 def test_what_the_machine_says_is_never_fatal(tmp_path: Path) -> None:
     """A driver that opens no memory and makes no batches: lines with its errors, and all other steps."""
     command = [sys.executable, "-m", "scripts.gpu.bench_contact", "--quick", "--json"]

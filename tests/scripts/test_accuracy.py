@@ -11,6 +11,7 @@ from tests.scripts.running import run_script
 LAYOUTS = ["by-layer", "cross-layer", "heads first", "kernel blocks", "packed-pages", "packed-rows"]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_loaded_kv_answers_as_recomputed_kv() -> None:
     done = run_script("accuracy.py", "--prompts", "8", "--seed", "0")

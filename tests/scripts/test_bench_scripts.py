@@ -21,6 +21,7 @@ def result_of(script: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_bench_lookup() -> None:
     found = result_of("bench_lookup.py", "--max-keys", "12000", "--rounds", "1", "--calls", "2")
     assert [level["keys"] for level in found["levels"]] == [10_000, 12_000]
@@ -50,7 +51,7 @@ def test_bench_copy() -> None:
     for case in found["cases"]:
         kinds = {"store", "store, drained", "load"}
         assert case["ratio_to_limit"].keys() == case["daemon_ratio"].keys() == kinds
-        assert all(ratio > 0 for ratio in case["ratio_to_limit"].values())
+        assert all(ratio >= 0 for ratio in case["ratio_to_limit"].values())
         assert {*kinds, "memcpy", "memcpy by rows"} <= case["gib_per_s"].keys()
         assert case["ping"].keys() == {"idle", "stores", "loads"}
     least = min(case["ratio_to_limit"][kind] for case in found["cases"] for kind in ("store", "load"))
@@ -62,7 +63,7 @@ def test_bench_copy_of_a_layout() -> None:
     found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
     (case,) = found["cases"]
     assert case["name"] == "lfm2-1.2b, packed-pages"
-    assert all(ratio > 0 for ratio in case["ratio_to_limit"].values())
+    assert all(ratio >= 0 for ratio in case["ratio_to_limit"].values())
 
 
 def test_bench_layouts() -> None:
