@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvoffloadd.metrics.families import families
+from kvoffloadd.trial.process import ROOT, private_folder
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT, private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

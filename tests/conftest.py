@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.wait import slowness
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import slowness
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold, make_daemon
 from tests.e2e.rank import Rank

@@ -18,7 +18,7 @@ import pytest
 
 from kvoffloadd import log
 from kvoffloadd.config import LogConfig
-from scripts.harness.wait import HANG_S
+from kvoffloadd.trial.wait import HANG_S
 
 logger = logging.getLogger("kvoffloadd.test")
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.systemd import Systemd
-from scripts.harness.wait import HANG_S
+from kvoffloadd.trial.wait import HANG_S
 from tests.notify import Manager, manager_in
 
 ME = str(os.getpid())

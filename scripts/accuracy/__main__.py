@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
-from scripts.harness.disk import disk_folder
-from scripts.harness.program import carry_out, command_line
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.program import carry_out
+from scripts.harness.program import command_line
 
 if TYPE_CHECKING:
     import argparse

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from kvoffloadd.trial.output import ratio
 from scripts.accuracy.layouts import LAYOUTS
-from scripts.harness.output import ratio
 
 COMPUTED, MEMORY, DISK = "recomputed", "memory", "disk"
 ACCURACY_MIN = 0.95

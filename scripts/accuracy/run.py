@@ -6,15 +6,16 @@ import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.trial.disk import disk_settings
+from kvoffloadd.trial.process import bad_entries
+from kvoffloadd.trial.wait import until
 from scripts.accuracy.layouts import LAYOUTS
 from scripts.accuracy.model import train
 from scripts.accuracy.report import COMPUTED, DISK, MEMORY, Report, Row
 from scripts.accuracy.task import make_prompts
 from scripts.accuracy.worker import Control, Worker
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_settings, is_idle
-from scripts.harness.process import bad_entries
-from scripts.harness.wait import until
+from scripts.harness.disk import is_idle
 
 if TYPE_CHECKING:
     import argparse

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvoffloadd.client import Client, GroupKind, NamespaceSpec, Outcome
 from kvoffloadd.layout import Reach
+from kvoffloadd.trial.process import DaemonError
 from scripts.accuracy.engine import PagedModel, Tables
 from scripts.accuracy.layouts import BLOCK, LAYOUTS
 from scripts.accuracy.task import FAR_KEYS, PROMPT_TOKENS
-from scripts.harness.process import DaemonError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,27 +22,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import private_folder
+from kvoffloadd.trial.program import size
+from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.trial.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes
 from scripts.bench import layouts
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import (
-    KEY_BYTES,
-    at_least,
-    judged,
-    median_ratio,
-    p50,
-    p99,
-    print_bounds,
-    print_grid,
-)
+from scripts.harness.figures import at_least, judged, print_bounds
 from scripts.harness.models import NAMES, named
-from scripts.harness.output import Live
 from scripts.harness.places import HostPlace
 from scripts.harness.planned import LAYOUTS, NoSuchLayoutError, planned_geometries
-from scripts.harness.process import private_folder
-from scripts.harness.program import benchmark_line, show_result, size
-from scripts.harness.worker import WorkerProcess
-from scripts.harness.workload import WAIT_S, Workload
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
     import argparse

@@ -29,26 +29,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.trial.disk import disk_folder, file_system
+from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import end, module, private_folder, spawn, status_bytes
+from kvoffloadd.trial.program import size
+from kvoffloadd.trial.wait import within
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.bench.fio import Fio, has_fio
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_folder, file_system
-from scripts.harness.figures import (
-    KEY_BYTES,
-    Bound,
-    at_least,
-    at_most,
-    judged,
-    keys_of,
-    median_ratio,
-    p50,
-    print_bounds,
-    print_grid,
-)
-from scripts.harness.output import Live
-from scripts.harness.process import end, module, private_folder, spawn, status_bytes
-from scripts.harness.program import benchmark_line, show_result, size
-from scripts.harness.wait import within
+from scripts.harness.figures import Bound, at_least, at_most, judged, print_bounds
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from scripts.harness.workload import WAIT_S
+from kvoffloadd.trial.workload import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,13 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.trial.figures import p50, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import private_folder
+from kvoffloadd.trial.program import size
+from kvoffloadd.trial.worker import WorkerProcess
 from kvoffloadd.units import format_bytes
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import at_least, judged, p50, p99, print_bounds, print_grid
-from scripts.harness.output import Live
-from scripts.harness.process import private_folder
-from scripts.harness.program import benchmark_line, show_result, size
-from scripts.harness.worker import WorkerProcess
+from scripts.harness.figures import at_least, judged, print_bounds
+from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:
     import argparse

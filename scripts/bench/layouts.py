@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import private_folder
+from kvoffloadd.trial.program import size
+from kvoffloadd.trial.workload import WAIT_S, Workload
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import KEY_BYTES, at_most, judged, median_ratio, p50, print_bounds, print_grid
+from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.models import NAMES, named
-from scripts.harness.output import Live
 from scripts.harness.places import GpuLine, HostPlace
 from scripts.harness.planned import planned_geometries, possible
-from scripts.harness.process import private_folder
-from scripts.harness.program import benchmark_line, show_result, size
-from scripts.harness.workload import WAIT_S, Workload
+from scripts.harness.program import benchmark_line, show_result
 from tests import softcuda
 
 if TYPE_CHECKING:

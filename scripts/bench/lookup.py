@@ -28,21 +28,12 @@ import numpy as np
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
-from scripts.harness.figures import (
-    KEY_BYTES,
-    at_most,
-    judged,
-    keys_of,
-    median_ratio,
-    p50,
-    p99,
-    print_bounds,
-    print_grid,
-)
-from scripts.harness.output import Live
-from scripts.harness.process import end, module, private_folder, rss_anon_bytes, spawn, tail
+from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import end, module, private_folder, rss_anon_bytes, spawn, tail
+from kvoffloadd.trial.wait import until
+from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
-from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,14 +39,14 @@ from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.store import RemoteSettings, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
+from kvoffloadd.trial.figures import keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import end, module, private_folder, spawn
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.bench import remotepins
-from scripts.harness.figures import keys_of, median_ratio, p50, p99, print_grid
 from scripts.harness.lab import Host, Lab, why_not_isolated
-from scripts.harness.output import Live
-from scripts.harness.process import end, module, private_folder, spawn
 from scripts.harness.program import benchmark_line, show_result
 from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
-from scripts.harness.wait import HANG_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

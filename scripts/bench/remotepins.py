@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.trial.figures import p50, print_grid
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import p50, print_grid
-from scripts.harness.wait import HANG_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -36,12 +36,12 @@ import msgpack
 import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.trial.figures import median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import end, module, private_folder, spawn, tail
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import median_ratio, p50, p99, print_grid
-from scripts.harness.output import Live
-from scripts.harness.process import end, module, private_folder, spawn, tail
 from scripts.harness.program import benchmark_line, show_result
-from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

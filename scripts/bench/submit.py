@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.trial.figures import print_grid
+from kvoffloadd.trial.program import size
 from scripts.gpu.bench_submit import COLUMNS, ROW_BYTES, SINGLE, TITLE, Costs, measured, rows_of
-from scripts.harness.figures import at_most, judged, print_bounds, print_grid
+from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.gpu import Gpu
-from scripts.harness.program import benchmark_line, show_result, size
+from scripts.harness.program import benchmark_line, show_result
 from tests import softcuda
 
 if TYPE_CHECKING:

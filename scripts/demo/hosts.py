@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from kvoffloadd.trial.demo.chat import chat
+from kvoffloadd.trial.output import SHOWN, Live, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.trial.process import bad_entries
+from kvoffloadd.trial.wait import until
+from kvoffloadd.trial.worker import WorkerProcess
 from kvoffloadd.units import format_bytes
 from scripts.demo.worker import WHOLE, Answer
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab
-from scripts.harness.output import SHOWN, Live, format_ms, print_table, print_wrong, ratio
-from scripts.harness.process import bad_entries
 from scripts.harness.stores import Master, MooncakeStore, Valkey
-from scripts.harness.wait import until
-from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
     import argparse

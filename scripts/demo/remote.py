@@ -16,8 +16,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvoffloadd.trial.program import carry_out, seconds, size
 from scripts.demo.hosts import HostsRun
-from scripts.harness.program import carry_out, command_line, seconds, size
+from scripts.harness.program import command_line
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
 
 if TYPE_CHECKING:

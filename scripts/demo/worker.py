@@ -15,10 +15,10 @@ import numpy as np
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.trial.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
+from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
 from scripts.harness.models import named, small
-from scripts.harness.oracle import Oracle
 from scripts.harness.planned import PlannedGeometry, planned_geometries
 from scripts.harness.promises import count
 

@@ -20,15 +20,16 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.server.lag import WINDOW_S
+from kvoffloadd.trial.disk import disk_folder, disk_settings
+from kvoffloadd.trial.figures import print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import private_folder
 from scripts.extremes.cases import CASES
 from scripts.extremes.refusals import REFUSALS
 from scripts.extremes.scene import KEYS, MIB, PAGE, Scene
 from scripts.extremes.tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_folder, disk_settings
-from scripts.harness.figures import at_most, judged, print_bounds, print_grid
-from scripts.harness.output import Live
-from scripts.harness.process import private_folder
+from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 
 if TYPE_CHECKING:

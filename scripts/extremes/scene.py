@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.harness.figures import keys_of
+from kvoffloadd.trial.figures import keys_of
+from kvoffloadd.trial.wait import until
 from scripts.harness.peer import RawPeer
-from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvoffloadd.trial.figures import keys_of
 from scripts.extremes.scene import (
     GROUPS,
     KEYS,
@@ -23,7 +24,6 @@ from scripts.extremes.scene import (
     shares,
     written,
 )
-from scripts.harness.figures import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.program import carry_out
 from scripts.fuzz.sessions import Fuzzer, Tally
 from scripts.fuzz.trial import Trial, TrialReport
-from scripts.harness.output import Live
-from scripts.harness.program import add_seed, carry_out, command_line, seed_of
+from scripts.harness.program import add_seed, command_line, seed_of
 
 if TYPE_CHECKING:
     import argparse

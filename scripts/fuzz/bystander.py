@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import KvOffloadError
-from scripts.harness.process import module, open_fds, rss_anon_bytes, spawn, tail
+from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Registration

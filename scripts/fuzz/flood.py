@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.program import carry_out
 from kvoffloadd.units import format_bytes
 from scripts.fuzz.flooder import KINDS, Flooder
 from scripts.fuzz.trial import Trial, TrialReport
-from scripts.harness.output import Live
-from scripts.harness.program import add_seed, carry_out, command_line, seed_of
+from scripts.harness.program import add_seed, command_line, seed_of
 
 if TYPE_CHECKING:
     import argparse

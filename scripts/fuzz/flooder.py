@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.process import DaemonError
 from scripts.harness.peer import RawPeer, frame
-from scripts.harness.process import DaemonError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from scripts.harness.output import Live
+    from kvoffloadd.trial.output import Live
     from scripts.harness.peer import Fields
 
 REPLY_S = 60.0

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvoffloadd.trial.leaks import held, leaks
+from kvoffloadd.trial.output import format_ms, print_table
+from kvoffloadd.trial.process import bad_entries
 from kvoffloadd.units import format_bytes
 from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import held, leaks
-from scripts.harness.output import format_ms, print_table
-from scripts.harness.process import bad_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

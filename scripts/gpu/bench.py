@@ -21,18 +21,19 @@ import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.trial.figures import KEY_BYTES, median_ratio
+from kvoffloadd.trial.output import print_json
+from kvoffloadd.trial.process import obey_signals, private_folder
+from kvoffloadd.trial.wait import until
+from kvoffloadd.trial.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu import DAEMON_SAYS
 from scripts.gpu.report import grid
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import KEY_BYTES, judged, median_ratio, print_bounds
+from scripts.harness.figures import judged, print_bounds
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
-from scripts.harness.output import print_json
-from scripts.harness.process import obey_signals, private_folder
-from scripts.harness.wait import until
-from scripts.harness.workload import WAIT_S, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -25,13 +25,13 @@ import numpy as np
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
+from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
 from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import Pinned
-from scripts.harness.process import module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

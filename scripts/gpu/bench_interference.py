@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.trial.figures import median_ratio
+from kvoffloadd.trial.process import private_folder
+from kvoffloadd.trial.worker import WorkerProcess
 from scripts.gpu.bench import (
     KIB,
     GpuWorkload,
@@ -30,10 +33,7 @@ from scripts.gpu.bench import (
     tell,
 )
 from scripts.gpu.bench_paths import PATHS
-from scripts.harness.figures import median_ratio
 from scripts.harness.gpu import Gpu, software_driver
-from scripts.harness.process import private_folder
-from scripts.harness.worker import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

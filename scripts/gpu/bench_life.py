@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.client import Client
+from kvoffloadd.trial.figures import p50, p99
+from kvoffloadd.trial.process import private_folder
+from kvoffloadd.trial.workload import WAIT_S
 from scripts.gpu.bench import (
     KIB,
     MIB,
@@ -28,11 +31,9 @@ from scripts.gpu.bench import (
 )
 from scripts.gpu.results import keep
 from scripts.gpu.workerprocess import GpuWorker
-from scripts.harness.figures import at_most, p50, p99
+from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, software_driver
 from scripts.harness.gpumemory import Rows
-from scripts.harness.process import private_folder
-from scripts.harness.workload import WAIT_S
 
 if TYPE_CHECKING:
     import argparse

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
+from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import (
     KIB,
     MIB,
@@ -30,7 +31,6 @@ from scripts.gpu.bench import (
     table,
     tell,
 )
-from scripts.harness.figures import p50
 from scripts.harness.gpu import Gpu
 
 if TYPE_CHECKING:

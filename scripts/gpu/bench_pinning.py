@@ -28,12 +28,12 @@ from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.trial.figures import p50, p99
+from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, gb_per_s, parse, parser, table, tell
 from scripts.gpu.machine import available_bytes
-from scripts.harness.figures import p50, p99
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.process import module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,6 +24,7 @@ from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction
+from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import (
     KIB,
     LAYERS,
@@ -40,7 +41,6 @@ from scripts.gpu.bench import (
     table,
     tell,
 )
-from scripts.harness.figures import p50
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 

@@ -28,8 +28,9 @@ from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import GroupPlan, make_copies, split
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Ref
+from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import LAYERS, MIB, done, parse, parser, table, tell
-from scripts.harness.figures import at_most, p50
+from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 

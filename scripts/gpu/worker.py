@@ -22,7 +22,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Ref, Timeline
 from kvoffloadd.errors import KvOffloadError
-from scripts.harness.figures import KEY_BYTES, keys_of
+from kvoffloadd.trial.figures import KEY_BYTES, keys_of
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import CacheMemory, Gate, Pinned, Rows
 

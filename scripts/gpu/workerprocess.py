@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from scripts.harness.worker import WorkerProcess
+from kvoffloadd.trial.worker import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,17 +8,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.daemon import CALL_S, KVOFFLOADD, START_S, STOP_S, OwnDaemon
+from kvoffloadd.trial.daemon import KVOFFLOADD, OwnDaemon
 from kvoffloadd.trial.leaks import OBSERVER_ALONE, in_use, more_than
 from kvoffloadd.trial.process import DaemonError, bad_entries, mapped_memfds, open_fds, rss_anon_bytes
+from kvoffloadd.trial.wait import until
 from scripts.harness.peer import RawPeer
-from scripts.harness.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CALL_S", "KVOFFLOADD", "START_S", "STOP_S", "Daemon", "DaemonError"]
 
 Guest = TypeVar("Guest")
 

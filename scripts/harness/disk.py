@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, is_segment_name
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
-from kvoffloadd.trial.disk import disk_folder, disk_settings, file_system, used_bytes
 from scripts.harness.damage import flip
 
 if TYPE_CHECKING:
     import numpy as np
-
-__all__ = ["Planted", "Planter", "disk_folder", "disk_settings", "file_system", "is_idle", "used_bytes"]
 
 
 def is_idle(status: dict[str, Any]) -> bool:

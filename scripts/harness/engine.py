@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from kvoffloadd.client import Ready
     from kvoffloadd.model import BoolArray, I64Array, U8Array
+    from kvoffloadd.trial.oracle import Oracle
     from scripts.harness.counters import Counters
     from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.oracle import Oracle
     from scripts.harness.places import Lines
 
 CALL_S = 30.0

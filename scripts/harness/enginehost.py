@@ -27,9 +27,9 @@ from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer, R
 from kvoffloadd.agent.engines.registry import make_engine
 from kvoffloadd.agentframes import HEADER_BYTES
 from kvoffloadd.model import U8Array
+from kvoffloadd.trial.process import DaemonError, end, module, spawn, tail
+from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.lab import Host
-from scripts.harness.process import DaemonError, end, module, spawn, tail
-from scripts.harness.wait import HANG_S
 
 _MEMORY_BYTES = 128 << 20
 BASE = "base"

@@ -5,25 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvoffloadd.trial.figures import KEY_BYTES, KEY_WORDS, keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.figures import print_grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "KEY_BYTES",
-    "KEY_WORDS",
-    "Bound",
-    "at_least",
-    "at_most",
-    "judged",
-    "keys_of",
-    "median_ratio",
-    "p50",
-    "p99",
-    "print_bounds",
-    "print_grid",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.trial.oracle import digest, mixed
 from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
-from scripts.harness.oracle import digest, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from scripts.harness.process import ROOT, end, spawn
-from scripts.harness.wait import until
+from kvoffloadd.trial.process import ROOT, end, spawn
+from kvoffloadd.trial.wait import until
 
 _COMMANDS = ("ip", "iptables", "nsenter", "tc", "unshare")
 _COMMAND_S = 20.0

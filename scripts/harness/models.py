@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvoffloadd.planner import read_model
 from kvoffloadd.planner.heads import Heads
 from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, ShortConv
-from scripts.harness.process import ROOT
+from kvoffloadd.trial.process import ROOT
 from scripts.harness.published import CONFIGS
 
 if TYPE_CHECKING:

@@ -8,25 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.trial.output import print_json
-from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED, EXIT_USAGE, TrialReport, carry_out, seconds, size
+from kvoffloadd.trial.program import EXIT_BAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "EXIT_BAD",
-    "EXIT_INTERRUPTED",
-    "EXIT_USAGE",
-    "TrialReport",
-    "add_seed",
-    "benchmark_line",
-    "carry_out",
-    "command_line",
-    "seconds",
-    "seed_of",
-    "show_result",
-    "size",
-]
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:

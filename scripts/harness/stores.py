@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
+from kvoffloadd.trial.process import ROOT, DaemonError, end, spawn, tail
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.lab import Host
-from scripts.harness.process import ROOT, DaemonError, end, spawn, tail
-from scripts.harness.wait import HANG_S, until
 
 _STOP_S = 10.0
 _REMOTE_PYTHON = ROOT / "build" / "remote-venv" / "bin" / "python"

@@ -5,12 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvoffloadd.trial.wait import HANG_S, slowness, until, within
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["HANG_S", "slowness", "throughout", "until", "within"]
 
 
 def throughout(fact: Callable[[], object], what: str, seconds: float) -> None:

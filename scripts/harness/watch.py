@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.errors import ClientError
+from kvoffloadd.trial.process import rss_anon_bytes
 from scripts.harness.copies import counted
-from scripts.harness.process import rss_anon_bytes
 
 if TYPE_CHECKING:
     from kvoffloadd.client import Client

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from scripts.harness.output import Live, print_json, print_table
+from kvoffloadd.trial.output import Live, print_json, print_table
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.mutants.mutations import Mutant, found, written
 

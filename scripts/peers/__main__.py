@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.harness.disk import disk_folder
-from scripts.harness.output import Live, print_json
-from scripts.harness.process import DaemonError, obey_signals
-from scripts.harness.program import EXIT_BAD, EXIT_INTERRUPTED
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.process import DaemonError, obey_signals
+from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
 from scripts.peers.cases import Notes, Plan, find_out, first_line, run_round
 from scripts.peers.figures import LOOKUP_TOKENS
 from scripts.peers.page import page

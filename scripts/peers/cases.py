@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from scripts.harness.process import DaemonError
+from kvoffloadd.trial.process import DaemonError
 from scripts.peers.peers import PeerError, Session, Sizes
 from scripts.peers.system import Geometry, NotOfferedError
 

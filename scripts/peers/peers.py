@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from scripts.harness.disk import disk_folder
-from scripts.harness.process import ROOT, private_folder
-from scripts.harness.worker import WorkerProcess
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.process import ROOT, private_folder
+from kvoffloadd.trial.worker import WorkerProcess
 from scripts.peers.system import NotOfferedError
 
 if TYPE_CHECKING:

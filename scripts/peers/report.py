@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvoffloadd.trial.disk import file_system
+from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
-from scripts.harness.disk import file_system
-from scripts.harness.figures import print_grid
 from scripts.peers.figures import FIGURES, spread
 
 if TYPE_CHECKING:

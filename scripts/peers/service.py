@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.harness.process import DaemonError, end, spawn, tail
+from kvoffloadd.trial.process import DaemonError, end, spawn, tail
 
 if TYPE_CHECKING:
     import subprocess

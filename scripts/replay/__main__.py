@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.trial.figures import print_grid
+from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.process import DaemonError, private_folder
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import print_grid
-from scripts.harness.output import Live, print_json
-from scripts.harness.process import DaemonError, private_folder
 from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
 from scripts.replay.worker import MODELS, WAIT_S, Tally, Task, Turn, geometry_of, slot_bytes, work
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffloadd.cache.policy import POLICIES
-from scripts.harness.output import Live, print_json
+from kvoffloadd.trial.output import Live, print_json
 from scripts.replay.trace import (
     TraceError,
     belady_hits,

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvoffloadd.client import Client, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.model import PAGE_BYTES, slot_pages
+from kvoffloadd.trial.figures import KEY_BYTES, keys_of
+from kvoffloadd.trial.oracle import Oracle, digest
 from scripts.harness.arrangement import group_of
-from scripts.harness.figures import KEY_BYTES, keys_of
 from scripts.harness.geometry import Geometry, GroupShape, RefShape
-from scripts.harness.oracle import Oracle, digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

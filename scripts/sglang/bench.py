@@ -24,12 +24,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvoffloadd.trial.figures import median_ratio, p50, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import DaemonError, obey_signals, private_folder
+from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import at_most, judged, median_ratio, p50, print_bounds, print_grid
-from scripts.harness.output import Live
-from scripts.harness.process import DaemonError, obey_signals, private_folder
-from scripts.harness.program import EXIT_BAD, EXIT_USAGE, benchmark_line, show_result
-from scripts.harness.wait import until
+from scripts.harness.figures import at_most, judged, print_bounds
+from scripts.harness.program import benchmark_line, show_result
 from scripts.sglang import storage_options
 from scripts.sglang.timed import HOOKS, LINKER_METHODS, OURS, SCHEDULER, STORAGE_METHODS
 

@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.harness.disk import disk_folder
-from scripts.harness.process import DaemonError, memory_folder
-from scripts.harness.program import add_seed, carry_out, command_line, seconds, seed_of, size
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.process import DaemonError, memory_folder
+from kvoffloadd.trial.program import carry_out, seconds, size
+from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
 from scripts.soak.options import Options
 from scripts.soak.run import Run

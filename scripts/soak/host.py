@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.trial.disk import disk_settings
+from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
+from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
+from kvoffloadd.trial.wait import HANG_S, until, within
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_settings
-from scripts.harness.leaks import held, leaks, unreturned_slots
-from scripts.harness.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
-from scripts.harness.wait import HANG_S, until, within
 from scripts.harness.watch import Watch
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from kvoffloadd.trial.leaks import Used
     from scripts.harness.counters import Counters
     from scripts.harness.geometry import Geometry
-    from scripts.harness.leaks import Used
     from scripts.soak.options import Options
 
 MIB = 1 << 20

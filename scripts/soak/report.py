@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
-from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
 
 if TYPE_CHECKING:
     from scripts.harness.counters import Counters

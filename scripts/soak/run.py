@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.wait import within
 from scripts.harness.counters import Counters
 from scripts.harness.lab import Lab, why_not_isolated
-from scripts.harness.output import Live
-from scripts.harness.wait import within
 from scripts.soak.host import GONE_S, SoakHost, left_over
 from scripts.soak.mishaps import Mishap, Mishaps
 from scripts.soak.report import Report

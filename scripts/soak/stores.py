@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from scripts.harness.process import DaemonError
+from kvoffloadd.trial.process import DaemonError
 from scripts.harness.stores import Master, MooncakeStore, Valkey
 
 if TYPE_CHECKING:

@@ -19,22 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.process import memory_folder
+from kvoffloadd.trial.program import EXIT_INTERRUPTED, EXIT_USAGE, carry_out, seconds, size
 from kvoffloadd.units import format_bytes
 from scripts.harness.copies import WAYS
-from scripts.harness.disk import disk_folder
 from scripts.harness.models import NAMES
 from scripts.harness.planned import NoSuchLayoutError
-from scripts.harness.process import memory_folder
-from scripts.harness.program import (
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    add_seed,
-    carry_out,
-    command_line,
-    seconds,
-    seed_of,
-    size,
-)
+from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.stress.driver import NoDriverError, driver_of
 from scripts.stress.namespaces import CHOICES, MIXED, MODELS, geometries
 from scripts.stress.options import Options

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from scripts.harness.disk import Planted, Planter, disk_settings, file_system, used_bytes
+from kvoffloadd.trial.disk import disk_settings, file_system, used_bytes
+from scripts.harness.disk import Planted, Planter
 
 if TYPE_CHECKING:
     from pathlib import Path

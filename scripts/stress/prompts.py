@@ -10,8 +10,8 @@ from scripts.harness.geometry import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from kvoffloadd.model import U8Array
+    from kvoffloadd.trial.oracle import Oracle
     from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.oracle import Oracle
 
 ROOTS = 4
 """Conversations share one of so many beginnings."""

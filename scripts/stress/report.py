@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import VERIFIED_LAYOUTS, verified_in
-from scripts.harness.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from scripts.harness.watch import DaemonCounters
 
 if TYPE_CHECKING:

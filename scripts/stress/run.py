@@ -15,14 +15,14 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
+from kvoffloadd.trial.output import Live, ratio
+from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
+from kvoffloadd.trial.wait import within
 from scripts.harness.copies import staging_descriptors
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import Used, held, leaks, unreturned_slots
 from scripts.harness.metrics import Scraped, disagreements
-from scripts.harness.output import Live, ratio
-from scripts.harness.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
-from scripts.harness.wait import within
 from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
 from scripts.stress.namespaces import geometries

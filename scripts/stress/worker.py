@@ -18,9 +18,9 @@ import numpy as np
 
 from kvoffloadd.client import JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
+from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import CALL_S, JOB_S, Engine
-from scripts.harness.oracle import Oracle
 from scripts.harness.places import Lines
 from scripts.harness.promises import Findings, broken_in_answer, count
 from scripts.stress.namespaces import geometries, turns

@@ -21,12 +21,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvoffloadd.trial.disk import disk_folder, disk_settings
+from kvoffloadd.trial.figures import median_ratio, p99, print_grid
+from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.process import DaemonError, module, obey_signals, private_folder, spawn, tail
+from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import disk_folder, disk_settings
-from scripts.harness.figures import at_most, judged, median_ratio, p99, print_bounds, print_grid
-from scripts.harness.output import Live
-from scripts.harness.process import DaemonError, module, obey_signals, private_folder, spawn, tail
-from scripts.harness.program import EXIT_BAD, EXIT_USAGE, benchmark_line, show_result
+from scripts.harness.figures import at_most, judged, print_bounds
+from scripts.harness.program import benchmark_line, show_result
 from scripts.vllm import ENVIRONMENT, transfer_config
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from scripts.harness.output import print_json, print_table
-from scripts.harness.program import EXIT_BAD, EXIT_USAGE
+from kvoffloadd.trial.output import print_json, print_table
+from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from scripts.vllm import transfer_config
 
 if TYPE_CHECKING:

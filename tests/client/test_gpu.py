@@ -14,8 +14,8 @@ import pytest
 from kvoffloadd.client import GpuTensor, Group, GroupKind, KvCache, Ref, SharedTensor, Timeline
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, gpu_allocation
 from kvoffloadd.errors import UsageError
+from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.wait import HANG_S
 from tests import softcuda
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")

@@ -16,7 +16,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import create_memfd
-from scripts.harness.wait import until
+from kvoffloadd.trial.wait import until
 from tests.device.memory import Made, address, noise, u64
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from kvoffloadd.doctor.gpus import check_gpus
 from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
 from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S
 
 GIB = 1 << 30
 

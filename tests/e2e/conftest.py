@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import pytest
 
+from kvoffloadd.trial.process import ROOT
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from tests.e2e.rank import Keys
 
 

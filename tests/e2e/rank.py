@@ -23,8 +23,8 @@ from kvoffloadd.client import (
     Timeline,
 )
 from kvoffloadd.model import NO_BLOCK, U8Array
+from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.places import GpuPlace
-from scripts.harness.wait import HANG_S
 from tests.e2e.gpu_rank import Where
 
 WAIT_S = HANG_S

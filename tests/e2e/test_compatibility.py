@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvoffloadd.trial.process import ROOT
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
-from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk_settings, group_of, idle, only_on_disk, served, store_all
 from tests.e2e.rank import Rank, new_keys
 

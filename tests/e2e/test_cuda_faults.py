@@ -9,8 +9,8 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.gpu_rank import HOST, Where
 from tests.e2e.rank import HYBRID, Rank, new_keys
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, Ref
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e import gpu_rank
 from tests.e2e.gpu_rank import Where
 from tests.e2e.rank import HYBRID, Rank, new_keys

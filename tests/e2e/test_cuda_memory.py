@@ -18,10 +18,10 @@ from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outc
 from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.process import ROOT
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpu import GpuBuffer
-from scripts.harness.process import ROOT
-from scripts.harness.wait import HANG_S, until
 from tests import softcuda
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold, gpu_mappings

@@ -15,9 +15,9 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import ClientError
 from kvoffloadd.model import NO_BLOCK
+from kvoffloadd.trial.wait import until
 from scripts.harness.copies import COUNTERS, WAYS, counted
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e import gpu_rank
 from tests.e2e.rank import ROWS, Keys, Rank, new_keys
 

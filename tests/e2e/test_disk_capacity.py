@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import KeyState
+from kvoffloadd.trial.disk import used_bytes
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import used_bytes
 from scripts.harness.wait import throughout
 from tests.e2e.daemons import chosen
 from tests.e2e.disk import (

@@ -17,8 +17,8 @@ import pytest
 
 from kvoffloadd.client import NamespaceSpec, Outcome
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import MIB, Switch, disk, disk_settings, root_state, segments
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
 

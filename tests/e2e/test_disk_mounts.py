@@ -13,8 +13,8 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.disk import MIB, disk, disk_settings, idle, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 

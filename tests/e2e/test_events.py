@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, EventGap, KeyEvents
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
-from scripts.harness.wait import throughout, until
+from scripts.harness.wait import throughout
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 from tests.e2e.test_parts import groups
 

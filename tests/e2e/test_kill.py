@@ -14,8 +14,9 @@ import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Job, JobDeadlineError, KeyState, Outcome
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, throughout, until
+from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import Keys, Rank, new_keys
 

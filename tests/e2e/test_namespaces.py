@@ -12,9 +12,9 @@ import pytest
 
 from kvoffloadd.client import Drained, KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.leaks import UID
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import UID
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvoffloadd.daemon import EXIT_FATAL
-from scripts.harness.process import ROOT
+from kvoffloadd.trial.process import ROOT
 
 NO_PAGES = """
 from kvoffloadd import sharedmem

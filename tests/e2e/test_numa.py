@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.trial.process import DaemonError
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import DaemonError
 
 Start = Callable[..., Daemon]
 

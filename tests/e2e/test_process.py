@@ -17,9 +17,10 @@ import pytest
 
 from kvoffloadd.client import Client, Group, GroupKind, Outcome, Ref
 from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
-from scripts.harness.wait import HANG_S, throughout, until
+from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvoffloadd.client import Job, Ready, Timeline
 from kvoffloadd.errors import UsageError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.rank import Rank, new_keys
 
 KEYS = 16

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Outcome
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 from tests.server.scene import Scene, ids

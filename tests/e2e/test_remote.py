@@ -11,8 +11,8 @@ import pytest
 
 from kvoffloadd.client import Found, Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import Switch, disk_settings
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
 from tests.e2e.sharedstore import Store

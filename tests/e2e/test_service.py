@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client
-from scripts.harness.daemon import KVOFFLOADD, Daemon
+from kvoffloadd.trial.daemon import KVOFFLOADD
+from kvoffloadd.trial.process import ROOT
+from kvoffloadd.trial.wait import HANG_S, until
+from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
-from scripts.harness.process import ROOT
-from scripts.harness.wait import HANG_S, until
 from tests.conftest import OTHER_UID
 from tests.e2e import rank as ranks
 from tests.e2e.users import Stranger, needs_root

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.process import search_path
+from kvoffloadd.trial.wait import until
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import search_path
-from scripts.harness.wait import until
 from tests import softcuda
 from tests.e2e.gpu_rank import DEVICE_VARIABLE
 

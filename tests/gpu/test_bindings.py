@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness.process import ROOT
+from kvoffloadd.trial.process import ROOT
 
 VERSIONS = re.findall(r"^cuda-bindings==(\S+)$", (ROOT / "requirements-bindings.lock").read_text(), re.MULTILINE)
 TIMEOUT_S = 300.0

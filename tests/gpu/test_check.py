@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.trial.process import ROOT
 from scripts.gpu import RESULTS_VARIABLE
 from scripts.gpu.__main__ import verdict_of
 from scripts.gpu.bench_contact import STEPS
@@ -27,7 +28,6 @@ from scripts.gpu.plot import bandwidth
 from scripts.gpu.report import write
 from scripts.gpu.workerprocess import WorkerError
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT
 from tests.gpu.conftest import StartWorker
 from tests.gpu.layouts import PLAIN
 

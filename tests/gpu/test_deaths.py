@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpumemory import Rows
-from scripts.harness.wait import until
 from tests.gpu.conftest import Record, StartWorker, gauges, mapped_bytes
 from tests.gpu.layouts import INSIDE, MIB, Layout
 from tests.gpu.test_memory import DONE, KEYS, loads_right, sharing

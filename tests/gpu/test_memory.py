@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.gpu.workerprocess import GpuWorker, WorkerError
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.gpu.conftest import Record, StartWorker, mapped_bytes
 from tests.gpu.layouts import INSIDE, LAYOUTS, MIB, PLAIN, Layout
 

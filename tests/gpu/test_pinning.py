@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.process import module, search_path
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import module, search_path
-from scripts.harness.wait import until
 from tests.gpu.conftest import StartWorker, gauges
 from tests.gpu.layouts import INSIDE, MIB
 from tests.gpu.test_memory import DONE, KEYS, loads_right

@@ -19,9 +19,9 @@ from kvoffloadd.cache.stats.missreasons import REASONS
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind
+from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import DaemonError
-from scripts.harness.wait import until
 from tests.e2e.rank import Rank
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.trial.process import ROOT, end, spawn, tail
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import ROOT, end, spawn, tail
-from scripts.harness.wait import until
 from tests.e2e.rank import Rank, new_keys
 from tests.metrics.test_endpoint import free_port
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.stores import remote_python
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank
 from tests.e2e.sharedstore import patient
 

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
+from kvoffloadd.trial.process import ROOT, module, search_path
+from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.lab import Host
-from scripts.harness.process import ROOT, module, search_path
-from scripts.harness.wait import HANG_S
 
 PAGE_BYTES = 4096
 

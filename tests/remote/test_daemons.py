@@ -11,8 +11,8 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.site import FULL, Site, await_era, push, remote, states
 

@@ -18,10 +18,10 @@ import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import Etcd, Master, MooncakeStore, why_no_etcd, why_no_mooncake
-from scripts.harness.wait import until
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.conftest import Cluster
 from tests.remote.site import Site, Start, await_era, era, remote, states

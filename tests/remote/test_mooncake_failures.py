@@ -13,10 +13,11 @@ from collections.abc import Callable
 import pytest
 
 from kvoffloadd.agentframes import Code, Presence
+from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import BASE, EngineHost, Pending
 from scripts.harness.lab import Host
-from scripts.harness.process import DaemonError
-from scripts.harness.wait import throughout, until
+from scripts.harness.wait import throughout
 from tests.remote.conftest import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 from tests.remote.stranger import stranger

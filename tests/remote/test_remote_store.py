@@ -22,8 +22,8 @@ from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.objectnames import era_prefix, key_names, marker_name
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
+from kvoffloadd.trial.process import ROOT
 from scripts.harness.lab import Host as LabHost
-from scripts.harness.process import ROOT
 from tests.remote.conftest import Cluster
 from tests.remote.objects import Object, put
 from tests.remote.stranger import stranger

@@ -14,8 +14,9 @@ import pytest
 
 from kvoffloadd.agent.engines.valkey import DEADLINE_S
 from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
-from scripts.harness.process import DaemonError
-from scripts.harness.wait import HANG_S, throughout, until
+from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.trial.wait import HANG_S, until
+from scripts.harness.wait import throughout
 from tests.remote.conftest import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 

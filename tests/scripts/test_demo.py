@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.trial.demo.chat import ChatTurn
 from kvoffloadd.trial.demo.report import DemoReport
 from kvoffloadd.trial.demo.worker import TurnAnswer
-from scripts.harness.wait import HANG_S
+from kvoffloadd.trial.wait import HANG_S
 from tests import softcuda
 from tests.e2e import gpu_rank
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.harness.process import ROOT
+from kvoffloadd.trial.process import ROOT
 
 NO_DOORS = ("__init__.py", "metric_tables.py", "protocol_tables.py")
 DOORS = sorted(path for path in (ROOT / "scripts").glob("*.py") if path.name not in NO_DOORS)

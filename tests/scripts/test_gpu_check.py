@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts.harness.process import ROOT
+from kvoffloadd.trial.process import ROOT
 from tests import softcuda
 
 PARTS = ("pinning", "raw", "paths", "life", "submit", "bindings")

@@ -10,10 +10,10 @@ import pytest
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.model import NO_BLOCK
 from kvoffloadd.trial.demo.chat import TURNS_EACH, chat
+from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.geometry import Geometry, random_geometry
 from scripts.harness.kvmemory import KvMemory
-from scripts.harness.oracle import Oracle
 
 
 def oracle(seed: int = 0, namespace: int = 0, key_bytes: int = 16) -> Oracle:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.trial.disk import disk_folder
+from kvoffloadd.trial.process import DaemonError
 from scripts.harness import damage
-from scripts.harness.disk import disk_folder
-from scripts.harness.process import DaemonError
 from scripts.peers import cases, pagecache, peers
 from scripts.peers.__main__ import order
 from scripts.peers.cases import Notes, Plan, find_out, flipped_verdict, run_round

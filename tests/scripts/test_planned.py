@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.model import U8Array
+from kvoffloadd.trial.process import ROOT, search_path
 from scripts.harness.arrangement import Arrangement
 from scripts.harness.models import NAMES
 from scripts.harness.planned import (
@@ -20,7 +21,6 @@ from scripts.harness.planned import (
     planned_geometries,
     possible,
 )
-from scripts.harness.process import ROOT, search_path
 
 STATES = "qwen3-next-80b-a3b"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.server.scene import Scene
 
 

@@ -12,9 +12,9 @@ import msgpack
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, PREFIX, RawPeer, frame, said
-from scripts.harness.wait import until
 from tests.server.scene import Scene
 
 FRAME_BYTES_MAX = 4 << 20
@@ -215,7 +215,7 @@ def test_a_later_attach_takes_its_descriptors_from_the_same_read(scene: Scene, m
 
 
 def _descriptors_again(daemon: Daemon, before: int) -> None:
-    from scripts.harness.wait import until
+    from kvoffloadd.trial.wait import until
 
     until(lambda: daemon.open_fds() <= before, f"{before} descriptors are open, not {daemon.open_fds()}")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.wait import until
 from scripts.harness.peer import Fields
-from scripts.harness.wait import until
 from tests.server.scene import ELSEWHERE, FULL, PAGE, REF, SIZE, SLIDING, STRIDE, Scene, ids, keys
 
 NO_BLOCK = 0xFFFFFFFF

@@ -20,7 +20,7 @@ from kvoffloadd.errors import StateError
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.server.context import Context
 from kvoffloadd.storage.memory import MemoryTier
-from scripts.harness.wait import until
+from kvoffloadd.trial.wait import until
 from tests.cache.fakes import keys_of, make_cache, make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys

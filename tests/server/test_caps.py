@@ -12,10 +12,10 @@ from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
+from kvoffloadd.trial.leaks import UID
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import UID
 from scripts.harness.peer import Fields, RawPeer
-from scripts.harness.wait import until
 from tests.e2e.daemons import Hold
 from tests.server.scene import FULL, Scene, ids, keys
 

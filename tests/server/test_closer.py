@@ -17,9 +17,9 @@ import pytest
 from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.server.closer import SPARE, STUCK_CHECKS, Closer
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
-from scripts.harness.wait import until
 from tests.conftest import OTHER_UID
 from tests.e2e.users import Stranger, needs_root
 from tests.lingering import Lingering, lingering

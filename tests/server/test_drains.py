@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.leaks import UID
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import UID
 from scripts.harness.peer import Fields, RawPeer, frame
-from scripts.harness.wait import until
 from tests.server.scene import FULL, Scene, ids, keys
 
 MOST, PER_SESSION = 256, 64

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.server.scene import Scene
 
 SIZE = 1 << 16

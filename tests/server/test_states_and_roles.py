@@ -10,9 +10,9 @@ import pytest
 
 from kvoffloadd.protocol.messages import REQUESTS
 from kvoffloadd.protocol.state import ROLE_MAY
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, RawPeer, frame, said
-from scripts.harness.wait import until
 from tests.e2e.daemons import Hold
 from tests.server.scene import Scene, ids, keys
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client import Client
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 

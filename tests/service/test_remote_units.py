@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.stores import why_no_mooncake
-from scripts.harness.wait import until
 from tests.service.conftest import CONFIG, SERVICE, TEXT
 from tests.service.container import BINARY, SITE, Container
 

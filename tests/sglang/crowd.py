@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
+from kvoffloadd.trial.process import end, module, spawn, tail
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import end, module, spawn, tail
 from scripts.stress.namespaces import MIXED, geometries
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS

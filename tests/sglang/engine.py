@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from scripts.sglang import linker_options, storage_options
 from tests.enginechild import ROOT, EngineChild
 

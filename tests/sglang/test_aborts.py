@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.daemons import Hold
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, Engine, Prompts, Request, cached, settle, stored_at, tokens

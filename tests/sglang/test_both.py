@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.process import memory_folder
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.process import memory_folder
-from scripts.harness.wait import until
 from tests.conftest import SEED
 from tests.e2e import disk
 from tests.e2e.daemons import Hold

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.trial.disk import used_bytes
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.disk import used_bytes
-from scripts.harness.wait import until
 from tests.e2e import disk
 from tests.e2e.daemons import chosen
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.conftest import SEED
 from tests.e2e.disk import MIB
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine

@@ -42,8 +42,8 @@ from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.vllm.damage import CHOICES, damaging
 from tests.vllm.engine import by_connector, by_spec
 from tests.vllm.modelless import BLOCK, HEADS, Modelless

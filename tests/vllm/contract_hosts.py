@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvoffloadd.integrations.vllm.caches import announced
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.sharedstore import Store
 from tests.vllm.engine import by_connector
 from tests.vllm.modelless import BLOCK, WINDOW, Modelless, is_connected

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from scripts.vllm import ENVIRONMENT, transfer_config
 from tests.enginechild import EngineChild
 from tests.vllm.models import VOCABULARY

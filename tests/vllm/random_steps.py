@@ -17,8 +17,8 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.vllm.damage import damage
 from tests.vllm.engine import by_connector
 from tests.vllm.modelless import BLOCK, Modelless

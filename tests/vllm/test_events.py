@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import throughout, until
+from scripts.harness.wait import throughout
 from tests.vllm.conftest import StartDaemon, StartEngine
 from tests.vllm.engine import Engine, Prompts, by_connector, prompts
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import remote_python, why_no_mooncake, why_no_valkey
-from scripts.harness.wait import until
 from tests.remote.conftest import make_cluster
 from tests.remote.site import Site, remote
 from tests.vllm.conftest import TRAITS, Reference, StartDaemon

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e.daemons import Hold
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, settle, tokens

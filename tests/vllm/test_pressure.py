@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvoffloadd.trial.leaks import UID
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.leaks import UID
-from scripts.harness.wait import until
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, settle, tokens
 

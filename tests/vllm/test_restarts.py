@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.e2e import disk
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, ROUTES, Prompts, by_connector, cached, prompts, settle, tokens

@@ -21,8 +21,8 @@ from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Outcome, Ref
+from kvoffloadd.trial.wait import until
 from scripts.harness.gpu import Gpu
-from scripts.harness.wait import until
 from tests.device.cuda.test_stream import SIZE, Memory
 
 STUCK_S, CONTEXT_S = 0.1, 0.4

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.integrations.sglang import fakes
 from tests.integrations.sglang.fakedevice import (
     DSATokenToKVPool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvoffloadd.integrations.sglang.offloads import Offloads
-from scripts.harness.wait import until
+from kvoffloadd.trial.wait import until
 
 SOON_S = 100.0
 

@@ -22,8 +22,8 @@ from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.prefixes import Needed
 from kvoffloadd.model import Direction
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import until
 from tests.conftest import SEED
 from tests.e2e.daemons import Hold
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost

@@ -10,8 +10,9 @@ import pytest
 
 from kvoffloadd.integrations.vllm import event_thread as watching
 from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import throughout, until
+from scripts.harness.wait import throughout
 from tests.e2e.disk import disk_settings, idle
 from tests.e2e.rank import Keys, new_keys
 from tests.integrations.vllm.conftest import Lines

@@ -14,8 +14,8 @@ import pytest
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
+from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import HANG_S, until
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.integrations.vllm.conftest import Lines

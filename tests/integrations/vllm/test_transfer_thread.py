@@ -12,8 +12,9 @@ from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from scripts.harness.wait import throughout, until
+from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 from tests.integrations.vllm.conftest import Lines

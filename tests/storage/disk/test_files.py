@@ -19,7 +19,7 @@ from kvoffloadd.storage.disk import files as disk_files
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name, probe_direct
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
-from scripts.harness.wait import HANG_S
+from kvoffloadd.trial.wait import HANG_S
 from tests.conftest import OTHER_UID
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of, header_of
 
