@@ -28,7 +28,8 @@ def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_
     (`there`) restore together, if no more than `bytes_max` have to come for it. Nothing, if local keys restore as much.
 
     A prefix that ends with the keys of the request may be the whole prompt, of which an engine computes the last token
-    by itself: what the next shorter one needs comes with it. That is a key more of each window, and a state.
+    by itself: what the next shorter one needs comes with it. Where all groups have keys of one length, that is a key
+    more of each window, and a state.
     """
     local = _boundaries(groups, [group.local for group in groups])
     longest_local = local[0] if local else 0
