@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.trial.wait import until
 from tests.enginechild import EngineError
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, Prompts, cached, settle, stored_at, tokens
@@ -32,7 +33,7 @@ def test_cleared_taken_off_and_given_back(
     settle(daemon)
     engine.flush()
     assert engine.do("detach")["success"]
-    assert daemon.sessions() == []
+    until(lambda: not daemon.sessions(), "the daemon has noticed that it was taken off")
     found = engine.generate(asked)
     assert (tokens(found), cached(found)) == (expected, nothing)
     engine.flush()
