@@ -182,7 +182,6 @@ def test_inherited_descriptors(manager: Manager, tmp_path: Path, socket_dir: Pat
     code = """
 import fcntl, os, socket, sys
 from kvoffloadd.systemd import Systemd
-from scripts.harness.wait import HANG_S
 os.environ["LISTEN_PID"] = str(os.getpid())
 systemd = Systemd.from_environment()
 assert all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in range(3, 8))

@@ -367,6 +367,7 @@ def test_a_clear_that_is_over_the_cap_changes_nothing(start_daemon: Start) -> No
     peer.ok("clear")
     assert peer.ok("lookup", groups=wanted)["states"] == [b"\0", b"\0"]
     store_and_pin(2)
+    until(lambda: daemon.status()["cache"]["unsealed"] == 0, "all is sealed")
     before = daemon.state()
     assert "has 4 of 4 groups" in peer.refused("limit", "clear")
     assert daemon.state() == before
