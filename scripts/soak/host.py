@@ -110,7 +110,7 @@ class SoakHost:
             "remote.lookup_s": "0.5",
             "remote.fetch_s": "2",
             "remote.prefetch_s": "4",
-            "remote.stuck_s": "4",
+            "remote.stuck_s": "5",
             "remote.min_keys": "1",
             "remote.miss_ttl_s": "0.2",
             "remote.era_poll_s": "0.5",
