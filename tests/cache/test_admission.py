@@ -144,6 +144,28 @@ def test_a_clear_between_two_steps(cache: Cache) -> None:
         assert check(cache, 0, 0) == []
 
 
+@pytest.mark.parametrize("before", [0, 12])
+def test_sizes_that_take_each_others_memory(before: int) -> None:
+    """Each finds room alone, not all together: no less of the prompt's beginning is kept than in one step."""
+    reserved = []
+    for at_once in (True, False):
+        cache = make_cache(pages=48, slab_pages=4, policy="lru")
+        with contextlib.closing(cache.tier):
+            _, other = make_keyspace(cache, b"o" * 16)
+            store(cache, other, keys_of(*range(before)))
+            _, keyspace = make_keyspace(cache, pages=(1, 2))
+            asked = [wanted(keyspace, range(20))]
+            (made,) = reserve_all(cache, asked) if at_once else finish(Admission(cache, asked))
+            reserved.append(made.states.tolist())
+            assert check(cache, 0, len(made.parts)) == []
+            cache.abort(made.parts)
+    in_one, in_steps = reserved
+    assert in_one == [R] * 14 + [N] * 6
+    kept = in_steps.count(R)
+    assert kept >= 14
+    assert in_steps == [R] * kept + [N] * (20 - kept)
+
+
 def test_others_take_the_slots_between_two_steps(cache: Cache) -> None:
     """Nothing is kept behind the first key that got none."""
     _, keyspace = make_keyspace(cache)
@@ -156,10 +178,10 @@ def test_others_take_the_slots_between_two_steps(cache: Cache) -> None:
     for _ in turns:
         pass
     (reserved,) = made.reservations()
-    assert reserved.states.tolist() == [R] + [N] * 11
-    assert reserved.keys.tolist() == [0]
-    assert cache.counters.keys_without_space == 11
-    assert check(cache, 0, 8) == []
+    assert reserved.states.tolist() == [R] * 9 + [N] * 3, "from the first key on"
+    assert reserved.keys.tolist() == list(range(9))
+    assert cache.counters.keys_without_space == 3
+    assert check(cache, 0, 16) == []
     cache.abort(theirs.parts)
     cache.abort(reserved.parts)
     assert check(cache, 0, 0) == []

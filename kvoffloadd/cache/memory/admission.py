@@ -1,10 +1,9 @@
 """Reserving slots for very many keys over several turns of the event loop, which serves others in between.
 
 Room is made first. Then the keys are inserted from the last to the first, as a policy takes a prompt, so that its
-beginning is evicted last; if there is no room for all of them, from the first on. Between two steps anything may
-happen. Slots that others have taken meanwhile are missing at the end: then the keys behind the first that got none give
-theirs back. A group that was cleared goes on in its new keyspace: what was reserved before is of the cleared one, and
-found to be cleared when it is committed.
+beginning is evicted last; if there is no room for all of them, or others take it meanwhile, from the first on. Then the
+keys behind the first that got no slots give theirs back. A group that was cleared goes on in its new keyspace: what was
+reserved before is of the cleared one, and found to be cleared when it is committed.
 """
 
 from __future__ import annotations
@@ -55,15 +54,28 @@ class Admission:
         """Each reserves some. Raises as `reserve_all`."""
         yield from self._make_room()
         slices = list(_slices(self._request))
-        for one in reversed(slices) if self._fits else slices:
+        if self._fits:
+            yield from self._take(slices[::-1])
+        if not self._fits:
+            yield from self._take(slices)
+        for number in range(len(self._request)):
+            self._give_back_behind_gap(number)
+
+    def _take(self, slices: list[_Slice]) -> Iterator[None]:
+        """Reserve these, in this order."""
+        for one in slices:
             wanted = [self._cut(number, keys) for number, keys in one]
             with self._named_held():
                 reserved = reserve_all(self._cache, wanted)
             for (number, keys), made in zip(one, reserved, strict=True):
                 self._made[number].append((keys.start, made))
+            without = sum(int(np.count_nonzero(made.states == _NO_SPACE)) for made in reserved)
+            if self._fits and without:  # others were faster, or sizes of slots took each other's memory
+                self._cache.counters.keys_without_space -= without  # they are tried again, from the first key on
+                self._fits = False
+                self.give_up()
+                return
             yield
-        for number in range(len(self._request)):
-            self._give_back_behind_gap(number)
 
     def reservations(self) -> list[Reservation]:
         """The reservation of each group; the caller owns them from now on."""

@@ -246,6 +246,9 @@ class RemoteFetching(Fetches):
         """Its time is over. What it alone waits for is given up."""
         if fetch.ended:
             return
+        self.counters.not_fetched["late"] += sum(len(wanted.keys) for wanted in fetch.slices)
+        if fetch.lookups:  # of those found in answers that came, none is asked for any more
+            self.counters.not_fetched["late"] += sum(int(np.count_nonzero(mask)) for mask in fetch.there)
         fetch.slices.clear()
         fetch.lookups = 0
         for again in fetch.readings.values():
