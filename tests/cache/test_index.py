@@ -191,7 +191,7 @@ def test_a_row_that_is_not_in_the_table_is_a_bug_that_is_told(bits: int) -> None
     index = Colliding(5000, 2, bits)
     rows = index.insert(0, random_keys(np.random.default_rng(2), 200))
     index.remove(rows[:1])
-    with pytest.raises(LookupError, match=rf"1 rows are not in the table, \[{rows[0]}\]"):
+    with pytest.raises(LookupError, match="1 of 1 rows are not in the table"):
         index.remove(rows[:1])
 
 

@@ -1,7 +1,7 @@
-/* Hashes keys, finds their rows and tells which hit, for a few keys as well as for many. See index.py, which has the table, describes it
- * and does the same in numpy where this was not compiled.
+/* Hashes keys, finds, places and removes their rows, and tells which hit. See index.py, which owns the table, describes
+ * it and does the same in numpy where this was not compiled.
  *
- * Everything is called with the GIL, on the event loop: nothing changes the table meanwhile. Addresses come from
+ * Everything is called with the GIL, on the event loop: nothing else changes the table meanwhile. Addresses come from
  * index.py alone, which owns what they point to.
  */
 #define Py_LIMITED_API 0x030B0000
@@ -15,6 +15,7 @@
 #define BUCKETS 64
 #define SLOTS 16
 #define EMPTY 0
+#define DEAD 1
 #define FIRST_TAG 2
 #define AHEAD 16 /* keys whose memory is asked for before it is needed: a large table is not in the cache */
 #define HIGH_HALF UINT64_C(0xFFFFFFFF00000000)
@@ -27,12 +28,17 @@ typedef struct {
     uint64_t mixers[2];
 } Secret;
 
-/* The table of `Index`: addresses of its columns, and how many top bits of a hash choose a segment. */
+/* The table of `Index`: addresses of its columns, how many top bits of a hash choose a segment, and how many of its
+ * slots a segment uses before it is full.
+ */
 typedef struct {
     const unsigned char *keys;
     const uint16_t *keyspace;
-    const uint16_t *tags;
-    const uint32_t *rows;
+    uint16_t *tags;
+    uint32_t *rows;
+    uint32_t *used; /* slots of each segment that are not empty */
+    uint32_t *live; /* and those that are not dead either */
+    const uint32_t *full;
     const uint32_t *directory;
     uint64_t depth;
 } Table;
@@ -68,12 +74,22 @@ static void prefetch(const Table *table, uint64_t h)
     __builtin_prefetch(table->rows + bucket * SLOTS);
 }
 
+static uint16_t tag_of(uint64_t h)
+{
+    uint16_t tag = h >> 8 & 0xFFFF;
+    return tag < FIRST_TAG ? FIRST_TAG : tag;
+}
+
+/* The bucket that takes the overflow: the next one of the same segment, round. */
+static uint64_t next_of(uint64_t bucket)
+{
+    return (bucket & ~(uint64_t)(BUCKETS - 1)) | ((bucket + 1) & (BUCKETS - 1));
+}
+
 static int64_t find_row(const Table *table, uint64_t h, uint16_t keyspace, const unsigned char *key)
 {
     uint64_t bucket = home_of(table, h);
-    uint16_t tag = h >> 8 & 0xFFFF;
-    if (tag < FIRST_TAG)
-        tag = FIRST_TAG;
+    uint16_t tag = tag_of(h);
     for (int visited = 0; visited < BUCKETS; visited++) {
         const uint16_t *tags = table->tags + bucket * SLOTS;
         for (int slot = 0; slot < SLOTS; slot++) {
@@ -85,9 +101,48 @@ static int64_t find_row(const Table *table, uint64_t h, uint16_t keyspace, const
         }
         if (tags[SLOTS - 1] == EMPTY)
             break; /* it never overflowed */
-        bucket = (bucket & ~(uint64_t)(BUCKETS - 1)) | ((bucket + 1) & (BUCKETS - 1));
+        bucket = next_of(bucket);
     }
     return -1;
+}
+
+/* Put a row into the first free slot from its home on. Returns 0 if the segment has none. */
+static int place_row(Table *table, uint64_t h, uint32_t row)
+{
+    uint64_t bucket = home_of(table, h);
+    for (int visited = 0; visited < BUCKETS; visited++) {
+        uint16_t *tags = table->tags + bucket * SLOTS;
+        for (int slot = 0; slot < SLOTS; slot++) {
+            if (tags[slot] >= FIRST_TAG)
+                continue;
+            table->used[bucket / BUCKETS] += tags[slot] == EMPTY;
+            table->live[bucket / BUCKETS]++;
+            tags[slot] = tag_of(h);
+            table->rows[bucket * SLOTS + slot] = row;
+            return 1;
+        }
+        bucket = next_of(bucket);
+    }
+    return 0;
+}
+
+/* Returns 0 if the row is not in the table. */
+static int remove_row(Table *table, uint64_t h, uint32_t row)
+{
+    uint64_t bucket = home_of(table, h);
+    uint16_t tag = tag_of(h);
+    for (int visited = 0; visited < BUCKETS; visited++) {
+        uint16_t *tags = table->tags + bucket * SLOTS;
+        for (int slot = 0; slot < SLOTS; slot++) {
+            if (tags[slot] != tag || table->rows[bucket * SLOTS + slot] != row)
+                continue;
+            tags[slot] = DEAD;
+            table->live[bucket / BUCKETS]--;
+            return 1;
+        }
+        bucket = next_of(bucket);
+    }
+    return 0;
 }
 
 /* What a call was given. */
@@ -204,6 +259,101 @@ static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
+/* What `place` and `remove` are given: a table, u64 hashes and as many u32 rows. */
+typedef struct {
+    Py_buffer table, hashes, rows;
+    Py_ssize_t count;
+} Rows;
+
+static int get_rows(Rows *rows, PyObject *const *args)
+{
+    if (get(args[0], &rows->table, sizeof(Table), PyBUF_SIMPLE) < 0 || get(args[1], &rows->hashes, -1, PyBUF_SIMPLE) < 0)
+        return -1;
+    rows->count = rows->hashes.len / (Py_ssize_t)sizeof(uint64_t);
+    return get(args[2], &rows->rows, rows->count * (Py_ssize_t)sizeof(uint32_t), PyBUF_SIMPLE);
+}
+
+static void release_rows(Rows *rows)
+{
+    release(&rows->table);
+    release(&rows->hashes);
+    release(&rows->rows);
+}
+
+/* fits(table, hashes): whether no segment becomes more than full with keys of these hashes, in slots that are empty. */
+static PyObject *fits(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer buffer = {0}, hashes = {0};
+    int all_fit = 1;
+    (void)module;
+    if (given != 2) {
+        PyErr_SetString(PyExc_TypeError, "fits(table, hashes)");
+        return NULL;
+    }
+    if (get(args[0], &buffer, sizeof(Table), PyBUF_SIMPLE) == 0 && get(args[1], &hashes, -1, PyBUF_SIMPLE) == 0) {
+        Table *table = buffer.buf;
+        const uint64_t *of_keys = hashes.buf;
+        Py_ssize_t count = hashes.len / (Py_ssize_t)sizeof(uint64_t), seen = 0;
+        while (all_fit && seen < count) {
+            uint64_t segment = home_of(table, of_keys[seen++]) / BUCKETS;
+            all_fit = ++table->used[segment] <= table->full[segment];
+        }
+        while (seen) /* it was for counting alone */
+            table->used[home_of(table, of_keys[--seen]) / BUCKETS]--;
+    }
+    release(&buffer);
+    release(&hashes);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(all_fit);
+}
+
+/* place(table, hashes, rows): put rows into free slots, one after the other. */
+static PyObject *place(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Rows rows = {.count = 0};
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "place(table, hashes, rows)");
+        return NULL;
+    }
+    if (get_rows(&rows, args) == 0) {
+        const uint64_t *hashes = rows.hashes.buf;
+        for (Py_ssize_t i = 0; i < rows.count; i++) {
+            if (i + AHEAD < rows.count)
+                prefetch(rows.table.buf, hashes[i + AHEAD]);
+            if (!place_row(rows.table.buf, hashes[i], ((const uint32_t *)rows.rows.buf)[i])) {
+                PyErr_SetString(PyExc_LookupError, "a segment has no free slot");
+                break;
+            }
+        }
+    }
+    release_rows(&rows);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* remove(table, hashes, rows): make their slots dead. Returns how many of the rows are in the table. */
+static PyObject *remove_all(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Rows rows = {.count = 0};
+    Py_ssize_t removed = 0;
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "remove(table, hashes, rows)");
+        return NULL;
+    }
+    if (get_rows(&rows, args) == 0) {
+        const uint64_t *hashes = rows.hashes.buf;
+        for (Py_ssize_t i = 0; i < rows.count; i++) {
+            if (i + AHEAD < rows.count)
+                prefetch(rows.table.buf, hashes[i + AHEAD]);
+            removed += remove_row(rows.table.buf, hashes[i], ((const uint32_t *)rows.rows.buf)[i]);
+        }
+    }
+    release_rows(&rows);
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(removed);
+}
+
 /* mark_hits(rows, missing, states): write 1 for each row of which no part is missing, else 0, also for -1. Returns how
  * many others there are but -1.
  */
@@ -271,6 +421,9 @@ static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t given)
 static PyMethodDef methods[] = {
     {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
     {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL},
+    {"fits", (PyCFunction)(void (*)(void))fits, METH_FASTCALL, NULL},
+    {"place", (PyCFunction)(void (*)(void))place, METH_FASTCALL, NULL},
+    {"remove", (PyCFunction)(void (*)(void))remove_all, METH_FASTCALL, NULL},
     {"add", (PyCFunction)(void (*)(void))add, METH_FASTCALL, NULL},
     {"mark_hits", (PyCFunction)(void (*)(void))mark_hits, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -67,6 +67,7 @@ class Index:
         self._rows: U32Array = reserve_array((segments * _BUCKETS, _SLOTS), np.uint32)
         self._used: U32Array = reserve_array((segments,), np.uint32)  # slots that are not empty, dead ones included
         self._live: U32Array = reserve_array((segments,), np.uint32)
+        self._full = (_FULL - np.arange(segments) * 0x9E37 % _FULL_SPREAD).astype(np.uint32)
         self._depth = reserve_array((segments,), np.uint8)
         self._num_segments = 1
         self._set_directory(np.zeros(1, np.uint32), 0)
@@ -132,7 +133,8 @@ class Index:
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
         """
         h = self.hash(keyspace, keys) if hashes is None else hashes
-        self._make_room(h)
+        if keyhash.NATIVE is None or not keyhash.NATIVE.fits(self._table, h):
+            self._make_room(h)
         rows = self._take_rows(len(keys))
         self.keys[rows] = keys
         self.keyspace[rows] = keyspace
@@ -145,7 +147,15 @@ class Index:
         Raises:
             LookupError: a row is not in the table, which is a bug of ours. Others may be forgotten by then.
         """
+        if not len(rows):
+            return
         h = self.hash(self.keyspace[rows], self.keys.take(rows, axis=0))
+        if keyhash.NATIVE is None:
+            self._remove_in_numpy(h, rows)
+        elif (removed := keyhash.NATIVE.remove(self._table, h, np.ascontiguousarray(rows, np.uint32))) < len(rows):
+            raise LookupError(f"{len(rows) - removed} of {len(rows)} rows are not in the table")
+
+    def _remove_in_numpy(self, h: U64Array, rows: U32Array) -> None:
         bucket = self._home(h)
         left = rows
         for _ in range(_BUCKETS):
@@ -160,7 +170,7 @@ class Index:
             on = np.ones(len(left), bool)
             on[here] = False
             left, bucket = left[on], _next(bucket[on])
-        raise LookupError(f"{len(left)} rows are not in the table, {left[:4].tolist()} among them")
+        raise LookupError(f"{len(left)} of {len(rows)} rows are not in the table")
 
     def free(self, rows: U32Array) -> None:
         """Give removed rows back for reuse."""
@@ -213,7 +223,7 @@ class Index:
     def _set_directory(self, directory: U32Array, depth: int) -> None:
         """`depth`: how many top bits of a hash choose a segment."""
         self._directory, self._directory_depth = directory, depth
-        columns = (self.keys, self.keyspace, self._tags, self._rows, directory)
+        columns = (self.keys, self.keyspace, self._tags, self._rows, self._used, self._live, self._full, directory)
         # `Table` of _indexfind.c. The columns stay where they are; `directory` is kept for as long as this is.
         self._table = np.array([*(column.ctypes.data for column in columns), depth], np.uint64)
 
@@ -227,6 +237,9 @@ class Index:
 
     def _place(self, h: U64Array, rows: U32Array) -> None:
         """Put rows into free slots; the segments have room."""
+        if keyhash.NATIVE is not None:
+            keyhash.NATIVE.place(self._table, h, rows)
+            return
         bucket, tag = self._home(h), self._tag(h)
         while len(rows):
             order = _order(bucket)
@@ -249,7 +262,7 @@ class Index:
             ordered = np.sort(self._home(h) // _BUCKETS)
             begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
             segment, count = ordered[begins], np.diff(begins, append=len(ordered))
-            full = _FULL - segment * 0x9E37 % _FULL_SPREAD
+            full = self._full[segment]
             crowded = self._used[segment] + count > full
             if not crowded.any():
                 return
