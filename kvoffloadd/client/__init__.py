@@ -12,7 +12,7 @@ from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
 from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref
-from kvoffloadd.protocol.messages import NamespaceSpec
+from kvoffloadd.protocol.messages import KeepHow, NamespaceSpec
 
 __all__ = [
     "AsyncClient",
@@ -30,6 +30,7 @@ __all__ = [
     "JobConnectionLostError",
     "JobDeadlineError",
     "JobResult",
+    "KeepHow",
     "KeyEvents",
     "KeyState",
     "KvCache",

@@ -23,6 +23,7 @@ from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.protocol.messages import KeepHow
 
 R = TypeVar("R")
 
@@ -144,6 +145,10 @@ class AsyncClient(BaseClient):
     async def touch(self, groups: Groups, first: First = 0) -> None:
         """As `Client.touch`."""
         await self._call(calls.touch(groups, first, self._core.key_bytes))
+
+    async def keep(self, groups: Groups, how: KeepHow, first: First = 0) -> None:
+        """As `Client.keep`."""
+        await self._run(self._core.keep(groups, how, first, self._until()))
 
     async def release(self, lease: int) -> None:
         """As `Client.release`."""

@@ -25,6 +25,7 @@ from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import DeadlineError
 from kvoffloadd.model import Direction, U8Array
+from kvoffloadd.protocol.messages import KeepHow
 
 R = TypeVar("R")
 
@@ -171,6 +172,12 @@ class Client(BaseClient):
     def touch(self, groups: Groups, first: First = 0) -> None:
         """Say that keys were used without being loaded."""
         self._call(calls.touch(groups, first, self._core.key_bytes))
+
+    def keep(self, groups: Groups, how: KeepHow, first: First = 0) -> None:
+        """Say of a prompt's keys that they will be used again soon, or not at all (`drop`), until their next use. The
+        daemon evicts them later, or earlier, as far as such hints have proved right. Older daemons are not told.
+        """
+        self._run(self._deadline_s, lambda until: self._core.keep(groups, how, first, until))
 
     def release(self, lease: int) -> None:
         """End a lease. Nothing where it has ended: with its daemon, with its instance, or by an earlier release."""

@@ -18,7 +18,7 @@ from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import KvOffloadError, MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol import messages
-from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, Message, Request
+from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, KeepHow, Message, Request
 
 R = TypeVar("R")
 
@@ -243,6 +243,12 @@ def touch(groups: Groups, first: First, key_bytes: int) -> Call[None]:
     """Keys were used."""
     lists, _counts = _group_keys(groups, first, key_bytes)
     return Call(lambda seq: messages.Touch(seq=seq, groups=lists), _nothing)
+
+
+def keep(groups: Groups, how: KeepHow, first: First, key_bytes: int) -> Call[None]:
+    """When keys will be used again."""
+    lists, _counts = _group_keys(groups, first, key_bytes)
+    return Call(lambda seq: messages.Keep(seq=seq, groups=lists, how=how), _nothing)
 
 
 def release(lease: int) -> Call[None]:

@@ -64,7 +64,8 @@ class Settings:
 class Connector:
     """Keeps one connection usable.
 
-    `registrations`: what every new connection is told. `boot_id` and `limits`: of the daemon that was greeted last.
+    `registrations`: what every new connection is told. `boot_id`, `limits` and `features`: of the daemon that was
+    greeted last.
     `connecting`: done when the attempt that is being made now is over; None: none is.
     """
 
@@ -72,6 +73,7 @@ class Connector:
         self.registrations: list[Registration] = []
         self.boot_id = b""
         self.limits: Limits | None = None
+        self.features: frozenset[str] = frozenset()
         self.connecting: Waitable | None = None
         self._settings = settings
         self._transport = transport
@@ -180,6 +182,7 @@ class Connector:
     def _greeted(self, connection: ConnectionState, welcome: Welcome) -> None:
         connection.boot_id = self.boot_id = welcome.boot_id
         connection.limits = self.limits = welcome.limits
+        self.features = frozenset(welcome.features)
         for former in self._transport.former:
             if former.closed.done and former.boot_id == welcome.boot_id:
                 former.lose_jobs("its connection ended before the daemon told how it ended")

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Literal, TypeVar
 
 from kvoffloadd.client import calls
-from kvoffloadd.client.calls import Call, JobSpec
+from kvoffloadd.client.calls import Call, First, Groups, JobSpec
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
 from kvoffloadd.client.events import Event, EventQueue
@@ -25,7 +25,7 @@ from kvoffloadd.client.transport import Poller, Transport
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import ClientError, ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
 from kvoffloadd.model import U8Array
-from kvoffloadd.protocol.messages import Limits, NamespaceSpec
+from kvoffloadd.protocol.messages import KeepHow, Limits, NamespaceSpec
 
 R = TypeVar("R")
 
@@ -129,6 +129,14 @@ class ClientCore:
                 raise UsageError("this answer came from another client")
             yield Wait((promotion,), until)
         return promotion.outcome()
+
+    def keep(self, groups: Groups, how: KeepHow, first: First, until: float) -> Gen[None]:
+        """See `Client.keep`."""
+        call = calls.keep(groups, how, first, self.key_bytes)
+        if self._usable() is None:
+            yield from self._connected(until)
+        if "keep" in self._connector.features:
+            yield from self.call(call, until)
 
     def release(self, lease: int, until: float) -> Gen[None]:
         """End a lease; nothing where it has ended already."""

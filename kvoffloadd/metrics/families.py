@@ -132,6 +132,8 @@ def _memory(status: Status) -> Iterator[Metric]:
         ("adopted_keys", "keys_adopted", "Keys taken over from the run before."),
         ("not_adopted_parts", "parts_not_adopted", "Payloads of the run before that were not taken over."),
         ("keys_without_space", "keys_without_space", "Keys that were not stored because nothing could be evicted."),
+        ("keys_soon", "keys_soon", "Keys that clients said they would use again soon."),
+        ("keys_done", "keys_done", "Keys that clients said they would not use again."),
         ("slabs_taken_over", "slabs_taken_over", "Slabs that went from one slot size to another."),
         ("events_lost", "events_lost", "Key events that no subscriber was told of."),
     ):

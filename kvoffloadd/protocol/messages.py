@@ -28,6 +28,7 @@ Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+KeepHow = Literal["soon", "drop"]
 
 IPC_HANDLE_BYTES = 64
 CHUNKS_BYTES_MAX = 8 * FDS_PER_FRAME_MAX
@@ -243,6 +244,15 @@ class Touch(Request, frozen=True, tag="touch"):
     """Says that keys were used without being loaded."""
 
     groups: list[GroupKeys]
+
+
+class Keep(Request, frozen=True, tag="keep"):
+    """Says of keys of a prompt whether they will be used again soon, or not at all (`drop`). It is no use, promises
+    nothing, and holds until the next use of each key. `keep` is among the `features` of daemons that know it.
+    """
+
+    groups: list[GroupKeys]
+    how: KeepHow
 
 
 class Release(Request, frozen=True, tag="release"):

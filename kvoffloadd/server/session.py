@@ -221,6 +221,11 @@ class Session:
         self._context.use([(group.keyspace, group.lookup, group.first) for group in groups])
         return m.Done(seq=message.seq)
 
+    def _keep(self, message: m.Keep) -> m.Reply:
+        named = [(keyspace, keys) for keyspace, _, keys in self._keys_of(message.groups)]
+        self._context.cache.keep(named, soon=message.how == "soon")
+        return m.Done(seq=message.seq)
+
     def _find(self, groups: list[m.GroupKeys], *, ask: bool = False) -> Lookups:
         return find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
 
@@ -435,6 +440,7 @@ class Session:
         m.Pin: _pin,
         m.Prefetch: _prefetch,
         m.Touch: _touch,
+        m.Keep: _keep,
         m.Release: _release,
         m.Reserve: _reserve,
         m.Store: _store,

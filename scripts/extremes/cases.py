@@ -84,6 +84,12 @@ def touch(scene: Scene) -> Iterator[None]:
     peer.ok("touch", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
 
 
+def keep(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("keep", groups=[{"group": 0, "keys": scene.keys(KEYS)}], how="drop")
+
+
 def reserve_and_release(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield

@@ -99,6 +99,7 @@ class Requests:
             "pin": self._keys,
             "prefetch": self._keys,
             "touch": self._keys,
+            "keep": lambda: {**self._keys(), "how": rng.choice(["soon", "drop"])},
             "release": lambda: {"lease": names.lease},
             "reserve": lambda: {**self._keys(), "parts": rng.choice([None, [0]])},
             "store": self._job,

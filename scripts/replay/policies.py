@@ -23,10 +23,12 @@ from scripts.replay.trace import (
     TraceError,
     belady_hits,
     ceiling_hits,
+    half_right,
     load_trace,
     lru_hits,
     num_blocks,
     num_references,
+    perfect_signals,
     simulate,
 )
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvoffloadd.model import I64Array
+    from scripts.replay.trace import Signal
 
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
 REQUESTS = 12_000
@@ -127,6 +130,13 @@ def rag(random: np.random.Generator) -> list[I64Array]:
     return [np.concatenate((prefix, *parts)) for parts in zip(bodies, questions, strict=True)]
 
 
+SIGNALS: dict[str, Callable[[list[I64Array], int], list[Signal] | None]] = {
+    "none": lambda requests, seed: None,
+    "perfect": lambda requests, seed: perfect_signals(requests),
+    "half": lambda requests, seed: half_right(perfect_signals(requests), seed),
+}
+"""What clients say when a request ends: nothing, what is true, or that in half of the cases."""
+
 WORKLOADS = {make.__name__: make for make in (zipf, uniform, loop, scan, shift, chat, agents, rag)}
 
 
@@ -143,6 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES), help="names, by commas (default: all)")
     parser.add_argument("--capacities", default=CAPACITIES, help=f"shares of the blocks (default: {CAPACITIES})")
     parser.add_argument("--part", choices=("all", "first", "second"), default="all", help="half of the requests to use")
+    parser.add_argument("--signals", choices=SIGNALS, default="none", help="of clients, how right they are")
     parser.add_argument("--seed", type=int, default=0, help="of hashes and synthetic workloads (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     arguments = parser.parse_args()
@@ -178,6 +189,7 @@ def measure(requests: list[I64Array], arguments: argparse.Namespace) -> list[dic
     """One result per policy or reference: its name, hits and seconds by capacity."""
     capacities = [max(1, int(share * num_blocks(requests))) for share in arguments.capacities]
     names = [*arguments.policies, *REFERENCES]
+    signals = SIGNALS[arguments.signals](requests, arguments.seed)
     results = []
     with Live("simulate_policies", len(names) * len(capacities) * len(requests)) as live:
         done = 0
@@ -192,7 +204,7 @@ def measure(requests: list[I64Array], arguments: argparse.Namespace) -> list[dic
                     def tell(served: int, before: int = done, what: str = name) -> None:
                         live.show(before + served, what)
 
-                    hits.append(simulate(requests, name, capacity, seed=arguments.seed, progress=tell))
+                    hits.append(simulate(requests, name, capacity, seed=arguments.seed, signals=signals, progress=tell))
                 seconds.append(round(time.perf_counter() - started, 2))
                 done += len(requests)
                 live.show(done, name)
@@ -233,6 +245,7 @@ def main() -> int:
         "blocks": num_blocks(requests),
         "capacities": arguments.capacities,
         "seed": arguments.seed,
+        "signals": arguments.signals,
         "results": rows,
     }
     if arguments.json:

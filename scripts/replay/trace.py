@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import OrderedDict
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +18,25 @@ import numpy as np
 from kvoffloadd.cache.policy import create_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from kvoffloadd.cache.policy.base import Policy
     from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 NEVER = 1 << 62
+SOON_SHARE = 0.02
+"""Of the requests: what is used again within as many is used again soon."""
+
 ID_END = 1 << 63
+
+
+class Signal(Enum):
+    """What a client says of a request's blocks when it has ended."""
+
+    NONE = "none"
+    SOON = "soon"
+    DROP = "drop"
 
 
 class TraceError(ValueError):
@@ -82,6 +94,11 @@ class PolicyCache:
         self._busy = np.zeros(capacity, np.bool_)
         self._seed = seed
 
+    def keep(self, ids: I64Array, *, soon: bool) -> None:
+        """A client says that these blocks of a prompt will be used again soon, or not at all."""
+        rows = self._row[ids]
+        self._policy.keep(rows[rows >= 0].astype(np.uint32), soon=soon)
+
     def request(self, ids: I64Array) -> int:
         """Serve one request, store what it lacked. Returns its hits."""
         positions = np.arange(len(ids), dtype=np.uint32)
@@ -123,22 +140,53 @@ def simulate(
     capacity: int,
     *,
     seed: int = 0,
+    signals: Sequence[Signal] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Hits of a cache with `capacity` blocks under a policy: its name, or a constructor `(capacity_rows, max_rows)`.
 
-    `seed` picks the hashes of the blocks, which only ghost lists see. `progress` is told how many requests were served
-    since it was last told.
+    `seed` picks the hashes of the blocks, which only ghost lists see. `signals`: what clients say of each request's
+    blocks when it has ended. `progress` is told how many requests were served since it was last told.
     """
     made = create_policy(policy, capacity, capacity) if isinstance(policy, str) else policy(capacity, capacity)
     known, ids_from_0 = np.unique(np.concatenate(requests) if requests else [], return_inverse=True)
     cache = PolicyCache(made, capacity, len(known), seed)
     hits = 0
-    for ids in np.split(ids_from_0, np.cumsum([len(r) for r in requests])[:-1]):
+    prompts = np.split(ids_from_0, np.cumsum([len(r) for r in requests])[:-1])
+    for ids, signal in zip(prompts, signals or [Signal.NONE] * len(prompts), strict=True):
         hits += cache.request(ids)
+        if signal is not Signal.NONE:
+            cache.keep(ids, soon=signal is Signal.SOON)
         if progress is not None:
             progress(1)
     return hits
+
+
+def perfect_signals(requests: list[I64Array]) -> list[Signal]:
+    """What one would say who knew the future: whether another request goes on where this one ends.
+
+    It does if it has this one's last full block; the last block may be a partial one, which never comes back.
+    """
+    signals, next_use = [Signal.NONE] * len(requests), dict[int, int]()
+    for number in range(len(requests) - 1, -1, -1):
+        ids = requests[number].tolist()
+        after = next_use.get(ids[max(0, len(ids) - 2)], NEVER) if ids else NEVER
+        if after == NEVER:
+            signals[number] = Signal.DROP
+        elif after - number <= SOON_SHARE * len(requests):
+            signals[number] = Signal.SOON
+        next_use.update(dict.fromkeys(ids, number))
+    return signals
+
+
+def half_right(signals: list[Signal], seed: int = 0) -> list[Signal]:
+    """The same, but that every second request, at random, says what belongs to another one."""
+    random = np.random.default_rng(seed)
+    wrong = np.flatnonzero(random.random(len(signals)) < 0.5)
+    said = list(signals)
+    for at, other in zip(wrong.tolist(), random.permutation(wrong).tolist(), strict=True):
+        said[at] = signals[other]
+    return said
 
 
 def _prefix_hits(ids: list[int], held: dict[int, Any]) -> int:

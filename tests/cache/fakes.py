@@ -37,6 +37,9 @@ class FirstInFirstOut:
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         assert all(row in self.rows for row in rows.tolist())
 
+    def keep(self, rows: U32Array, *, soon: bool) -> None:
+        assert all(row in self.rows for row in rows.tolist())
+
     def remove(self, rows: U32Array) -> None:
         for row in rows.tolist():
             del self.rows[row]

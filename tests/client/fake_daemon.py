@@ -88,6 +88,7 @@ class FakeDaemon:
         self.on_disk: set[bytes] = set()
         self.promotions: dict[int, tuple[Peer, m.Pin | m.Prefetch, int]] = {}
         self.manual_completion = False
+        self.features: list[str] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(16)
@@ -219,7 +220,7 @@ class FakeDaemon:
             namespace=b"n" * 16,
             epoch=0,
             limits=limits,
-            features=[],
+            features=self.features,
         )
         peer.say(welcome, [pidfd])
         os.close(pidfd)
@@ -227,7 +228,7 @@ class FakeDaemon:
     def _done(self, peer: Peer, message: Any) -> None:
         peer.say(m.Done(seq=message.seq))
 
-    _on_ping = _on_touch = _on_cancel = _done
+    _on_ping = _on_touch = _on_keep = _on_cancel = _done
 
     def _on_subscribe(self, peer: Peer, message: m.Subscribe) -> None:
         peer.subscribed = True

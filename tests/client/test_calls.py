@@ -51,6 +51,17 @@ def test_what_is_asked_is_what_was_given(client: Any, fake: FakeDaemon, keys: U8
     assert store.registration == registration.id
 
 
+def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
+    client.keep({0: keys}, "drop", first=2)
+    assert "keep" not in fake.tags()
+    fake.features = ["keep"]
+    fake.soon(fake.peers[-1].close)
+    client.ping()  # connects anew
+    client.keep({0: keys}, "drop", first=2)
+    assert fake.last("keep").groups == [m.GroupKeys(group=0, keys=keys.tobytes(), first=2)]
+    assert fake.last("keep").how == "drop"
+
+
 def test_small_calls(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:
     client.ping()
     client.touch({0: keys})

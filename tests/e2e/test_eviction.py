@@ -51,6 +51,30 @@ def test_exactly_as_many_go_as_are_needed(small: Daemon, rank: Rank, rng: np.ran
     assert rank.states(keys).count(HIT) == SLOTS - gone
 
 
+def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
+    kept, done, others = new_keys(rng, 6), new_keys(rng, 6), new_keys(rng, 4)
+    for keys in (kept, others, done):
+        rank.store_keys(keys)
+    rank.client.keep({0: done}, "drop")
+    rank.client.keep({0: kept}, "soon")
+    rank.client.keep({0: new_keys(rng, 3)}, "drop")  # nobody has these
+    cache = small.status()["cache"]
+    assert (cache["keys_soon"], cache["keys_done"]) == (6, 6)
+    for _ in range(3):
+        rank.store_keys(new_keys(rng, 2))
+    assert (rank.states(kept), rank.states(others)) == ([HIT] * 6, [HIT] * 4)
+    assert rank.states(done) == [MISS] * 6
+
+
+def test_hints_are_no_leases(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
+    keys = new_keys(rng, SLOTS)
+    rank.store_keys(keys)
+    for _ in range(3):
+        rank.client.keep({0: np.concatenate([keys, keys])}, "soon")
+    rank.store_keys(new_keys(rng, SLOTS))
+    assert rank.states(keys) == [MISS] * SLOTS
+
+
 def test_keys_of_many_parts_of_which_one_is_stored_leave_records_to_others(
     start_daemon: Callable[..., Daemon], rng: np.random.Generator
 ) -> None:

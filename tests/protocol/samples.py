@@ -92,6 +92,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "unregister": {"registration": 1},
     **{tag: {"groups": [_KEYS]} for tag in ("lookup", "pin", "prefetch", "touch", "reserve")},
     **{tag: {"job": 1, "registration": 1, "groups": [_BLOCKS]} for tag in ("store", "load")},
+    "keep": {"groups": [_KEYS], "how": "drop"},
     "release": {"lease": 1},
     "cancel": {"job": 1},
     "snapshot": {"group": 0},

@@ -29,6 +29,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "pin": {"groups": []},
     "prefetch": {"groups": []},
     "touch": {"groups": []},
+    "keep": {"groups": [], "how": "soon"},
     "release": {"lease": 1},
     "reserve": {"groups": []},
     "store": {"job": 1, "registration": 1, "groups": [{"group": 0, "keys": keys(1), "blocks": ids(0)}]},

@@ -221,6 +221,26 @@ def _keys(daemon: Daemon) -> int:
     return int(daemon.status()["cache"]["keys"])
 
 
+@pytest.mark.parametrize(("how", "counted"), [("soon", "keys_soon"), ("drop", "keys_done")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_request_says_of_its_keys_comes_with_its_end(
+    engine: StartEngine, asked: list[list[int]], kind: str, how: str, counted: str
+) -> None:
+    one = engine(kind)
+
+    def told() -> int:
+        return int(one.daemon.status()["cache"][counted])
+
+    for number, ends in enumerate((3, 6), 1):  # what was computed, then what was loaded
+        one.generate(asked[:1], params={"kvoffloadd.keep": how})
+        one.generate(asked[1:2], params={"kvoffloadd.keep": "for ever"})
+        groups = len(one.cache.kv_cache_groups)
+        until(lambda: told() >= 3 * number, "the daemon knows")  # noqa: B023  it ends within the loop's turn
+        assert told() in range(ends, groups * ends + 1)
+        assert one.scheduler.connector.scheduler.manager._keeping._requests == {}
+        one.forget()
+
+
 @pytest.fixture
 def asked() -> list[list[int]]:
     """Prompts with a tail that fills no block."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.memory.eviction import Eviction
-from kvoffloadd.cache.memory.index import distinct
+from kvoffloadd.cache.memory.index import distinct, first_of_each
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
@@ -48,6 +48,8 @@ class CacheCounters:
     keys_adopted: int = 0
     parts_not_adopted: int = 0
     keys_without_space: int = 0
+    keys_soon: int = 0
+    keys_done: int = 0
 
 
 _PENDING = int(KeyState.PENDING)  # comparing an array with an enum member costs more than the rest of a lookup
@@ -197,6 +199,23 @@ class Cache:
         if len(groups) == 1:
             return [LookupResult(rows, states, hits)]
         return [LookupResult(rows[s], states[s], hits[s]) for s in spans(count for _, count in counts)]
+
+    def keep(self, groups: Sequence[tuple[Keyspace, U64Array]], *, soon: bool) -> None:
+        """A client says of these keys, of each group in prompt order, when they will be used: see `Policy.keep`. Keys
+        that are being stored count, too.
+        """
+        self.uses.settle()
+        for keyspace, keys in groups:
+            rows = self.entries.find(keyspace, keys)
+            rows = rows[rows >= 0]
+            if keyspace.queue is None or not len(rows):
+                continue
+            rows = rows[first_of_each(rows)]
+            keyspace.queue.policy.keep(rows.astype(np.uint32), soon=soon)
+            if soon:
+                self.counters.keys_soon += len(rows)
+            else:
+                self.counters.keys_done += len(rows)
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""

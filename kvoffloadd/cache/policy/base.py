@@ -28,6 +28,11 @@ class Policy(Protocol):
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         """A request used these keys, given in prompt order. `begins`: see `insert`."""
 
+    def keep(self, rows: U32Array, *, soon: bool) -> None:
+        """A client says of these keys, given in prompt order, that they will be used again soon, or not at all. This is
+        no use, and only a hint, which a policy may ignore. It holds until the next use of each key.
+        """
+
     def remove(self, rows: U32Array) -> None:
         """Forget keys: evicted, cleared or dropped."""
 

@@ -33,6 +33,11 @@ class UseCounts:
         """Which of the keys are remembered, and their uses so far, 0 for the others."""
         return self._compare(self._slots(tags), _marks(tags))
 
+    def own(self, tags: U32Array) -> U32Array:
+        """The slots of those of the keys that are remembered."""
+        slots = self._slots(tags)
+        return slots[self._compare(slots, _marks(tags))[0]]
+
     def record(self, tags: U32Array, uses: U8Array) -> None:
         """Remember 1..USES_MAX uses for each key."""
         self._entries[self._slots(tags)] = _marks(tags) | _CODES[uses]

@@ -35,6 +35,9 @@ PRIOR_RETURNS = 0.05
 PRIOR_WEIGHT = 500.0
 POOLED_WEIGHT = 20.0
 
+BELIEF_IN_DONE = 0.01
+"""Of the returns that are believed of others, before anything was seen: as if such keys were a hundred times older."""
+
 _EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
 _LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS), np.bool_))
 _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
@@ -56,7 +59,13 @@ def _class_table() -> U8Array:
 
 
 CLASSES = _class_table()
-NUM_CLASSES = int(CLASSES.max()) + 1
+SOON = int(CLASSES.max()) + 1
+"""The class of keys of which a client says that they will be used again soon."""
+
+DONE = SOON + 1
+"""And not at all."""
+
+NUM_CLASSES = DONE + 1
 
 
 def _chain() -> list[tuple[int, int]]:
@@ -157,7 +166,9 @@ def _returns(hits: FloatArray, unreturned: FloatArray) -> tuple[FloatArray, Floa
     older = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     at_risk = older + hits + unreturned / 2
     pooled = (hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
-    return hits + POOLED_WEIGHT * pooled, at_risk + POOLED_WEIGHT
+    believed = np.full((len(hits), 1), POOLED_WEIGHT)
+    believed[DONE:] *= BELIEF_IN_DONE
+    return hits + believed * pooled, at_risk + POOLED_WEIGHT
 
 
 def _in_order(hits: FloatArray, at_risk: FloatArray, chain: Sequence[tuple[int, int]]) -> FloatArray:
@@ -220,6 +231,22 @@ class HitDensityPolicy:
         tags = self._tag[rows]
         classes = self._use(rows, tags, self._uses[rows], positions, begins)
         self._enqueue(rows, classes, begins, self._queues.move)
+
+    def keep(self, rows: U32Array, *, soon: bool) -> None:
+        """See `Policy`. What clients say makes classes of their own, so that it counts for as much as it has turned out
+        to be worth.
+
+        A key that was used more often than its prompt has turns belongs to other prompts, too: it is not done with.
+        """
+        if not soon and len(rows):
+            uses = self._uses[rows]
+            rows = rows[uses <= 1 + np.count_nonzero(uses[1:] != uses[:-1])]
+        if not len(rows):
+            return
+        slots, said = self._counts.own(self._tag[rows]), SOON if soon else DONE
+        self._learned.record(slots, np.zeros(len(slots), bool), np.full(len(slots), said, np.uint8), self._now)
+        self._stamp[rows] = self._now
+        self._queues.move(said, rows[::-1])
 
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. The keys' use counts are remembered for a while."""

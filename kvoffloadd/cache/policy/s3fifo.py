@@ -57,6 +57,9 @@ class S3Fifo:
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         self._frequency[rows] = np.minimum(self._frequency[rows] + np.uint8(1), np.uint8(FREQUENCY_MAX))
 
+    def keep(self, rows: U32Array, *, soon: bool) -> None:
+        """See `Policy`. Ignored."""
+
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. Keys that never came to the main queue are remembered as ghosts."""
         self._ghosts.add(self._tag[rows[self._from_small[rows]]])

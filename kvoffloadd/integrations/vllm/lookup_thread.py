@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
-from kvoffloadd.client import Client, Found, KeyState, KvCache, Registration
+from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.common.availability import Availability
 from kvoffloadd.integrations.common.keys import Piece, most_keys, pieces
@@ -87,6 +87,15 @@ class LookupThread:
         """Release its leases, whenever they come."""
         pin.abandoned = True
         self._commands.put(lambda: self._release(pin))
+
+    def keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
+        """Say of a request's keys when they will be used again: a hint, lost if the daemon does not answer now."""
+
+        def tell() -> None:
+            if self.connected and not self._clearing:
+                self._attempt(partial(self._keep, groups, how))
+
+        self._commands.put(tell)
 
     def clear(self, wait_s: float) -> None:
         """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
@@ -191,13 +200,22 @@ class LookupThread:
             self._promoting.append(pin)
 
     def _pin(self, pin: PinRequest) -> None:
-        most = most_keys(self._client.limits, self._groups, len(pin.groups))
-        for piece in pieces({group: len(keys) for group, keys in pin.groups.items()}, most):
-            packed = {group: b"".join(pin.groups[group][some]) for group, some in piece.items()}
-            found = self._client.pin(packed, {group: some.start for group, some in piece.items()})
+        for piece, packed, first in self._pieces(pin.groups):
+            found = self._client.pin(packed, first)
             pin.found.append((piece, found))
             if found.lease:
                 pin.leases.append(found.lease)
+
+    def _pieces(self, groups: dict[int, list[bytes]]) -> Iterator[tuple[Piece, dict[int, bytes], dict[int, int]]]:
+        """As many keys as one request may name, packed, and the position of each group's first."""
+        most = most_keys(self._client.limits, self._groups, len(groups))
+        for piece in pieces({group: len(keys) for group, keys in groups.items()}, most):
+            packed = {group: b"".join(groups[group][some]) for group, some in piece.items()}
+            yield piece, packed, {group: some.start for group, some in piece.items()}
+
+    def _keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
+        for _piece, packed, first in self._pieces(groups):
+            self._client.keep(packed, how, first)
 
     def _answer_nothing(self, pin: PinRequest) -> None:
         pin.found.clear()

@@ -29,9 +29,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffloadd.client import KeepHow
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
-from kvoffloadd.integrations.vllm.keys import hash_bytes_of, offload_key_of
+from kvoffloadd.integrations.vllm.keeping import Keeping
+from kvoffloadd.integrations.vllm.keys import by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
@@ -82,6 +84,7 @@ class KVOffloaddManager(OffloadingManager):
         self._options = options
         self._requests: dict[str, RequestState] = {}
         self._fresh: dict[str, RequestState] = {}
+        self._keeping = Keeping()
         self._outstanding: set[PinRequest] = set()
         self._generation = 0
         self._stats = OffloadingConnectorStats()
@@ -96,6 +99,7 @@ class KVOffloaddManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY first; HIT: pinned."""
         self._learn()
+        self._keeping.note(req_context, (key,))
         state = self._requests.get(req_context.req_id)
         if state is None:
             if not self._lookup_thread.connected:
@@ -210,6 +214,7 @@ class KVOffloaddManager(OffloadingManager):
         wanted = list(keys) if self._lookup_thread.connected else []
         if state is not None:
             wanted = [key for key in wanted if not state.is_there(key)]
+        self._keeping.note(req_context, keys, stores=int(bool(wanted)))
         spec = KeysLoadStoreSpec(wanted, self._group_ids, self._generation)
         if self._event_thread is not None and wanted:
             self._hash_bytes = hash_bytes_of(wanted[0])
@@ -221,6 +226,7 @@ class KVOffloaddManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """The daemon tells what it has got of it a moment later."""
         self._events_due_until = monotonic() + _EVENTS_DUE_S
+        self._keep(self._keeping.stored(req_context))
 
     # --- events --------------------------------------------------------------------------------------
 
@@ -249,6 +255,7 @@ class KVOffloaddManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Its pins go, unless a load still needs them."""
+        self._keep(self._keeping.finished(req_context))
         state = self._requests.get(req_context.req_id)
         if state is None:
             return
@@ -263,6 +270,7 @@ class KVOffloaddManager(OffloadingManager):
         for state in self._requests.values():
             self._drop(state)
             state.loaded.clear()
+        self._keeping.clear()
         self._requests = {
             name: state for name, state in self._requests.items() if state.phase is not RequestPhase.ENDING
         }
@@ -308,6 +316,11 @@ class KVOffloaddManager(OffloadingManager):
             kept, recomputed = state.account()
             self._stats.increase_counter(_KEPT, kept)
             self._stats.increase_counter(_RECOMPUTED, recomputed)
+
+    def _keep(self, said: tuple[KeepHow, list[OffloadKey]] | None) -> None:
+        if said is not None:
+            how, keys = said
+            self._lookup_thread.keep(by_group(keys, self._generation), how)
 
     def _drop(self, state: RequestState) -> None:
         self._fresh.pop(state.request, None)

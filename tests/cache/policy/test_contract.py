@@ -111,6 +111,18 @@ def test_a_prompts_tail_goes_before_its_head(name: str) -> None:
     assert policy.victims(8, every).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("name", ["lru", "hit-density"])
+def test_what_will_not_be_used_again_goes_first_until_it_is_used(name: str) -> None:
+    policy = filled(name, 8)
+    policy.keep(rows_of(0, 1, 2, 3), soon=False)
+    assert policy.victims(4, every).tolist() == [3, 2, 1, 0]
+    policy.touch(rows_of(0, 1), rows_of(0, 1))
+    assert policy.victims(2, every).tolist() == [3, 2]
+    policy.keep(rows_of(6, 7), soon=False)
+    policy.keep(rows_of(2, 3), soon=True)
+    assert policy.victims(2, every).tolist() == [7, 6]
+
+
 @each_policy
 def test_resize_keeps_what_is_held(name: str) -> None:
     policy = filled(name, 8)
@@ -154,6 +166,10 @@ class PolicyMachine(RuleBasedStateMachine):
     def touch(self, rows: list[int], first: int) -> None:
         known = rows_of(*(row for row in rows if row in self.held))
         self.policy.touch(known, np.arange(first, first + len(known), dtype=np.uint32))
+
+    @rule(rows=some_rows, soon=st.booleans())
+    def keep(self, rows: list[int], soon: bool) -> None:
+        self.policy.keep(rows_of(*(row for row in rows if row in self.held)), soon=soon)
 
     @rule(rows=some_rows)
     def remove(self, rows: list[int]) -> None:

@@ -10,6 +10,7 @@ from kvoffloadd.cache.policy.hitdensity import (
     CHAIN,
     CLASSES,
     NUM_CLASSES,
+    SOON,
     HitDensity,
     HitDensityPolicy,
     bucket,
@@ -126,7 +127,7 @@ def test_no_key_is_worth_less_than_one_behind_it_in_its_prompt() -> None:
 
 
 def test_classes_follow_each_other_along_a_prompt() -> None:
-    assert {behind for behind, _ in CHAIN} == set(range(NUM_CLASSES - 1))
+    assert {behind for behind, _ in CHAIN} == set(range(SOON - 1))
     assert all(behind < before for behind, before in CHAIN)
     for of_turn in CLASSES:
         uses = np.flatnonzero(np.diff(of_turn))

@@ -9,14 +9,18 @@ import pytest
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
+from scripts.replay.policies import chat
 from scripts.replay.trace import (
+    Signal,
     TraceError,
     belady_hits,
     ceiling_hits,
+    half_right,
     load_trace,
     lru_hits,
     num_blocks,
     num_references,
+    perfect_signals,
     simulate,
 )
 
@@ -70,6 +74,27 @@ def test_simulated_lru_is_the_exact_one() -> None:
     for capacity in (1, 7, 50, 299):
         assert simulate(requests, "lru", capacity) == lru_hits(requests, capacity)
         assert lru_hits(requests, capacity) <= ceiling_hits(requests)
+
+
+def test_perfect_signals_by_hand() -> None:
+    never, none = Signal.DROP, Signal.NONE
+    assert perfect_signals(requests_of([1, 2, 3], [1, 2, 4], [5], [])) == [none, never, never, never]
+    soon = perfect_signals(requests_of([1, 2], *([[7]] * 100)))
+    assert soon == [never, *[Signal.SOON] * 99, never]
+
+
+def test_signals_help_as_far_as_they_are_right() -> None:
+    requests = chat(np.random.default_rng(0))[:4000]
+    perfect, capacity = perfect_signals(requests), int(0.02 * num_blocks(requests))
+    none, half, whole = (
+        simulate(requests, "hit-density", capacity, signals=signals) for signals in (None, half_right(perfect), perfect)
+    )
+    assert 1.05 * none < half
+    assert 1.05 * half < whole
+    wrong = [Signal.SOON if signal is Signal.DROP else Signal.DROP for signal in perfect]
+    lied_to = {name: simulate(requests, name, capacity, signals=wrong) for name in ("lru", "hit-density")}
+    assert lied_to["lru"] < 0.8 * none
+    assert lied_to["hit-density"] > 0.95 * none
 
 
 @pytest.mark.soak
