@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,12 @@ def changed(folder: Path, name: str, **keys: object) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return path
+
+
+def example_of(section: str) -> tuple[list[str], list[str]]:
+    """The arguments of the command that a document's section shows, and the lines of its output."""
+    shown = [line.removeprefix("    ").rstrip() for line in section.splitlines() if not line[:4].strip()]
+    command, *output = "\n".join(shown).strip().splitlines()
+    while command.endswith("\\"):
+        command = command[:-1] + output.pop(0)
+    return shlex.split(command)[1:], "\n".join(output).strip().splitlines()

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 from kvoffloadd import cli
+from tests.planner.models import example_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "PLANNING.md"
 
 
-@pytest.mark.parametrize(("document", "section"), [("PLANNING.md", "An example"), ("SGLANG.md", "How much")])
+@pytest.mark.parametrize(("document", "section"), [("PLANNING.md", "An example"), ("SGLANG.md", "How much fits")])
 def test_the_example_is_real(
     document: str, section: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (DOCS / document).read_text(encoding="utf-8")
-    example = text.split(f"## {section}\n")[1].split("\n## ")[0]
-    lines = [line.removeprefix("    ") for line in example.splitlines() if line.startswith("    ") or not line.strip()]
-    command, *shown = "\n".join(lines).strip().splitlines()
+    arguments, shown = example_of(text.split(f"## {section}\n")[1].split("\n## ")[0])
     monkeypatch.chdir(DOCS.parent)
-    assert cli.main(shlex.split(command.removeprefix("kvoffloadd "))) == 0
+    assert cli.main(arguments) == 0
     said = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
-    assert [line.rstrip() for line in "\n".join(shown).strip().splitlines()] == said
+    assert shown == said
 
 
 def test_every_option_is_one(capsys: pytest.CaptureFixture[str]) -> None:

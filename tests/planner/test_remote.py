@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from kvoffloadd.agent.engines import valkey
 from kvoffloadd.cache.remote.contents import RemotePolicy
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.planner import RemoteTerms, make_remote_plan, remote
-from tests.planner.models import DATA, GEMMA_3, GIB, LLAMA, path_of, plan
+from tests.planner.models import DATA, GEMMA_3, GIB, LLAMA, example_of, path_of, plan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "PLANNING.md"
 
@@ -112,11 +111,10 @@ def test_constants_are_the_daemons() -> None:
 
 def test_the_example_is_real(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     section = DOCUMENT.read_text(encoding="utf-8").split("## A store that hosts share\n")[1].split("\n| figure")[0]
-    lines = [line.removeprefix("    ") for line in section.splitlines() if line.startswith("    ") or not line]
-    command, *shown = "\n".join(lines).strip().splitlines()
+    arguments, shown = example_of(section)
     monkeypatch.chdir(DOCUMENT.parents[1])
-    assert cli.main(shlex.split(command.removeprefix("kvoffloadd "))) == 0
+    assert cli.main(arguments) == 0
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     begin = next(at for at, line in enumerate(said) if line.startswith("a prompt from"))
     end = next(at for at, line in enumerate(said) if line.startswith("assumed of the remote store"))
-    assert [line.rstrip() for line in "\n".join(shown).strip().splitlines()] == said[begin : end - 1]
+    assert shown == said[begin : end - 1]
