@@ -41,6 +41,7 @@ from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
 from kvoffloadd.memorylimits import check_memory_fits, has_memory_limit
+from kvoffloadd.metrics import endpoint
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.numa import cpus_near, has_policy, interleave, memory_nodes
@@ -253,12 +254,10 @@ def _serve_metrics(context: Context) -> Endpoint | None:
     listen = context.config.metrics.listen
     if not listen:
         return None
-    from kvoffloadd.metrics.endpoint import Endpoint, bind  # takes a while, and most do without
-
-    endpoint = Endpoint(bind(listen), context.loop, partial(status.describe, context))
-    endpoint.start()
+    metrics = Endpoint(endpoint.bind(listen), context.loop, partial(status.describe, context))
+    metrics.start()
     log.info("metrics at %s", listen)
-    return endpoint
+    return metrics
 
 
 class Daemon:

@@ -18,7 +18,7 @@ from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.output import Live, print_json
 from kvoffloadd.trial.process import DaemonError, obey_signals
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
-from scripts.peers.cases import Notes, Plan, find_out, first_line, run_round
+from scripts.peers.cases import Notes, Plan, find_out, in_short, run_round
 from scripts.peers.figures import LOOKUP_TOKENS
 from scripts.peers.page import page
 from scripts.peers.peers import PEERS, PeerError, Session
@@ -68,7 +68,7 @@ def versions(peer: Peer, plan: Plan) -> dict[str, str]:
             found: dict[str, str] = session.ask("versions")
             return found
     except (DaemonError, PeerError, NotOfferedError) as error:
-        return {"?": first_line(error)}
+        return {"?": in_short(error)}
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -29,6 +29,8 @@ SAID_MAX = 200
 """Characters of an error: a line, and no log."""
 CACHED_MAX = 0.05
 """What small files beside those of the payloads may have of all."""
+REST_S = 3.0
+"""After a start, before bytes move: some systems still provide their memory then, and others did so before."""
 AGAIN_S = 20.0
 """How long a system that has started again may take to find what it had."""
 _MIB = 1 << 20
@@ -81,9 +83,9 @@ class Notes:
         except NotOfferedError as error:
             self.said.setdefault(case, f"not compared: {error}")
         except PeerError as error:
-            self.said[case] = f"error: {first_line(error)}"
+            self.said[case] = f"error: {in_short(error)}"
         except DaemonError as error:
-            self.said[case] = f"it has ended, or does not answer: {first_line(error)}"
+            self.said[case] = f"it has ended, or does not answer: {in_short(error)}"
 
     def page_cache(self, written: float, read: float) -> None:
         """Whether the system goes past the kernel's cache, by what it has of the files then."""
@@ -121,6 +123,11 @@ def _lookups(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
         _add(samples, f"miss_{plan.lookups[-1] >> 10}k", _median_lookup(session, plan, 2, plan.lookups[-1], 0))
 
 
+def _start(session: Session) -> None:
+    session.ask("start")
+    time.sleep(REST_S)
+
+
 def _store(session: Session, number: int, tokens: int) -> float:
     """Seconds. Returns once it is found."""
     seconds, stored = session.ask("store", number=number, tokens=tokens)
@@ -143,7 +150,7 @@ def _median_lookup(session: Session, plan: Plan, number: int, tokens: int, expec
 def _memory(peer: Peer, plan: Plan, samples: Samples) -> None:
     """One prompt after the other, each loaded once it is stored; the first warms up."""
     with Session(peer, plan.model, plan.sizes(4 * plan.jobs), disk=None, on_disk=False) as session:
-        session.ask("start")
+        _start(session)
         stores, loads = [], []
         for number in range(plan.jobs + 1):
             stores.append(_store(session, number, plan.tokens))
@@ -166,7 +173,7 @@ def _whole(loaded: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def _disk(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
     """Prompts to disk, back from it, and back once more after each kind of restart."""
     with Session(peer, plan.model, plan.sizes(4 * plan.jobs), disk=plan.disk, on_disk=True) as session:
-        session.ask("start")
+        _start(session)
         seconds, stored = session.ask("write", numbers=list(range(plan.jobs)), tokens=plan.tokens)
         if not stored:
             raise PeerError("a prompt was not stored")
@@ -175,6 +182,7 @@ def _disk(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
 
         with notes.guarded("read"):
             session.ask("forget")
+            time.sleep(REST_S)
             seconds = sum(_load(session, number, plan) for number in range(plan.jobs))
             _add(samples, "read", plan.jobs * plan.prompt_bytes / seconds)
             notes.page_cache(cached, session.ask("cached_share"))
@@ -201,9 +209,10 @@ def _restart(session: Session, plan: Plan, *, kill: bool) -> float:
             return float(seconds + waited + loaded["lookup_s"] + loaded["load_s"])
 
 
-def first_line(error: Exception) -> str:
-    """Of what it says, without the log that may follow."""
-    return str(error).partition("\n")[0][:SAID_MAX]
+def in_short(error: Exception) -> str:
+    """The first line, and the last one of the log that may follow: the reason, of a traceback."""
+    lines = str(error).strip().splitlines() or [""]
+    return " ".join(dict.fromkeys((lines[0], lines[-1])))[:SAID_MAX]
 
 
 # --- what is found out once ---

@@ -96,6 +96,8 @@ def _work(work: Mapping[str, Any]) -> str:
   {work["chunk_tokens"]} tokens, {format_bytes(work["chunk_bytes"])}. It is Llama-3.2-1B's KV cache in bf16:
   {work["layers"]} layers, in each {format_bytes(work["row_bytes"])} for a block of 16 tokens; blocks at random.
 - A round stores and loads {work["prompts"]} prompts (medians), and writes as many to disk and reads them (the sum).
+  Before that, and before reading, each system rests for {work["rest_s"]:g} s from its start. Some provide their memory
+  then, kvoffloadd among them; others did so before they could be asked.
 - Lookups: {work["lookup_token_bytes"]} bytes a token, so that 128k tokens fit into any memory; of {work["asks"]} the
   median.
 - {work["threads"]} threads, wherever a system can be told how many."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.trial.disk import file_system
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
+from scripts.peers.cases import REST_S
 from scripts.peers.figures import FIGURES, spread
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def result_of(
             "row_bytes": plan.model.block_bytes,
             "prompts": plan.jobs,
             "threads": plan.threads,
+            "rest_s": REST_S,
             "lookup_token_bytes": plan.thin.token_bytes,
             "asks": plan.asks,
         },
