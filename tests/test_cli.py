@@ -61,7 +61,7 @@ def test_version() -> None:
 def test_help_names_every_command_and_exit_code() -> None:
     code, out, _ = run_process("--help")
     assert code == 0
-    for word in ("serve", "status", "top", "verify", "clear", "drain", "config", "plan", "3 unreachable"):
+    for word in ("serve", "status", "top", "verify", "clear", "drain", "config", "plan", "3 daemon unreachable"):
         assert word in " ".join(out.split())
 
 
