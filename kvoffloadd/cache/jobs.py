@@ -424,7 +424,7 @@ class Jobs:
             return await job.step(Phase.COPY, partial(self._submit, job))
         except _SHORT as error:
             await job.step(Phase.END, _next_turn)  # behind the reply
-            raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
+            raise Stopped(Outcome.FAILED, f"the job could not start: {type(error).__name__}: {error}") from None
 
     async def _await_signal(self, job: Job, ready: ReadySignal) -> None:
         def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:
@@ -441,7 +441,9 @@ class Jobs:
         if job.stopped is not None:
             raise Stopped(job.stopped, late)
         if outcome is not Outcome.DONE:
-            raise Stopped(outcome, "the page of the worker's signal is gone" if outcome is Outcome.FAILED else late)
+            raise Stopped(
+                outcome, "the page of the worker's signal no longer exists" if outcome is Outcome.FAILED else late
+            )
 
     def _submit(self, job: Job, resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
         options, lists = job.options, job.lists

@@ -90,8 +90,8 @@ def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int
     block = layout.block_tokens
     if block > prompt_tokens:
         found.append(
-            f"a block has {block:,} tokens, a typical prompt {prompt_tokens:,}: it has no full block, so that nothing "
-            f"of it is ever stored or found again; {_shorter(layout, rank, prompt_tokens)}"
+            f"a block has {block:,} tokens, a typical prompt {prompt_tokens:,}: such a prompt has no full block, so "
+            f"nothing of it is ever stored or found again; {_shorter(layout, rank, prompt_tokens)}"
         )
     largest = max(layout.payloads)
     if largest > memory.payload_bytes_max:

@@ -57,7 +57,7 @@ def test_permission_denied_is_told_apart(make_client: Any, path: str, monkeypatc
 def test_a_socket_of_another_kind(make_client: Any, path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(path)
-        with pytest.raises(DaemonUnreachableError, match="no stream socket"):
+        with pytest.raises(DaemonUnreachableError, match="not a stream socket"):
             make_client(path).connect()
 
 

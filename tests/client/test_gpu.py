@@ -255,7 +255,7 @@ def test_streams_of_other_libraries(gpu: Gpu, kind: Any) -> None:
 
 
 def test_what_is_no_stream(gpu: Gpu) -> None:
-    with pytest.raises(UsageError, match="no CUDA stream"):
+    with pytest.raises(UsageError, match="not a CUDA stream"):
         Timeline("stream")
 
 

@@ -21,7 +21,7 @@ from tests.e2e.rank import Keys, Rank, new_keys
 
 Start = Callable[..., Daemon]
 SIZES = (100, 4096, 9000, 20_000)
-TAKEN_OVER = "keys taken over"
+TAKEN_OVER = "keys were taken over"
 
 
 @pytest.fixture

@@ -488,7 +488,7 @@ def test_an_engines_own_canonical_form() -> None:
         (lambda: torch.zeros(6, 64, dtype=torch.int8).t(), (), "is not canonical"),
         (lambda: torch.zeros(6, 8, 8, dtype=torch.int8), (), "is not canonical"),
         (lambda: torch.zeros(1, 64, dtype=torch.int8).expand(6, 64), (), "rows of 64 bytes, 0 apart, overlap"),
-        (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 1, 64),), "leaves its page of 64 bytes"),
+        (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 1, 64),), "extends beyond its page of 64 bytes"),
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(1, 0, 64),), "names tensor 1 of 1"),
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 0, 9), Ref(0, 8, 4)), "bytes 8 to 9 .*named twice"),
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 0, 9, 3, 8),), "bytes 8 to 9 of tensor 0"),

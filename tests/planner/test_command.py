@@ -75,7 +75,7 @@ def test_the_conversation_trace() -> None:
     ("arguments", "complaint"),
     [
         (("--tp", "3"), "kvoffloadd: 64 heads (num_attention_heads), 8 KV heads (num_key_value_heads) can't be split"),
-        (("--attn-pack-size", "2"), "kvoffloadd: --attn-pack-size is for models with states"),
+        (("--attn-pack-size", "2"), "kvoffloadd: --attn-pack-size is only for models with states"),
         (("--kv-dtype", "int3"), 'kvoffloadd: --kv-dtype "int3" is not known; these are: auto, bfloat16'),
         (("--block-size", "0"), '"0" is not a whole number above 0'),
         (("--memory", "64GB"), 'unknown unit "GB"'),

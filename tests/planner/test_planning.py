@@ -155,7 +155,7 @@ def test_packs_as_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "pack", "complaint"),
     [
-        (LLAMA, 2, "--attn-pack-size is for models with states"),
+        (LLAMA, 2, "--attn-pack-size is only for models with states"),
         (QWEN, 16, "--attn-pack-size 16: there are 15 attention layers"),
     ],
 )

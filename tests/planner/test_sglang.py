@@ -240,4 +240,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpt_oss with SGLang, 2 ranks" in said
     assert "--page-size 128" in said
     assert cli.main(["plan", "--model-config", str(path_of(LLAMA)), "--gpu-cache", "40GiB"]) == 2
-    assert "--gpu-cache is for --engine sglang" in capsys.readouterr().err
+    assert "--gpu-cache needs --engine sglang" in capsys.readouterr().err

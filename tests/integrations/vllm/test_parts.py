@@ -126,7 +126,7 @@ TURNED = PageMapping(192, 192, (CopyRun(96, 0, 96, 1, 96, 96), CopyRun(0, 96, 96
 def test_what_cannot_be_cut(mapping: PageMapping | None, repeats: int, held: Share, why: str) -> None:
     """No guess: a layer is refused by its name."""
     refs = [CacheRef(0, 192, mapping)]
-    with pytest.raises(UsageError, match=f"layer model.0 can't be cut by heads: .*{why}.* take canonical_layout out"):
+    with pytest.raises(UsageError, match=f"layer model.0 can't be cut by heads: .*{why}.* remove canonical_layout"):
         held_refs(["model.0"], refs, {"model.0": repeats}, held)
 
 

@@ -383,7 +383,7 @@ def test_what_is_no_agent_is_told() -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "which starts it itself" in done.stderr
+    assert "only the daemon starts it" in done.stderr
 
 
 def test_a_spawn_that_fails_leaves_nothing() -> None:
