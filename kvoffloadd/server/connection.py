@@ -84,6 +84,7 @@ class PeerConnection:
     # --- in ---
 
     def _on_readable(self) -> None:
+        self._context.lag.wake()
         try:
             size, ancillary, flags, _ = self._sock.recvmsg_into([_READ], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):

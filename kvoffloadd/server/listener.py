@@ -91,6 +91,7 @@ class Listener:
         self._context.loop.add_reader(self._listener.fileno(), self._on_acceptable)
 
     def _on_acceptable(self) -> None:
+        self._context.lag.wake()
         turn_ends = time.monotonic() + ACCEPT_TURN_S
         while True:
             try:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import make_daemon
 from tests.e2e.disk import disk_settings
@@ -85,8 +87,15 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
     rank = daemon.welcome(Rank(daemon.socket, role="worker"))
     use(rank, seed)
     switch_of(daemon).touch()
-    with suppress(ClientError):  # it may be gone before the last answer
-        use(rank, seed + 1)
+    seeds = count(seed + 1)
+
+    def has_ended() -> bool:
+        """It is used until then: what is cleared at once may never come to the disk."""
+        with suppress(ClientError):  # it may be gone before the last answer
+            use(rank, next(seeds))
+        return not daemon.alive
+
+    until(has_ended, "the bug has ended the daemon")
     assert daemon.wait() == EXIT_FATAL
     assert "exiting: a bug in the cache, whose tables may be half-written: IndexError" in daemon.log()
     assert "in wrong" in daemon.log(), "the stack is there"

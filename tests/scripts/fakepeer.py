@@ -50,7 +50,7 @@ class Fake:
         if self._fault == "dies":
             os._exit(7)
         if self._fault == "raises":
-            raise ValueError("it is broken\nand this is its log")
+            raise ValueError("it is broken\nand this is its log\nand the reason")
         if found:
             for layer, stored in zip(self._memory, self._stored[prompt.name], strict=True):
                 layer[blocks] = stored

@@ -248,7 +248,7 @@ def test_a_round_of_a_system_that_does_its_work() -> None:
     [
         ("wrong", "memory", "error: WRONG BYTES among 256 tokens"),
         ("wrong", "read", "error: WRONG BYTES among 256 tokens"),
-        ("raises", "memory", "error: ValueError: it is broken"),
+        ("raises", "memory", "error: ValueError: it is broken and the reason"),
         ("refuses", "lookups", "error: a prompt of 1024 tokens was not stored"),
         ("dies", "memory", "it has ended, or does not answer"),
         ("forgets", "restart", "error: of 256 tokens 0 were found and 0 loaded"),
@@ -260,7 +260,7 @@ def test_a_system_that_fails_has_no_figure_and_the_reason_is_told(
     monkeypatch.setattr(cases, "AGAIN_S", 0.1)
     samples, said = had_of(fake(fault))
     assert said[case].startswith(begin)
-    assert "log" not in said[case]
+    assert "log" not in said[case], "but for its last line"
     lacks = {"memory": "load", "read": "read", "lookups": "lookup_1k", "restart": "restart"}[case]
     assert lacks not in samples
 

@@ -17,6 +17,7 @@ from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.session import Session
 from tests.cache.fakes import keys_of, make_cache, store
 
@@ -36,7 +37,7 @@ def context_of(cache: Any) -> Context:
         hash_lane=nothing,
         fatal=nothing,
         accounts=Accounts(caps(Config().limits)),
-        lag=nothing,
+        lag=Lag(asyncio.get_running_loop()),
         turns=nothing,
         closer=nothing,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.server.lag import BEAT_S, WINDOW_S, Lag
+from kvoffloadd.server.lag import BEAT_S, IDLE_BEAT_S, QUIET_BEATS, WINDOW_S, Lag
 
 
 @dataclass(eq=False)
@@ -78,9 +78,15 @@ def test_a_loop_that_keeps_time_is_not_late(clock: Clock, lag: Lag) -> None:
     assert lag.recent_s == pytest.approx(0, abs=1e-9)
 
 
+def hold(clock: Clock, lag: Lag, seconds: float) -> None:
+    """A request holds the loop."""
+    lag.wake()
+    clock.block(seconds)
+
+
 def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
     clock.sleep(0.5)
-    clock.block(0.3)
+    hold(clock, lag, 0.3)
     late = lag.worst_s
     assert 0.29 < late < 0.31
     assert lag.recent_s == late
@@ -89,7 +95,7 @@ def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
     clock.sleep(WINDOW_S)
     assert lag.recent_s == pytest.approx(0, abs=1e-9)
     assert lag.worst_s == late
-    clock.block(0.1)
+    hold(clock, lag, 0.1)
     assert 0.09 < lag.recent_s < 0.11
     assert lag.worst_s == late
 
@@ -97,19 +103,19 @@ def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
 @pytest.mark.parametrize("before_s", [0.0, 0.1, WINDOW_S / 2, WINDOW_S - 0.01, WINDOW_S + 0.3])
 def test_the_recent_covers_one_to_two_windows_whenever_the_delay_was(clock: Clock, lag: Lag, before_s: float) -> None:
     clock.sleep(before_s)
-    clock.block(0.05)
+    hold(clock, lag, 0.05)
     clock.sleep(WINDOW_S - 0.06)
     assert lag.recent_s > 0.04
-    clock.sleep(WINDOW_S + 0.1)
+    clock.sleep(WINDOW_S + 4 * IDLE_BEAT_S)
     assert lag.recent_s == pytest.approx(0, abs=1e-9)
 
 
 def test_a_smaller_delay_does_not_hide_a_larger_one(clock: Clock, lag: Lag) -> None:
-    clock.block(0.2)
-    clock.block(0.1)
+    hold(clock, lag, 0.2)
+    hold(clock, lag, 0.1)
     assert lag.worst_s == lag.recent_s > 0.19
     clock.sleep(WINDOW_S)
-    clock.block(0.02)
+    hold(clock, lag, 0.02)
     assert lag.recent_s > 0.19
 
 
@@ -137,6 +143,53 @@ def test_what_the_loop_worked_is_told_apart_from_what_it_waited(monkeypatch: pyt
     assert lag.recent_cpu_s == pytest.approx(0.02)
     assert lag.worst_cpu_s == pytest.approx(0.03)
     lag.stop()
+
+
+def beats(lag: Lag) -> int:
+    return sum(lag.late)
+
+
+def test_an_idle_loop_beats_rarely(clock: Clock, lag: Lag) -> None:
+    clock.sleep(QUIET_BEATS * BEAT_S)
+    before = beats(lag)
+    clock.sleep(100 * IDLE_BEAT_S)
+    assert beats(lag) - before == pytest.approx(100, abs=2)
+
+
+def test_work_makes_beats_frequent_again(monkeypatch: pytest.MonkeyPatch, clock: Clock, lag: Lag) -> None:
+    cpu_s = time.thread_time()
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
+    clock.sleep(1.0)
+    cpu_s += 0.002
+    clock.sleep(IDLE_BEAT_S)
+    before = beats(lag)
+    clock.sleep(QUIET_BEATS * BEAT_S / 2)
+    assert beats(lag) - before == pytest.approx(QUIET_BEATS / 2, abs=1)
+
+
+def test_a_request_to_an_idle_loop_is_measured_from_its_start(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Neither hidden by the long interval, nor charged with what the loop did before."""
+    cpu_s = 50.0
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
+    lag = Lag(clock)  # type: ignore[arg-type]
+    lag.start()
+    clock.sleep(1.0 + IDLE_BEAT_S / 2)
+    cpu_s += 0.0004
+    lag.wake()
+    cpu_s += 0.02
+    clock.block(0.03)
+    assert lag.worst_s == pytest.approx(0.03 - BEAT_S)
+    assert lag.worst_cpu_s == pytest.approx(0.02)
+    assert len(clock.timers) == 1, "the beat that was due later is not another one"
+    lag.wake()  # it is awake
+    assert len(clock.timers) == 1
+
+
+def test_nothing_wakes_a_loop_that_does_not_beat(clock: Clock, lag: Lag) -> None:
+    clock.sleep(1.0)
+    lag.stop()
+    lag.wake()
+    assert clock.timers == [] or all(timer.cancelled for timer in clock.timers)
 
 
 def test_no_beats_after_stop(clock: Clock, lag: Lag) -> None:

@@ -20,6 +20,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import context as contexts
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
+from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
@@ -48,7 +49,7 @@ class Scene:
             hash_lane=nothing,
             fatal=nothing,
             accounts=Accounts(caps(Config().limits)),
-            lag=nothing,
+            lag=Lag(asyncio.get_running_loop()),
             turns=nothing,
             closer=nothing,
         )

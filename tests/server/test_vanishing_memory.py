@@ -208,5 +208,7 @@ def test_a_fault_of_the_daemon_s_own_still_ends_it(copying: Daemon) -> None:
         assert failed(worker.job("store", (1,), (GONE_BLOCK,)), 1)
     copying.leave_guests()
     copying.signal(signal.SIGBUS)
-    assert copying.wait() == -signal.SIGBUS
+    status = copying.wait()
     assert "Bus error" in copying.log()
+    # Python then writes the stacks of threads that still run, and may read what they have just freed.
+    assert status in (-signal.SIGBUS, -signal.SIGSEGV)

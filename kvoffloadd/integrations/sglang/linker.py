@@ -77,6 +77,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         self._pages = page_store(pools, options, rank.size, retry_busy=False)
         self._answers = Answers()
         self._queued: dict[str, Future[bool]] = {}
+        self._landing: dict[int, Future[bool]] = {}  # what forwards that have not finished wait for
         self._loads = Background("kvoffloadd-loads")
         self._offloads = Offloads(pools.pools[KV].pages // 2)
         # What SGLang reads of a linker.
@@ -134,7 +135,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         if not self._overlap or not queued:
             return -1
         index: int = self.layer_done_counter.update_producer()
-        self._loads.begin(partial(self._land, index, list(queued.values())))
+        self._landing[index] = self._loads.begin(partial(self._land, index, list(queued.values())))
         return index
 
     def _land(self, index: int, loads: list[Future[bool]]) -> bool:
@@ -152,6 +153,9 @@ class KVOffloaddLinker(UnifiedCacheLinker):
     @or_else(lambda *_: False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Whether the pages of that forward came; they are SGLang's again."""
+        landing = self._landing.pop(counter_index, None)
+        if landing is not None:  # SGLang's counter forgets who waits for its layers, and would wait for good itself
+            landing.result()
         return bool(self.layer_done_counter.finish(counter_index))
 
     @or_else(lambda *_: False)
@@ -190,6 +194,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         """SGLang forgets its pages: nothing may read or write them any more."""
         self._loads.begin(lambda: True).result()  # behind all others
         self._queued.clear()
+        self._landing.clear()
         self._offloads.quiesce()
         self._answers.clear()
         self.layer_done_counter.reset()

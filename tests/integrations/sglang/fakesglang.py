@@ -102,7 +102,7 @@ class LayerWiseLoadCounter:
             future.set_exception(error)
 
     def finish(self, index: int) -> bool:
-        return all(future.exception(100.0) is None for future in self.futures.pop(index, ()))
+        return all(future.exception(20.0) is None for future in self.futures.pop(index, ()))
 
     def reset(self) -> None:
         self.futures.clear()

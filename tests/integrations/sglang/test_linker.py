@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +277,25 @@ def test_loads_beside_the_forward(start_daemon: StartDaemon, start_rank: StartRa
     rank.linker.finish_layer_wise_loading(rank.linker.start_layer_wise_loading())
     assert not rank.load(keys[:1], 10)
     rank.linker.reset()
+
+
+def test_a_forward_that_waits_for_no_layer_finishes_when_its_loads_have_ended(
+    start_daemon: StartDaemon, start_rank: StartRank
+) -> None:
+    rank, keys = start_rank(start_daemon(memory="64MiB"), overlap=True), names(2)
+    rank.fill(range(2), 7.0)
+    assert rank.store(keys)
+    gate = threading.Event()
+    rank.linker._loads.begin(lambda: gate.wait(PATIENCE_S))
+    assert rank.load(keys, 10)
+    index = rank.linker.start_layer_wise_loading()
+    with ThreadPoolExecutor(1) as forward:
+        finished = forward.submit(rank.linker.finish_layer_wise_loading, index)
+        with pytest.raises(TimeoutError):
+            finished.result(0.05)
+        gate.set()
+        assert finished.result(PATIENCE_S)
+    assert rank.holds(range(10, 12)) == {7.0}
 
 
 def test_a_flush_waits_for_what_is_under_way(start_daemon: StartDaemon, start_rank: StartRank) -> None:
