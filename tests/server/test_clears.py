@@ -15,9 +15,9 @@ from kvoffloadd.model import GroupKind, GroupSchema
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
+from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.session import Session
 from tests.cache.fakes import keys_of, make_cache, store
 
