@@ -50,7 +50,7 @@ def test_for_programs() -> None:
 
 def test_a_block_longer_than_prompts() -> None:
     found = figures("--model-config", path_of(QWEN), "--tp", "2", "--prompt-tokens", "2000", "--memory", "64GiB")
-    assert ["it has no full block" in warning for warning in found["warnings"]] == [True]
+    assert ["such a prompt has no full block" in warning for warning in found["warnings"]] == [True]
 
 
 def test_a_tiny_trace(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_blocks_of_another_size(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", [(40, [0, 1, 2])])
     assert read_trace(path, 16).unique_tokens == 48
-    with pytest.raises(ConfigError, match=r"line 1: 3 `hash_ids` for 40 tokens are not blocks of 512 tokens; say --tr"):
+    with pytest.raises(ConfigError, match=r"line 1: 3 `hash_ids` for 40 tokens are not blocks of 512 tokens; set --tr"):
         read_trace(path)
 
 
