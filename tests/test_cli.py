@@ -100,7 +100,7 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--set", "memory"], '"memory" is not section.key=value'),
         (["serve", "--set", "memory=4"], '"memory=4" is not section.key=value'),
         (["serve", "--memory", "64GB"], '"64GB" has the unknown unit "GB"'),
-        (["serve", "--memory", "lots"], '"lots" is no size'),
+        (["serve", "--memory", "lots"], '"lots" is not a size'),
         (["serve", "--memory", "5"], "memory.capacity_bytes"),
         (["serve", "--disk", "/nvme0"], '"/nvme0" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"'),
         (["serve", "--disk", "=1TiB"], '"=1TiB" is not PATH=SIZE'),

@@ -441,9 +441,7 @@ class Jobs:
         if job.stopped is not None:
             raise Stopped(job.stopped, late)
         if outcome is not Outcome.DONE:
-            raise Stopped(
-                outcome, "the page of the worker's signal no longer exists" if outcome is Outcome.FAILED else late
-            )
+            raise Stopped(outcome, "the page of the worker's signal is gone" if outcome is Outcome.FAILED else late)
 
     def _submit(self, job: Job, resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
         options, lists = job.options, job.lists

@@ -183,7 +183,7 @@ def _check_tensor(index: int, tensor: Tensor) -> None:
 
 def _check_ref(index: int, ref: Ref, pages: Sequence[int]) -> None:
     if not 0 <= ref.tensor < len(pages):
-        raise ExtentError(f"ref {index}: names tensor {ref.tensor}, but there are {len(pages)} tensors")
+        raise ExtentError(f"ref {index}: names tensor {ref.tensor}, which does not exist (tensors: {len(pages)})")
     if ref.length < 1 or ref.count < 1 or ref.offset < 0 or ref.stride < 0:
         raise ExtentError(f"ref {index}: {ref.count} runs of {ref.length} bytes from {ref.offset}, {ref.stride} apart")
     if ref.count > 1 and ref.stride < ref.length:

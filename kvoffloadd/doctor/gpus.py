@@ -45,7 +45,7 @@ def _describe(driver: Any) -> str:
     count, version = int(driver.call("cuDeviceGetCount")), int(driver.call("cuDriverGetVersion"))
     if not count:
         raise DeviceError("the driver sees no GPU")
-    return f"GPUs: {count}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
+    return f"{count} found, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
 
 
 def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:

@@ -205,7 +205,7 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
     usable = max(0, free + held - disk.min_free_bytes)
     size = f"{format_bytes(root.capacity_bytes)} of a file system of {format_bytes(total)}"
     if usable < root.capacity_bytes:
-        yield note(_subject(root), f"{size}: {format_bytes(usable)} can be used, beside disk.min_free_bytes",
+        yield note(_subject(root), f"{size}: {format_bytes(usable)} can be used, since disk.min_free_bytes stay free",
                    "reduce the capacity, or free space")  # fmt: skip
     else:
         yield ok(_subject(root), size)

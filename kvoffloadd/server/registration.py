@@ -111,7 +111,7 @@ class Registration:
     def ready(self, spec: ReadySpec) -> ReadySignal:
         """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
         if spec.signal >= len(self.signals):
-            raise UnknownNameError(f"signal {spec.signal}: registration {self.id} has {len(self.signals)} signals")
+            raise UnknownNameError(f"registration {self.id} has no signal {spec.signal} (signals: {len(self.signals)})")
         signal = self.signals[spec.signal]
         if spec.offset % SIGNAL_BYTES or spec.offset + SIGNAL_BYTES > signal.size_bytes:
             raise ExtentError(f"signal {spec.signal} has no aligned u64 at byte {spec.offset} of {signal.size_bytes}")
@@ -220,7 +220,7 @@ def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
 def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, namespace: Namespace) -> None:
     """Check against other registrations, as far as possible before there is a draft. Raises PeerErrors."""
     if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
-        raise ExtentError("tensors on several devices: register those of each device apart")
+        raise ExtentError("tensors on several devices: register those of each device separately")
     find_signals(message.signals, attached)
     asked = {spec.group for spec in message.groups}
     if len(namespace.keyspaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:

@@ -145,7 +145,7 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     assert mine is not None
     assert mine.epoch_of(A) == tier.keyspace(A).namespace.epoch
     await tier.disk.arrivals.check(tier.root)
-    assert "another root" in tier.root.health.reason
+    assert "is not the same root as before" in tier.root.health.reason
     assert tier.states(tier.keyspace(B), 1) == [MISS]
     assert await read_manifest(paths[0]) == other
 

@@ -390,7 +390,7 @@ def test_a_broken_off_connection_is_waited_for(
             fake.soon(lambda: fake.peers[0].raw(b"\0\0\0\0"))
             with pytest.raises(JobDeadlineError):
                 client.wait(job, 0.5)
-            with pytest.raises(DeadlineError, match="broken off"):
+            with pytest.raises(DeadlineError, match="the previous, broken connection"):
                 client.ping()
             assert not job.blocks_free
         finally:

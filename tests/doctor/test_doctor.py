@@ -223,7 +223,7 @@ def test_gpus(gpu_host: Host) -> None:
     cuda = chosen().cuda
     found = list(check_gpus(cuda, gpu_host, FakeDriver))
     assert all(one.verdict == Verdict.OK for one in found), found
-    assert found[0].found == "GPUs: 2, CUDA 13.1, cuda-bindings 13.5.0"
+    assert found[0].found == "2 found, CUDA 13.1, cuda-bindings 13.5.0"
     missing = only(check_gpus(cuda, gpu_host, no_driver), "GPUs")
     assert (missing.verdict, "cuda13" in missing.remedy) == (Verdict.PROBLEM, True)
     assert only(check_gpus(cuda, gpu_host, lambda: FakeDriver(0)), "GPUs").verdict == Verdict.PROBLEM

@@ -52,7 +52,7 @@ class Group:
         for ref in self.refs:
             if not 0 <= ref.tensor < len(pages):
                 raise UsageError(
-                    f"group {self.group}: {ref} names tensor {ref.tensor}, but there are {len(pages)} tensors"
+                    f"group {self.group}: {ref} names tensor {ref.tensor}, which does not exist (tensors: {len(pages)})"
                 )
             page = pages[ref.tensor]
             if min(ref.offset, ref.stride) < 0 or min(ref.length, ref.count) < 1 or ref.end > page:

@@ -206,7 +206,7 @@ class CudaDevice:
     async def unmap(self, allocation: Allocation) -> None:
         """See `Device.unmap`."""
         if allocation not in self._mapped:
-            raise UsageError("not mapped, or no longer")
+            raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
         self._update_ends()
         await self._perform(lambda: self._memory.unmap(allocation))

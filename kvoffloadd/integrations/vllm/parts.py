@@ -93,7 +93,8 @@ def share(config: Any) -> Share:
         raise UsageError(f'kv_connector_extra_config: {CANONICAL_PARTS} needs "canonical_layout": true')
     if config.canonical_layout and HEADS not in extra:
         raise UsageError(
-            "canonical_layout needs KVOffloaddConnector: vLLM's own connector tells a spec no number of KV heads"
+            "canonical_layout needs KVOffloaddConnector: vLLM's own connector does not tell a spec the number of KV "
+            "heads"
         )
     if by_heads(config):
         heads = int(extra[HEADS])

@@ -356,7 +356,7 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
     for options, told in (
         ({"overlap": 1}, "overlap must be true or false"),
         ({"job_deadline_s": 0}, "job_deadline_s"),
-        ({"sockets": "/x"}, "sockets: no option"),
+        ({"sockets": "/x"}, "sockets: not an option"),
     ):
         with pytest.raises(UsageError, match=told):
             Rank(socket, **options)

@@ -179,7 +179,7 @@ def test_a_rank_and_its_scheduler_agree() -> None:
     rows = replace(unlike, kv_cache_layout="BLHNC")  # not by heads, for either
     for one, other in ((alike, unlike), (unlike, alike), (rows, replace(rows, replicated_layout=True))):
         check_scheduler(one, one)
-        with pytest.raises(UsageError, match="are unlike"):
+        with pytest.raises(UsageError, match="share block tables differ"):
             check_scheduler(one, other)
         plain = [replace(config, canonical_layout=False) for config in (one, other)]
         check_scheduler(*plain)  # without the option nobody is kept from starting

@@ -230,7 +230,7 @@ async def test_an_engine_that_does_not_start_says_why_and_is_tried_again(
 async def test_an_engine_that_there_is_not(engine: Engine) -> None:
     host = await start(engine, engine_name="nonesuch")
     await until(lambda: host.store.reason != "")
-    assert "no engine 'nonesuch'" in host.store.reason
+    assert "unknown engine 'nonesuch'" in host.store.reason
     assert "fault: operator" in host.store.reason
     await host.close()
 

@@ -35,7 +35,7 @@ BEFORE = {
     "answer at once": "an answer that was not expected",
     "started at once": "before its greeting",
     "other version": "the daemon's release",
-    "other process": "another process",
+    "other process": "not the process that was started",
     "closes": "closed its socket",
     "silent": "not ready within",
     "after start: never ready": "not ready within",
