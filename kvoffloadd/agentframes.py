@@ -241,6 +241,6 @@ class Frames:
             with memoryview(self._pending) as view, view[PREFIX.size : end] as body:
                 message: FromDaemon | FromAgent = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise FramingError(f"no message: {str(error)[:200]}") from None
+            raise FramingError(f"not a message: {str(error)[:200]}") from None
         del self._pending[:end]
         return message

@@ -107,7 +107,7 @@ def absolute_path(value: object) -> Path:
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path in quotes")
     if "\0" in value:
-        raise ValueError("has a NUL in it, which no path may have")
+        raise ValueError("must not contain a NUL character")
     path = Path(value)
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
@@ -134,7 +134,7 @@ def socket_path(value: object) -> Path:
     path = absolute_path(value)
     length = len(os.fsencode(path))
     if length > PATH_BYTES_MAX:
-        raise ValueError(f"has {length} bytes, a socket's path may have {PATH_BYTES_MAX}")
+        raise ValueError(f"has {length} bytes; the path of a socket may have at most {PATH_BYTES_MAX}")
     return path
 
 
@@ -160,7 +160,7 @@ def split_address(text: str) -> tuple[str, int] | str:
     except ValueError:
         is_local = False
     if not is_local:
-        raise ValueError("must be of this host alone: localhost, 127.0.0.1 or [::1]")
+        raise ValueError("must be a loopback address: localhost, 127.0.0.1 or [::1]")
     return host, int(port)
 
 
@@ -184,11 +184,11 @@ def uids(value: object) -> tuple[int, ...]:
             try:
                 found.append(pwd.getpwnam(user).pw_uid)
             except KeyError:
-                raise ValueError(f'names the user "{user}", whom this machine does not have') from None
+                raise ValueError(f'names the user "{user}", which does not exist on this machine') from None
         elif isinstance(user, int) and not isinstance(user, bool) and 0 <= user <= _UID_MAX:
             found.append(user)
         else:
-            raise ValueError(f"has {user!r} in it, which is neither a user's id nor a name")
+            raise ValueError(f"contains {user!r}, which is neither a user id nor a user name")
     return tuple(sorted(set(found)))
 
 

@@ -346,7 +346,7 @@ def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
     lines = _line_numbers(text)
     for section, table in tables.items():
         if not isinstance(table, dict):
-            problems.append(f"{lines.get(('', section), 'top level')}: {section}: keys belong into a [section]")
+            problems.append(f"{lines.get(('', section), 'top level')}: {section}: keys must be in a [section]")
             continue
         if section not in SECTIONS and not table:
             problems.append(f"[{section}]: unknown section{_similar(section, SECTIONS)}")
@@ -370,7 +370,7 @@ def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iter
     for dotted, text in overrides.items():
         section, dot, key = dotted.partition(".")
         if not (section and dot and key):
-            problems.append(f"override: {dotted}: must be named as section.key")
+            problems.append(f"override: {dotted}: must have the form section.key")
             continue
         try:
             value: object = tomllib.loads(f"value = {text}")["value"]
@@ -384,19 +384,19 @@ def _contradictions(config: Config) -> Iterator[str]:
     limits, memory = config.limits, config.memory
     if memory.pool_file and memory.huge_pages in ("transparent", "reserved"):
         yield (
-            f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system: '
-            "huge ones on hugetlbfs, or on a tmpfs that is mounted with huge=always"
+            f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system; for huge '
+            "pages, use hugetlbfs, or a tmpfs that is mounted with huge=always"
         )
     if limits.jobs_per_session > limits.jobs:
         yield (
             f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
-            "which holds for all sessions of a uid together"
+            "which applies to all sessions of a uid together"
         )
     cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
     if cuda.kernel_row_bytes and 2 * cuda.kernel_chunk_bytes > chunk_bytes:  # copies are cut into equal chunks
         yield (
-            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: chunks may have no more than "
-            f"{chunk_bytes // 2} bytes, half of cuda.staging_bytes or copy.chunk_bytes, so the kernel would hardly run"
+            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: must be at most {chunk_bytes // 2}, "
+            "half of cuda.staging_bytes or of copy.chunk_bytes; otherwise the kernel would hardly ever run"
         )
     yield from _remote_contradictions(config)
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
@@ -406,7 +406,7 @@ def _contradictions(config: Config) -> Iterator[str]:
             yield f"disk.roots: {one} is named twice"
         elif one in other.parents or other in one.parents:
             inner, outer = (other, one) if one in other.parents else (one, other)
-            yield f"disk.roots: {inner} lies inside {outer}; each root needs a directory of its own"
+            yield f"disk.roots: {inner} lies inside {outer}; each root needs a separate directory"
 
 
 def _remote_contradictions(config: Config) -> Iterator[str]:
@@ -423,9 +423,9 @@ def _remote_contradictions(config: Config) -> Iterator[str]:
     stuck_s, deadline_s = config.remote.stuck_s, config.valkey.deadline_s
     if engine == "valkey" and stuck_s < STUCK_RATIO * deadline_s:
         yield (
-            f"remote.stuck_s = {stuck_s:g}: the agent would be killed for calls that valkey.deadline_s = "
-            f"{deadline_s:g} is about to end: make stuck_s {STUCK_RATIO * deadline_s:g} or more, or valkey.deadline_s "
-            f"{stuck_s / STUCK_RATIO:g} or less"
+            f"remote.stuck_s = {stuck_s:g}: is too short for valkey.deadline_s = {deadline_s:g}: the agent would be "
+            f"killed before its calls end by themselves; set stuck_s to {STUCK_RATIO * deadline_s:g} or more, or "
+            f"valkey.deadline_s to {stuck_s / STUCK_RATIO:g} or less"
         )
     if "@" in config.valkey.url and ":" in config.valkey.url.rpartition("@")[0].partition("://")[2]:
-        yield "valkey.url: has a password in it: put it into a file, and name that in valkey.password_file"
+        yield "valkey.url: contains a password: put it into a file, and name that file in valkey.password_file"

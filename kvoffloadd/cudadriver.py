@@ -74,7 +74,7 @@ class CudaDriver:
         try:
             (status,) = self.api.cuInit(0)
         except RuntimeError as error:  # cuda-bindings: the library can't be loaded
-            raise DeviceError(f"there is no CUDA driver: {error}") from None
+            raise DeviceError(f"no CUDA driver was found: {error}") from None
         self.check("cuInit", int(status))
         self._attribute = self.entry("cuPointerGetAttribute", 4000, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 

@@ -131,8 +131,8 @@ def _pool(config: Config, systemd: Systemd) -> ArenaFile:
         systemd.store(POOL_NAME, pool.fd)
     elif pool.reserved != wants_reserved:
         log.warning(
-            'memory.huge_pages = "%s": the memory that was kept %s, and is used as it is; the setting counts after '
-            "systemctl stop and start, which lose what memory holds",
+            'memory.huge_pages = "%s": the memory tier that was kept %s and is used as it is; the setting takes '
+            "effect after systemctl stop and start, which lose the contents of memory",
             memory.huge_pages,
             "lies in reserved huge pages" if pool.reserved else "does not lie in reserved huge pages",
         )
@@ -141,7 +141,7 @@ def _pool(config: Config, systemd: Systemd) -> ArenaFile:
         if not reason:
             pool.ask_for_huge_pages()
         elif memory.huge_pages == "transparent":
-            log.warning('memory.huge_pages = "transparent": there are none: %s', reason)
+            log.warning('memory.huge_pages = "transparent": there are no huge pages: %s', reason)
     return pool
 
 
@@ -182,8 +182,8 @@ def _address_space() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise ConfigError(
-            f"the kernel grants no address space ({error}): set vm.overcommit_memory to 0 or 1 (2 takes at once what "
-            "is used little by little), raise `ulimit -v` and vm.max_map_count, or lower memory.capacity_bytes"
+            f"the kernel refuses the address space ({error}): set vm.overcommit_memory to 0 or 1 (2 charges at once "
+            "what is used little by little), raise `ulimit -v` and vm.max_map_count, or lower memory.capacity_bytes"
         ) from None
 
 
@@ -195,8 +195,8 @@ def _holes(fill: bool | str) -> Holes | None:
         return Holes()
     except OSError as error:
         if fill is False:
-            raise ConfigError(f"copy.fill_holes = false: this kernel can't forbid it ({error})") from None
-        log.warning("pages that workers have not written count as this daemon's, whose memory is limited: %s", error)
+            raise ConfigError(f"copy.fill_holes = false: this kernel can't forbid such pages ({error})") from None
+        log.warning("pages that workers have not populated count towards this daemon's memory limit: %s", error)
         return None
 
 
@@ -245,7 +245,7 @@ def _executor() -> ThreadPoolExecutor:
     except RuntimeError as error:
         together.abort()  # or those that are there would wait for ever, and the process for them
         executor.shutdown(wait=False)
-        raise ConfigError(f"the daemon can't make its threads ({error}): raise TasksMax or `ulimit -u`") from None
+        raise ConfigError(f"the daemon can't start its threads ({error}): raise TasksMax or `ulimit -u`") from None
     return executor
 
 
@@ -349,7 +349,7 @@ class Daemon:
         if context.disk is not None:
             context.disk.demotion.adopted(rows)
         self._pool.record_success()
-        log.info("memory: %d keys taken over from the run before", len(rows))
+        log.info("memory: %d keys were taken over from the previous run", len(rows))
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
         config = self._config
@@ -363,7 +363,7 @@ class Daemon:
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes, holes=_holes(config.copy.fill_holes))
         device: HostMemory = host
         if self._faults:
-            log.warning("faults are planted: %s", self._faults)
+            log.warning("faults are injected: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
         disk = make_disk(config.disk, cache, loop, self._switches.get("disk")) if config.disk.roots else None
         boot_id = secrets.token_bytes(16)
@@ -413,14 +413,14 @@ class Daemon:
             # No peer is served yet, and what is under way bears a crash. But this is none, and does not count as one.
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
-            log.info("ended before all was taken over; the next start does it")
+            log.info("stopped before all keys were taken over; the next start will take them over")
             logging.shutdown()
             os._exit(EXIT_OK)
         self._signals += 1
         if self._signals == 1:
             self._stop.set()
             return
-        log.warning("forced: running copies end with the process")
+        log.warning("forced to exit: running copies end with the process")
         logging.shutdown()
         os._exit(EXIT_FORCED)
 
@@ -432,7 +432,7 @@ class Daemon:
 
     async def _close_lower(self, context: Context) -> None:
         if context.disk is not None:
-            self._systemd.status("writing to disk what is not there yet")
+            self._systemd.status("writing keys that are not on disk yet")
             if not await context.disk.close(self._config.disk.flush_s, CLOSE_S):
                 self._fatal("disk I/O does not end")
         if context.remote is not None and not await context.remote.close(CLOSE_S):
@@ -446,7 +446,7 @@ class Daemon:
                 self._fatal("copies do not end")
         # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
         if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
-            log.warning("%d payloads have no checksum yet; they are lost with this process", context.jobs.unsealed)
+            log.warning("%d payloads have no checksum yet and are lost", context.jobs.unsealed)
         if context.clears:
             await asyncio.wait(context.clears, timeout=CLOSE_S)
         await self._close_lower(context)

@@ -50,45 +50,45 @@ class PeerError(KvOffloadError):
 
 
 class FramingError(PeerError):
-    """Bytes that are no frame: oversize, torn, not msgpack, or with too few or too many descriptors."""
+    """Bytes that are not a frame: too large, torn, not msgpack, or with too few or too many descriptors."""
 
     code = "bad_frame"
     ends_session = True
 
 
 class MessageError(PeerError):
-    """A frame that is no message: unknown type, unknown, missing or mistyped field."""
+    """A frame that is not a message: an unknown type, or an unknown, missing or mistyped field."""
 
     code = "bad_message"
 
 
 class StateError(PeerError):
-    """A message that may not be sent in this state of the session."""
+    """A message that must not be sent in this state of the session."""
 
     code = "bad_state"
 
 
 class VersionError(PeerError):
-    """A protocol version that can't be served; the message names those that can."""
+    """A protocol version that the daemon does not support. The message names the supported ones."""
 
     code = "bad_version"
     ends_session = True
 
 
 class ForbiddenError(PeerError):
-    """The peer's uid may not do this."""
+    """The peer's uid is not allowed to do this."""
 
     code = "forbidden"
 
 
 class MemoryKindError(PeerError):
-    """Memory that may not be registered: unsealed and foreign, not readable and writable, not memory."""
+    """Memory that can't be registered: not sealed and of another user, not readable and writable, or not memory."""
 
     code = "bad_memory"
 
 
 class ExtentError(PeerError):
-    """A tensor or ref that reaches outside what the kernel says is there, or rows that overlap."""
+    """A tensor or ref that extends beyond its memory as the kernel reports it, or rows that overlap."""
 
     code = "bad_extent"
 
@@ -100,7 +100,7 @@ class UnknownNameError(PeerError):
 
 
 class KeyWidthError(PeerError):
-    """Keys whose packed length does not fit the namespace's key width."""
+    """Keys whose packed length does not match the key width of the namespace."""
 
     code = "bad_key_width"
 
@@ -118,7 +118,7 @@ class DuplicateError(PeerError):
 
 
 class SchemaError(PeerError):
-    """Groups that differ from those which the namespace already has."""
+    """Groups that differ from those that the namespace already has."""
 
     code = "schema_mismatch"
 
@@ -161,27 +161,27 @@ class DrainingError(ResourceError):
 
 
 class NotDurableError(ResourceError):
-    """A clear took effect, but could not be noted on disk, so that after a restart cleared keys might be back; or in
-    the store that hosts share, so that it holds on this host alone. Clear again.
+    """A clear took effect, but could not be recorded on disk, so cleared keys might be back after a restart; or it
+    could not be recorded in the store that hosts share, so it applies only to this host. Clear again.
     """
 
     code = "not_durable"
 
 
 class RemoteStoreError(ResourceError):
-    """The remote store did not do what was asked, or not in time."""
+    """The remote store did not do what it was asked for, or not in time."""
 
     code = "remote_store"
 
 
 class DeviceError(KvOffloadError):
-    """A device failed; the job that met it fails, its blocks hold no valid data."""
+    """A device failed. The job that used it fails, and its blocks hold no valid data."""
 
     code = "device"
 
 
 class InternalError(KvOffloadError):
-    """A bug in the daemon. The request failed; nothing was served from it."""
+    """A bug in the daemon. The request failed, and nothing was served from it."""
 
 
 # --- worker side ---------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def create_memfd(name: str, size_bytes: int, *, reserved: bool = False) -> int:
         OSError: the kernel gives no memfd.
     """
     if size_bytes <= 0:
-        raise UsageError(f"a memfd of {size_bytes} bytes can hold nothing")
+        raise UsageError(f"a memfd of {size_bytes} bytes can't hold anything")
     huge = os.MFD_HUGETLB | os.MFD_HUGE_2MB if reserved else 0
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
     try:

@@ -47,10 +47,10 @@ def _remove_stale(key: str, path: Path) -> None:
     try:
         if not path.is_socket():
             if path.exists():
-                raise ConfigError(f"{key}: {path} exists and is no socket")
+                raise ConfigError(f"{key}: {path} exists and is not a socket")
             return
     except OSError as error:
-        raise ConfigError(f"{key}: {path} can't be looked at: {error.strerror}") from None
+        raise ConfigError(f"{key}: {path} can't be inspected: {error.strerror}") from None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
@@ -60,8 +60,8 @@ def _remove_stale(key: str, path: Path) -> None:
             if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
                 path.unlink(missing_ok=True)
                 return
-            raise ConfigError(f"{key}: {path} can't be tried: {error.strerror}") from None
-    raise ConfigError(f"{key}: a live process listens at {path}")
+            raise ConfigError(f"{key}: {path} can't be tested: {error.strerror}") from None
+    raise ConfigError(f"{key}: another process listens at {path}")
 
 
 def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:

@@ -113,7 +113,9 @@ class Systemd:
     def close_rest(self) -> None:
         """Closes what was not taken, and has it removed from the store: it would hold its memory for ever."""
         for name, fd in self._inherited:
-            log.warning("closed descriptor %d (%s), which systemd passed and nobody wants", fd, name or "no name")
+            log.warning(
+                "closed descriptor %d (%s), which systemd passed and the daemon does not use", fd, name or "no name"
+            )
             os.close(fd)
         for name in {name for name, _ in self._inherited} - self._taken:
             if name:
@@ -172,7 +174,7 @@ class Systemd:
         except BlockingIOError:
             return False  # its queue is full
         except OSError as error:
-            log.warning("systemd does not hear: %s", error.strerror)
+            log.warning("systemd can't be notified: %s", error.strerror)
             return False
         return True
 
@@ -192,14 +194,14 @@ def _connect(address: str) -> socket.socket | None:
     if not address:
         return None
     if address[0] not in "/@":
-        log.warning("NOTIFY_SOCKET=%s is of a kind that is not supported: systemd is told nothing", address)
+        log.warning("NOTIFY_SOCKET=%s is not supported; systemd is not notified", address)
         return None
     notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         notify.connect("\0" + address[1:] if address[0] == "@" else address)
     except OSError as error:
         notify.close()
-        log.warning("NOTIFY_SOCKET=%s can't be used, systemd is told nothing: %s", address, error.strerror)
+        log.warning("NOTIFY_SOCKET=%s can't be used; systemd is not notified: %s", address, error.strerror)
         return None
     return notify
 

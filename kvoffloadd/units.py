@@ -24,7 +24,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError('is no size; write bytes, or a number with KiB, MiB, GiB or TiB, like "64GiB"')
+        raise ValueError('is not a size; write bytes, or a number with KiB, MiB, GiB or TiB, like "64GiB"')
     number, unit = match.groups()
     if unit not in _UNITS:
         raise ValueError(f'has the unknown unit "{unit}"; write B, KiB, MiB, GiB, TiB or PiB (powers of 1024)')

@@ -61,7 +61,7 @@ def test_version() -> None:
 def test_help_names_every_command_and_exit_code() -> None:
     code, out, _ = run_process("--help")
     assert code == 0
-    for word in ("serve", "status", "top", "verify", "clear", "drain", "config", "plan", "3 unreachable"):
+    for word in ("serve", "status", "top", "verify", "clear", "drain", "config", "plan", "3 daemon unreachable"):
         assert word in " ".join(out.split())
 
 
@@ -100,7 +100,7 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--set", "memory"], '"memory" is not section.key=value'),
         (["serve", "--set", "memory=4"], '"memory=4" is not section.key=value'),
         (["serve", "--memory", "64GB"], '"64GB" has the unknown unit "GB"'),
-        (["serve", "--memory", "lots"], '"lots" is no size'),
+        (["serve", "--memory", "lots"], '"lots" is not a size'),
         (["serve", "--memory", "5"], "memory.capacity_bytes"),
         (["serve", "--disk", "/nvme0"], '"/nvme0" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"'),
         (["serve", "--disk", "=1TiB"], '"=1TiB" is not PATH=SIZE'),
@@ -108,13 +108,13 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--disk", "/nvme0=1MiB"], "entry 1: capacity must be from 4 MiB"),
         (["serve", "--disk", "/a=1GiB", "--disk", "/a/b=1GiB"], "disk.roots: /a/b lies inside /a"),
         (["verify", "--repair"], "--repair needs --disk or --root"),
-        (["verify", "--root", "/a", "--payloads"], "--payloads asks a daemon about its memory, --root asks none"),
-        (["serve", "--socket", "/" + 110 * "x"], "a socket's path may have 107"),
+        (["verify", "--root", "/a", "--payloads"], "--payloads needs a daemon, and --root works without one"),
+        (["serve", "--socket", "/" + 110 * "x"], "the path of a socket may have at most 107"),
         (["serve", "--conf", "x"], "unrecognized arguments: --conf"),
         (["serve", "--config", "/no/such.toml"], "/no/such.toml: can't be read: No such file or directory"),
         (["config", "show", "--set", "a.b=1"], "unknown section"),
         (["config", "check", "/"], "can't be read: Is a directory"),
-        (["serve", "--set", "metrics.listen=0.0.0.0:9477"], "must be of this host alone"),
+        (["serve", "--set", "metrics.listen=0.0.0.0:9477"], "must be a loopback address"),
         (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
         (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
         (["drain", "--deadline-s", "0"], '"0" is not between'),
@@ -163,7 +163,10 @@ def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) ->
     path.write_text('[memory]\ncapacity_bytes = "1PiB"\n')
     code, out, err = run("config", "check", str(path))
     assert (code, out) == (0, f"{path}: ok\n")
-    assert "note: it would not start here: memory.capacity_bytes = 1125899906842624 (1 PiB): only" in err
+    assert (
+        "note: the daemon would not start on this machine: memory.capacity_bytes = 1125899906842624 (1 PiB): only"
+        in err
+    )
 
 
 def test_config_check_knows_the_policies(run: Run, tmp_path: Path) -> None:
@@ -462,7 +465,7 @@ def test_clear_asks_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))  # no terminal: its yes does not count
     code, out, err = run("clear")
     assert (code, out) == (2, "")
-    assert "nothing was dropped: say --yes" in err
+    assert "nothing was dropped: use --yes" in err
     assert run("clear", "--yes") == (0, "dropped 1,200 keys, 1 GiB\n", "")
 
 

@@ -49,12 +49,12 @@ def test_parse_bytes(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no size"),
-        ("-1", "no size"),
-        ("many", "no size"),
-        ("1e9", "no size"),
-        ("1 2", "no size"),
-        ("٣", "no size"),
+        ("", "not a size"),
+        ("-1", "not a size"),
+        ("many", "not a size"),
+        ("1e9", "not a size"),
+        ("1 2", "not a size"),
+        ("٣", "not a size"),
         ("64GB", 'unknown unit "GB"'),
         ("64gib", 'unknown unit "gib"'),
         ("0.3B", "whole number"),
@@ -206,8 +206,8 @@ def test_disk_values_are_read_and_typed() -> None:
         (["/a", "/b", "/ab", "/a-b/c"], []),
         (["/a", "/b", "/a/"], ["disk.roots: /a is named twice"]),
         (["/a/b", "/a/x/../b"], ["disk.roots: /a/b is named twice"]),
-        (["/a", "/a/b/c"], ["disk.roots: /a/b/c lies inside /a; each root needs a directory of its own"]),
-        (["/a/b/", "/"], ["disk.roots: /a/b lies inside /; each root needs a directory of its own"]),
+        (["/a", "/a/b/c"], ["disk.roots: /a/b/c lies inside /a; each root needs a separate directory"]),
+        (["/a/b/", "/"], ["disk.roots: /a/b lies inside /; each root needs a separate directory"]),
     ],
 )
 def test_disk_roots_are_apart_from_each_other(paths: list[str], found: list[str]) -> None:
@@ -230,7 +230,7 @@ def test_config_is_frozen() -> None:
     [
         ("server.socket", '"kv.sock"', "must be an absolute path"),
         ("server.socket", "7", "must be a path in quotes"),
-        ("server.socket", '"/' + 107 * "x" + '"', "has 108 bytes, a socket's path may have 107"),
+        ("server.socket", '"/' + 107 * "x" + '"', "has 108 bytes; the path of a socket may have at most 107"),
         (
             "server.socket_mode",
             "660",
@@ -240,9 +240,13 @@ def test_config_is_frozen() -> None:
         ("server.socket_mode", "0o060", "is 0o60, must be from"),
         ("server.socket_mode", '"0660"', "must be an octal number like 0o660"),
         ("server.allowed_uids", '"root"', "must be a list of user ids and names"),
-        ("server.allowed_uids", '["no-such-user"]', 'names the user "no-such-user", whom this machine does not have'),
-        ("server.allowed_uids", "[-1]", "has -1 in it"),
-        ("server.allowed_uids", "[true]", "has True in it"),
+        (
+            "server.allowed_uids",
+            '["no-such-user"]',
+            'names the user "no-such-user", which does not exist on this machine',
+        ),
+        ("server.allowed_uids", "[-1]", "contains -1, which is neither"),
+        ("server.allowed_uids", "[true]", "contains True, which is neither"),
         ("server.partial_frame_s", "0", "must be from 0.05 to 3600 seconds"),
         ("server.partial_frame_s", "nan", "must be a number of seconds"),
         ("server.drain_s", "true", "must be a number of seconds"),
@@ -260,7 +264,7 @@ def test_config_is_frozen() -> None:
         ("disk.roots", '"/nvme0"', "must be a list like [{ path ="),
         ("disk.roots", '["/nvme0"]', "must be a list like [{ path ="),
         ("disk.roots", '[{ path = "nvme0", capacity = "1TiB" }]', "entry 1: path must be an absolute path"),
-        ("disk.roots", '[{ path = "/a\\u0000", capacity = "1TiB" }]', "entry 1: path has a NUL in it"),
+        ("disk.roots", '[{ path = "/a\\u0000", capacity = "1TiB" }]', "entry 1: path must not contain a NUL character"),
         ("disk.roots", '[{ path = "/a", capacity = "1TB" }]', 'entry 1: capacity has the unknown unit "TB"'),
         ("disk.roots", '[{ path = "/a", capacity = 4194303 }]', "entry 1: capacity must be from 4 MiB"),
         ("disk.roots", '[{ path = "/a", capacity = 8388608, mode = 1 }]', 'entry 1: "mode" is unknown; known are path'),
@@ -305,13 +309,13 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert sorted(line.strip()[:33] for line in found) == sorted(
         line[:33]
         for line in [
-            "line 1: top: keys belong into a [section]",
+            "line 1: top: keys must be in a [section]",
             "[memroy]: unknown section; did you mean memory?",
             "line 4: memory.capacity_byte = 3: unknown key; did you mean capacity_bytes?",
             'line 5: memory.slab_bytes = "1KB": has the unknown unit',
             "line 7: copy.threads = 0: must be",
             'override: log.level = "loud": must be',
-            "override: nonsense: must be named as section.key",
+            "override: nonsense: must have the form section.key",
             "limits.jobs_per_session = 1024: is more than limits.jobs = 1",
         ]
     )
@@ -320,9 +324,9 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stuck_s", "deadline_s", "words"),
     [
-        (4.9, None, "make stuck_s 5 or more, or valkey.deadline_s 3.92 or less"),
-        (5, 10, "make stuck_s 12.5 or more, or valkey.deadline_s 4 or less"),
-        (None, 4.5, "make stuck_s 5.625 or more"),
+        (4.9, None, "set stuck_s to 5 or more, or valkey.deadline_s to 3.92 or less"),
+        (5, 10, "set stuck_s to 12.5 or more, or valkey.deadline_s to 4 or less"),
+        (None, 4.5, "set stuck_s to 5.625 or more"),
         (5, 4, ""),
         (0.5, 0.4, ""),
     ],
@@ -354,7 +358,7 @@ def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) 
 @pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
 def test_a_kernel_that_would_hardly_run_is_refused(tmp_path: Path, limit: str) -> None:
     path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")
-    assert "cuda.kernel_chunk_bytes = 8388608: chunks may have no more than 32768 bytes" in problems(path)[1]
+    assert "cuda.kernel_chunk_bytes = 8388608: must be at most 32768" in problems(path)[1]
     config.load(write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\nkernel_chunk_bytes = 32768\n"))
     config.load(write(tmp_path, f"{limit}\n"))
 
@@ -448,16 +452,16 @@ def test_places_of_this_host(text: str, place: object) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0.0.0.0:9477", "of this host alone"),
-        (":9477", "of this host alone"),
-        ("[::]:9477", "of this host alone"),
-        ("example.org:9477", "of this host alone"),
+        ("0.0.0.0:9477", "must be a loopback address"),
+        (":9477", "must be a loopback address"),
+        ("[::]:9477", "must be a loopback address"),
+        ("example.org:9477", "must be a loopback address"),
         ("localhost", "a host and a port"),
         ("localhost:0", "a host and a port"),
         ("localhost:65536", "a host and a port"),
         ("localhost:x", "a host and a port"),
         ("metrics.sock", "an absolute path, or a host"),
-        ("/" + 107 * "x", "a socket's path may have 107"),
+        ("/" + 107 * "x", "the path of a socket may have at most 107"),
     ],
 )
 def test_places_that_are_refused(text: str, reason: str) -> None:

@@ -28,10 +28,10 @@ def main() -> int:
     try:
         sock = _socket()
     except OSError:
-        log.error("this is a part of kvoffloadd, which starts it itself")
+        log.error("this program is a part of kvoffloadd; only the daemon starts it")
         return 1
     if not _die_with(sock):
-        log.error("the daemon is not this process's parent: `remote.python` must be Python itself")
+        log.error("the daemon is not the parent of this process: remote.python must be the Python interpreter itself")
         return 1
     _go_first()
     from kvoffloadd.agent.serve import Agent  # takes a while: the daemon's end is told by now

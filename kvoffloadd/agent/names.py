@@ -19,7 +19,7 @@ def transfers(call: Get | Put, memory: Memory) -> list[ObjectTransfer]:
     headers, parts, sizes = _u64(call.headers), _u64(call.parts), _u64(call.part_bytes)
     count, width = len(headers), len(sizes)
     if len(call.keys) != count * KEY_BYTES or len(parts) != count * width:
-        raise FramingError("a call's fields don't fit each other")
+        raise FramingError("the fields of a call do not match each other")
     addresses = [_address(memory.headers, at, HEADER_BYTES) for at in headers]
     made = []
     for index, name in enumerate(key_names(call.space, call.keys)):
@@ -31,11 +31,11 @@ def transfers(call: Get | Put, memory: Memory) -> list[ObjectTransfer]:
 
 def _address(region: Region, offset: int, size_bytes: int) -> int:
     if offset + size_bytes > region.size_bytes:
-        raise FramingError(f"{size_bytes} bytes at {offset} lie outside a memory of {region.size_bytes}")
+        raise FramingError(f"{size_bytes} bytes at {offset} are outside a region of {region.size_bytes} bytes")
     return region.address + offset
 
 
 def _u64(packed: bytes) -> list[int]:
     if len(packed) % 8:
-        raise FramingError("a packed field has a torn number")
+        raise FramingError("a packed field ends inside a number")
     return memoryview(packed).cast("Q").tolist()

@@ -78,7 +78,7 @@ class Agent:
             if start is None:
                 return 0
             if not isinstance(start, Start) or len(self._fds) != FDS:
-                raise FramingError("the first frame is to start the engine, with two descriptors")
+                raise FramingError("the first frame must start the engine and carry two descriptors")
             if not self._start(start):
                 return 1
             while (call := self._receive()) is not None:
@@ -86,7 +86,7 @@ class Agent:
                     raise FramingError("the engine has started")
                 self._queues[type(call)].put(call)
         except FramingError as error:
-            log.error("the daemon sent what can't be understood: %s", error)
+            log.error("invalid message from the daemon: %s", error)
             return 1
         self._close()
         return 0
@@ -140,14 +140,14 @@ class Agent:
             try:
                 answer = self._answer(call)
             except FramingError as error:
-                log.error("the daemon asked for what can't be: %s", error)
+                log.error("invalid request from the daemon: %s", error)
                 os._exit(1)
             self._send(answer)
 
     def _answer(self, call: Call) -> Answer | Value:
         engine, memory = self._engine, self._memory
         if engine is None or memory is None:
-            raise FramingError("a call before the engine has started")
+            raise FramingError("a call came before the engine had started")
         if isinstance(call, Exists):
             names = asked_names(call)
             return _packed(call.id, _many(lambda: engine.exists(names), len(names), Presence.UNKNOWN))
@@ -210,7 +210,7 @@ def _many(call: Callable[[], Sequence[int]], count: int, failed: int) -> list[in
         log.exception("the engine failed")
         return [failed] * count
     if len(codes) != count:
-        log.error("the engine gave %d answers for %d", len(codes), count)
+        log.error("the engine returned %d answers for %d items", len(codes), count)
         return [failed] * count
     return codes
 

@@ -458,7 +458,7 @@ class Jobs:
             return await job.step(Phase.COPY, partial(self._submit, job))
         except _SHORT as error:
             await job.step(Phase.END, _next_turn)  # behind the reply
-            raise Stopped(Outcome.FAILED, f"it could not begin: {type(error).__name__}: {error}") from None
+            raise Stopped(Outcome.FAILED, f"the job could not start: {type(error).__name__}: {error}") from None
 
     async def _await_signal(self, job: Job, ready: ReadySignal) -> None:
         def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:

@@ -41,7 +41,9 @@ class CommandLine(argparse.ArgumentParser):
         for title, names in COMMANDS.items():
             parts.append(f"\n{title}:\n")
             parts += [f"  {name:<12}{self.summaries[name]}\n" for name in names]
-        parts.append("\n`kvoffloadd COMMAND --help` shows the options of a command, `--version` the version.\n")
+        parts.append(
+            "\n`kvoffloadd COMMAND --help` shows the options of a command; `kvoffloadd --version` shows the version.\n"
+        )
         return "".join(parts) + f"{self.epilog}\n"
 
 
@@ -51,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="kvoffloadd",
         usage="%(prog)s [--version] COMMAND ...",
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
-        epilog="Exit codes: 0 done, 1 findings or a missed drain, 2 usage or config, 3 unreachable, 4 refused.",
+        epilog="Exit codes: 0 success, 1 findings or an unfinished drain, 2 bad usage or config, "
+        "3 daemon unreachable, 4 daemon refused.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
@@ -70,61 +73,76 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config_options(serve)
     serve.add_argument(
         "--faults", metavar="TEXT", default="",
-        help='inject faults, like "delay_s=0.5,fail_every=100"; for tests of the daemon only. delay_s: each chunk of a '
-        "copy takes so much longer; hold: each waits while the file PATH exists; corrupt_every, fail_every: every Nth "
-        "load is damaged, every Nth copy fails; disk: a file that names faults of the disks",
+        help='inject faults, for example "delay_s=0.5,fail_every=100" (only for tests of the daemon). delay_s=SECONDS: '
+        "each chunk of a copy takes this much longer; hold=PATH: each chunk waits while the file PATH exists; "
+        "corrupt_every=N: every Nth load is damaged; fail_every=N: every Nth copy fails; disk=PATH: the file PATH "
+        "lists faults of disks",
     )  # fmt: skip
 
     status = add("status", commands.status, "Show the counters and gauges of a running daemon.")
-    status.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
 
-    top = add("top", commands.top, "Show live what a running daemon does; q or Ctrl-C ends it.")
-    top.add_argument("--once", action="store_true", help="print one picture, of two looks an interval apart")
-    top.add_argument("--json", action="store_true", help="print one JSON object a line, for each interval")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="default: 1")
-    top.add_argument("--svg", type=Path, metavar="FILE", help="write the last picture to this SVG file")
+    top = add("top", commands.top, "Show live what a running daemon does. Quit with q or Ctrl-C.")
+    top.add_argument("--once", action="store_true", help="print one screen for one interval, then exit")
+    top.add_argument("--json", action="store_true", help="print one JSON object per line for each interval")
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between updates; default: 1"
+    )
+    top.add_argument("--svg", type=Path, metavar="FILE", help="write the last screen to this SVG file")
 
-    verify = add("verify", commands.verify, "Make a running daemon audit itself; exit 1 if it finds anything wrong.")
-    verify.add_argument("--payloads", action="store_true", help="also hash every sealed payload again")
+    verify = add("verify", commands.verify, "Make a running daemon check itself. Exits with 1 if it finds a problem.")
+    verify.add_argument(
+        "--payloads", action="store_true", help="also verify the checksum of every sealed payload in memory"
+    )
     verify.add_argument("--disk", action="store_true", help="also read and check every record on disk")
-    verify.add_argument("--repair", action="store_true", help="drop the records on disk that are bad")
+    verify.add_argument("--repair", action="store_true", help="drop bad records on disk; needs --disk or --root")
     verify.add_argument(
         "--root", type=_absolute, action="append", default=[], metavar="PATH",
-        help="check the files of this disk root instead, without a daemon; repeatable",
+        help="check the files of this disk root without a daemon; repeatable",
     )  # fmt: skip
-    verify.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
 
     clear = add("clear", commands.clear, "Drop every key of every namespace (root or the daemon's user only).")
-    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
-    drain = add("drain", commands.drain, "Wait until running jobs have ended and all that they stored has a checksum.")
-    drain.add_argument("--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="default: 60")
+    drain = add("drain", commands.drain, "Wait until running jobs have ended and all stored payloads have a checksum.")
+    drain.add_argument(
+        "--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="give up after this time; default: 60"
+    )
 
     for client_command in (status, top, verify, clear, drain):
         client_command.add_argument(
-            "--socket", type=_absolute, default=DEFAULT_SOCKET, metavar="PATH", help="default: %(default)s"
+            "--socket",
+            type=_absolute,
+            default=DEFAULT_SOCKET,
+            metavar="PATH",
+            help="the daemon's; default: %(default)s",
         )
 
-    doctor = add("doctor", commands.doctor, "Check this host for what would keep the daemon from working.")
+    doctor = add("doctor", commands.doctor, "Check this host for problems that would keep the daemon from working.")
     _add_config_options(doctor)
-    doctor.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
-    demo = add("demo", commands.demo, "Run two workers that chat; kill one and the daemon; compare every byte.")
+    demo = add(
+        "demo", commands.demo, "Simulate a chat on two workers, kill one and the daemon, and compare every byte."
+    )
     _add_demo_options(demo)
-    bench = add("bench", commands.bench, "Measure memory, disk, requests and GPUs beside this machine's own limits.")
+    bench = add(
+        "bench", commands.bench, "Measure memory, disk, requests and GPUs, and compare them with the machine's limits."
+    )
     _add_bench_options(bench)
 
-    completion = add("completion", commands.completion, "Print a shell's completion of these commands.")
+    completion = add("completion", commands.completion, "Print a script that completes these commands in a shell.")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
 
     _add_plan_options(
-        add("plan", commands.plan, "Compute the size of a model's KV cache, and how much of it the daemon would hold.")
+        add("plan", commands.plan, "Compute the size of a model's KV cache, and how much of it the daemon can hold.")
     )
 
     config_commands = add("config", None, "Check or show config files.").add_subparsers(
         title="commands", metavar="COMMAND", required=True
     )
-    check = add("check", commands.config_check, "Check a config file; say every problem in it.", config_commands)
+    check = add("check", commands.config_check, "Check a config file and list all problems.", config_commands)
     check.add_argument("file", type=Path, metavar="FILE")
     show = add("show", commands.config_show, "Print the config that `serve` would use, as TOML.", config_commands)
     _add_config_options(show)
@@ -132,27 +150,31 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it every key has its default")
-    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="overrides server.socket")
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help='overrides memory.capacity_bytes, like "8GiB"')
-    parser.add_argument("--policy", metavar="NAME", help="overrides memory.policy")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file; without it, every key has its default value"
+    )
+    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="override server.socket")
+    parser.add_argument(
+        "--memory", type=_size, metavar="SIZE", help='override memory.capacity_bytes, for example "8GiB"'
+    )
+    parser.add_argument("--policy", metavar="NAME", help="override memory.policy")
     parser.add_argument(
         "--disk", type=_disk_root, action="append", default=[], metavar="PATH=SIZE",
-        help='overrides disk.roots, like "/nvme0/kvoffloadd=1TiB"; repeatable',
+        help='override disk.roots, for example "/nvme0/kvoffloadd=1TiB"; repeatable',
     )  # fmt: skip
     parser.add_argument(
         "--set", type=_assignment, action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="overrides a value of the file; repeatable",
+        help="override any config key; repeatable",
     )  # fmt: skip
 
 
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--turns", type=_count, default=240, help="turns of the chat; default: %(default)s")
-    add("--seconds", type=_deadline, default=30.0, help="end the chat after so long; default: %(default).0f")
-    add("--memory", type=_size, default="256MiB", metavar="SIZE", help="of the memory tier; default: %(default)s")
-    add("--seed", type=int, default=0, help="of the chat; default: %(default)s")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add("--turns", type=_count, default=240, help="number of turns of the chat; default: %(default)s")
+    add("--seconds", type=_deadline, default=30.0, help="end the chat after this time; default: %(default).0f")
+    add("--memory", type=_size, default="256MiB", metavar="SIZE", help="size of the memory tier; default: %(default)s")
+    add("--seed", type=int, default=0, help="random seed of the chat; default: %(default)s")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 PARTS = ("memory", "disk", "requests", "gpu")
@@ -161,11 +183,19 @@ PARTS = ("memory", "disk", "requests", "gpu")
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--only", choices=PARTS, action="append", default=[], help="this part; repeatable; default: all of them")
-    add("--bytes", type=_size, default="256MiB", metavar="SIZE", help="of one job; default: %(default)s")
-    add("--rounds", type=_count, default=5, help="of which medians are told; default: %(default)s")
-    add("--folder", type=_absolute, metavar="PATH", help="on the disk that is measured; default: /var/tmp")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add(
+        "--only",
+        choices=PARTS,
+        action="append",
+        default=[],
+        help="measure this part only; repeatable; default: all parts",
+    )
+    add("--bytes", type=_size, default="256MiB", metavar="SIZE", help="size of one job; default: %(default)s")
+    add(
+        "--rounds", type=_count, default=5, help="number of rounds; results are medians over them; default: %(default)s"
+    )
+    add("--folder", type=_absolute, metavar="PATH", help="folder on the disk to measure; default: /var/tmp")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -181,51 +211,73 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine", choices=ENGINES, default=ENGINES[0],
-        help="sglang: its host pools and flags, and what the daemon needs; default: any, with layouts as vLLM has them",
+        help="sglang: plan host pools, flags and the daemon's settings for SGLang; default: any, with vLLM's layouts",
     )  # fmt: skip
     parser.add_argument(
-        "--block-size", type=_count, metavar="TOKENS", help="the engine's; default: 16, with --engine sglang 64"
+        "--block-size",
+        type=_count,
+        metavar="TOKENS",
+        help="the engine's block size; default: 16, or 64 with --engine sglang",
     )
-    parser.add_argument("--tp", type=_count, default=1, metavar="RANKS", help="tensor-parallel ranks; default: 1")
+    parser.add_argument(
+        "--tp", type=_count, default=1, metavar="RANKS", help="number of tensor-parallel ranks; default: 1"
+    )
     parser.add_argument(
         "--attn-pack-size", dest="pack_size", type=_count, default=0, metavar="LAYERS",
-        help="attention layers on a page, where a Mamba state sets it; no released engine packs them",
+        help="attention layers per page, if a Mamba state sets the page size; no released engine packs them",
     )  # fmt: skip
     parser.add_argument(
-        "--kv-dtype", default="auto", metavar="DTYPE", help="auto (default, the model's), fp8, bfloat16 ..."
+        "--kv-dtype", default="auto", metavar="DTYPE", help="fp8, bfloat16, ...; default: auto, the model's dtype"
     )
     parser.add_argument(
-        "--no-hybrid", dest="hybrid", action="store_false", help="the engine's hybrid cache manager is off: one group"
-    )
-    parser.add_argument("--share-tp", action="store_true", help="let ranks of other tensor-parallel sizes read it")
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help="of the memory tier; default: the daemon's, 4GiB")
-    parser.add_argument("--disk", type=_size, metavar="SIZE", help="of the disk tier, one root; default: none")
-    parser.add_argument(
-        "--gpu-cache", type=_size, metavar="SIZE", help="with --engine sglang: of its KV cache on each GPU"
+        "--no-hybrid",
+        dest="hybrid",
+        action="store_false",
+        help="plan for an engine whose hybrid cache manager is off: one group",
     )
     parser.add_argument(
-        "--remote", choices=REMOTE_ENGINES, help="what a store that hosts share means for the model, and its config"
+        "--share-tp", action="store_true", help="share keys with engines of other tensor-parallel sizes"
+    )
+    parser.add_argument("--memory", type=_size, metavar="SIZE", help="size of the memory tier; default: 4GiB")
+    parser.add_argument(
+        "--disk", type=_size, metavar="SIZE", help="size of the disk tier, with one root; default: none"
     )
     parser.add_argument(
-        "--remote-size", type=_size, metavar="SIZE", help="of the store, all hosts together; default: 4 times --memory"
+        "--gpu-cache", type=_size, metavar="SIZE", help="size of the KV cache on each GPU; with --engine sglang"
     )
     parser.add_argument(
-        "--link-rate", type=_size, metavar="SIZE", help="a second, from the store to this host; default: 3GiB"
+        "--remote", choices=REMOTE_ENGINES, help="also plan a remote store of this kind, and print its config"
     )
     parser.add_argument(
-        "--prefill-rate", type=_count, metavar="TOKENS", help="a second, that the engine computes; default: 10000"
+        "--remote-size",
+        type=_size,
+        metavar="SIZE",
+        help="size of the remote store on all hosts together; default: 4 times --memory",
+    )
+    parser.add_argument(
+        "--link-rate", type=_size, metavar="SIZE", help="bytes per second from the store to this host; default: 3GiB"
+    )
+    parser.add_argument(
+        "--prefill-rate",
+        type=_count,
+        metavar="TOKENS",
+        help="tokens per second that the engine computes; default: 10000",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompt-tokens", type=_count, default=8000, metavar="TOKENS", help="length of a typical prompt; default: 8000"
     )
     prompts.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a trace of real prompts: input_length and hash_ids in JSON lines"
+        "--trace", type=Path, metavar="FILE", help="a trace of real prompts: JSON lines with input_length and hash_ids"
     )
     parser.add_argument(
-        "--trace-block-tokens", type=_count, default=512, metavar="TOKENS", help="of a hash id; default: 512"
+        "--trace-block-tokens",
+        type=_count,
+        default=512,
+        metavar="TOKENS",
+        help="tokens per hash id of the trace; default: 512",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _count(text: str) -> int:

@@ -50,7 +50,7 @@ def config_check(arguments: argparse.Namespace) -> int:
         check_pool_fits(chosen.memory)
     except errors.ConfigError as error:
         # No error: the file may be meant for another machine.
-        sys.stderr.write(f"note: it would not start here: {error}\n")
+        sys.stderr.write(f"note: the daemon would not start on this machine: {error}\n")
     sys.stdout.write(f"{arguments.file}: ok\n")
     return EXIT_OK
 
@@ -72,7 +72,7 @@ def demo(arguments: argparse.Namespace) -> int:
     from kvoffloadd.trial.demo.main import demo as run_demo
 
     if arguments.turns < 2:
-        return complain("--turns: at least 2, since one is interrupted", EXIT_USAGE)
+        return complain("--turns must be at least 2, because one turn is interrupted", EXIT_USAGE)
     arguments.memory = parse_bytes(arguments.memory)
     return run_demo(arguments)
 
@@ -137,7 +137,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.block_size is not None:
         terms["block_size"] = arguments.block_size
     if arguments.gpu_cache is not None and arguments.engine != "sglang":
-        raise errors.ConfigError("--gpu-cache is for --engine sglang")
+        raise errors.ConfigError("--gpu-cache needs --engine sglang")
     model = read_model(arguments.model_config)
     trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
     remote = _remote_terms(arguments)
@@ -162,12 +162,12 @@ def _remote_terms(arguments: argparse.Namespace) -> dict[str, Any]:
         given["prefill_tokens_per_s"] = arguments.prefill_rate
     if arguments.remote is None:
         if given:
-            raise errors.ConfigError("--remote-size, --link-rate and --prefill-rate are for --remote")
+            raise errors.ConfigError("--remote-size, --link-rate and --prefill-rate need --remote")
         return {}
     if arguments.engine == "sglang":
-        raise errors.ConfigError("--remote plans objects of vLLM's keys: leave --engine sglang out")
+        raise errors.ConfigError("--remote plans for vLLM's keys only: leave out --engine sglang")
     if not all(given.values()):
-        raise errors.ConfigError("--remote-size and --link-rate: above 0")
+        raise errors.ConfigError("--remote-size and --link-rate must be above 0")
     return {"engine": arguments.remote, **given}
 
 
@@ -203,11 +203,9 @@ def top(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     if arguments.repair and not (arguments.disk or arguments.root):
-        return complain(
-            "--repair needs --disk or --root: only records on disk can be dropped for being bad", EXIT_USAGE
-        )
+        return complain("--repair needs --disk or --root: only bad records on disk can be dropped", EXIT_USAGE)
     if arguments.root and arguments.payloads:
-        return complain("--payloads asks a daemon about its memory, --root asks none", EXIT_USAGE)
+        return complain("--payloads needs a daemon, and --root works without one: choose one of them", EXIT_USAGE)
     return _verify_roots(arguments) if arguments.root else _verify_daemon(arguments)
 
 
@@ -218,7 +216,7 @@ def _verify_daemon(arguments: argparse.Namespace) -> int:
     deadline_s = VERIFY_DEADLINE_S if arguments.payloads else None
     if arguments.disk:
         deadline_s = VERIFY_DISK_DEADLINE_S
-    with _client(arguments) as daemon, ProgressLine("the daemon audits itself"):
+    with _client(arguments) as daemon, ProgressLine("the daemon checks itself"):
         verified = daemon.verify(
             payloads=arguments.payloads, disk=arguments.disk, repair=arguments.repair, deadline_s=deadline_s
         )
@@ -278,7 +276,7 @@ def clear(arguments: argparse.Namespace) -> int:
     if not arguments.yes and not _confirmed(
         f"Drop every key of every namespace from the daemon at {arguments.socket}?"
     ):
-        return complain("nothing was dropped: say --yes, or answer yes at a terminal", EXIT_USAGE)
+        return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as daemon:
         cleared = daemon.clear(everything=True)  # a worker clears its own namespace, through the library
     sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
@@ -291,7 +289,7 @@ def drain(arguments: argparse.Namespace) -> int:
     if drained.jobs or drained.unsealed:
         sys.stdout.write(f"deadline passed: {drained.jobs:,} jobs still run, {drained.unsealed:,} slots unsealed\n")
         return EXIT_BAD_NEWS
-    sys.stdout.write("drained: every job has ended and all that was stored is sealed\n")
+    sys.stdout.write("drained: all jobs have ended, and all stored payloads are sealed\n")
     return EXIT_OK
 
 

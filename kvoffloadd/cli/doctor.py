@@ -24,7 +24,7 @@ def diagnoses(read_config: Callable[[], config.Config], host: Host) -> list[Diag
     try:
         chosen, wrong = read_config(), []
     except errors.ConfigError as error:
-        wrong = [problem("config", str(error), "correct it; what follows is for the defaults")]
+        wrong = [problem("config", str(error), "correct it; the checks below use the defaults")]
         chosen = config.load(None)
     found = list(examine(chosen, host))
     return [*wrong, *(one for one in found if not (wrong and one.subject == "config"))]
@@ -61,7 +61,7 @@ def _print(found: list[Diagnosis], problems: int) -> None:
         table.add_row(Text(one.verdict, style=STYLES[one.verdict]), printable(one.subject), said)
     console.print(table)
     notes = sum(one.verdict == Verdict.NOTE for one in found)
-    verdict = _count(problems, "problem") if problems else "nothing keeps the daemon from working here"
+    verdict = _count(problems, "problem") if problems else "no problems: the daemon can work on this host"
     console.print(f"\n{verdict}; {_count(notes, 'note')}")
 
 

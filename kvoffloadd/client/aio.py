@@ -42,7 +42,7 @@ class _LoopPoll:
         if self._loop is None:
             self._loop = running
         elif self._loop is not running:
-            raise UsageError("an AsyncClient belongs to the event loop of its first call")
+            raise UsageError("an AsyncClient can be used only on the event loop of its first call")
         return running
 
     def watch(self, fd: int, ready: Callable[[], None]) -> None:

@@ -314,7 +314,7 @@ class Client(BaseClient):
     def _run(self, deadline_s: float, begin: Callable[[float], Gen[R]]) -> R:
         until = monotonic() + deadline_s
         if not self._lock.acquire(timeout=min(max(deadline_s, 0.0), threading.TIMEOUT_MAX)):
-            raise DeadlineError("another thread's call held the client until the deadline")
+            raise DeadlineError("a call of another thread used the client until the deadline")
         steps = begin(until)
         try:
             while True:

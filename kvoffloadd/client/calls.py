@@ -108,9 +108,9 @@ def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) 
 
     def parse(reply: messages.Welcome, _boot_id: bytes) -> messages.Welcome:
         if reply.version not in messages.VERSIONS:
-            raise MessageError(f"welcome in version {reply.version}, which was not offered")
+            raise MessageError(f"the daemon's welcome has version {reply.version}, which was not offered")
         if reply.fds != 1:
-            raise MessageError("welcome without the daemon's pidfd: nobody could tell when its copies have ended")
+            raise MessageError("the daemon's welcome has no pidfd, so the end of its copies could not be detected")
         return reply
 
     return Call(build, parse)
@@ -141,7 +141,9 @@ def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
 
     def parse(reply: messages.Attached, _boot_id: bytes) -> list[int]:
         if len(reply.allocations) != len(fds) or len(reply.sizes_bytes) != len(fds):
-            raise MessageError(f"{len(fds)} descriptors were attached, {len(reply.allocations)} answered")
+            raise MessageError(
+                f"{len(fds)} descriptors were attached, but the reply has {len(reply.allocations)} allocations"
+            )
         return reply.allocations
 
     return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
@@ -179,7 +181,7 @@ def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]
 
 def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
     if len(reply.allocations) != 1:
-        raise MessageError(f"one allocation was attached, {len(reply.allocations)} answered")
+        raise MessageError(f"one allocation was attached, but the reply has {len(reply.allocations)}")
     return reply.allocations
 
 
@@ -231,7 +233,9 @@ def _find(
 
     def parse(reply: messages.Found, boot_id: bytes) -> Found:
         if reply.promoting and not promotes:
-            raise MessageError(f"{reply.promoting} keys on their way from disk after a lookup, which brings none")
+            raise MessageError(
+                f"the reply to a lookup announces {reply.promoting} keys from disk; a lookup promotes no keys"
+            )
         states, lease = unpack_states(reply.states, counts), Lease(reply.lease, boot_id)
         promotion = Promotion(reply.seq, counts, lease) if reply.promoting else None
         return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, promotion)
@@ -306,7 +310,7 @@ def transfer(
         lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
         counts.append(count)
     if not options.deadline_s > 0:
-        raise UsageError(f"a job's deadline is above 0 seconds, not {options.deadline_s}")
+        raise UsageError(f"a job's deadline must be above 0 seconds, not {options.deadline_s}")
     if options.ready is not None:
         registration.caches.ready_spec(options.ready)
     return JobSpec(direction, registration, lists, tuple(counts), options)
@@ -332,7 +336,7 @@ def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
 
     def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
         if reply.job != job.id:
-            raise MessageError(f"asked for job {job.id}, accepted was {reply.job}")
+            raise MessageError(f"the reply to job {job.id} accepts job {reply.job}")
         return unpack_states(reply.states, spec.counts)
 
     return Call(build, parse, job=job)

@@ -101,7 +101,7 @@ class ConnectionState:
     def _take_pidfd(self, message: Message, fds: list[int]) -> None:
         if not isinstance(message, messages.Welcome) or len(fds) != 1:
             close_fds(fds)
-            raise MessageError(f"{len(fds)} descriptors with a {type(message).__name__}")
+            raise MessageError(f"{len(fds)} descriptors came with a {type(message).__name__}")
         self.pidfd = fds[0]
 
     def _settle(self, reply: Reply) -> None:
@@ -111,13 +111,13 @@ class ConnectionState:
         call = self._asked.get(seq)
         if call is None:
             error = f": {reply.code}: {reply.message}" if isinstance(reply, messages.Error) else ""
-            raise MessageError(f"a reply to request {reply.seq}, which awaits none{error}")
+            raise MessageError(f"unexpected reply to request {reply.seq}{error}")
         if isinstance(reply, messages.Error):
             call.error = RemoteError(reply.code, reply.message, reply.fault, reply.retryable)
             if call.job is not None and self.jobs.pop(call.job.id, None) is not None:
                 call.job.refuse(str(call.error))
         elif type(reply) is not call.reply_type:
-            raise MessageError(f"a {type(reply).__name__} where a {call.reply_type.__name__} was due")
+            raise MessageError(f"a {type(reply).__name__} came where a {call.reply_type.__name__} was expected")
         else:
             call.value = call.parse(reply, self.boot_id)
             self._take_value(call)
@@ -135,7 +135,7 @@ class ConnectionState:
     def _complete(self, completed: messages.Completed) -> None:
         job = self.jobs.get(completed.job)
         if job is None:
-            raise MessageError(f"completion of job {completed.job}, which does not run")
+            raise MessageError(f"completion of job {completed.job}, which is not running")
         job.complete(completed)
         del self.jobs[completed.job]
 
@@ -148,7 +148,7 @@ class ConnectionState:
         """Settle what it tells of, unless that is forgotten. Raises MessageError if none is due."""
         reference = self._promotions.get(ready.seq)
         if reference is None:
-            raise MessageError(f"`ready` for request {ready.seq}, for which none is due")
+            raise MessageError(f"unexpected `ready` for request {ready.seq}")
         promotion = reference()
         if promotion is not None:
             promotion.fulfil(ready)

@@ -52,13 +52,13 @@ class Settings:
         if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
         if len(self.instance) != 16:
-            raise UsageError(f"an instance is named by 16 bytes, not {len(self.instance)}")
+            raise UsageError(f"the name of an instance must have 16 bytes, not {len(self.instance)}")
         if self.role not in ("worker", "scheduler", "observer"):
-            raise UsageError(f"a client is a worker, a scheduler or an observer, not a {self.role!r}")
+            raise UsageError(f"role must be worker, scheduler or observer, not {self.role!r}")
         if self.namespace is None and self.role != "observer":
-            raise UsageError("only an observer can do without a namespace")
+            raise UsageError("only an observer can connect without a namespace")
         if self.deadline_s <= 0 or self.connect_deadline_s < 0:
-            raise UsageError("deadline_s is above 0, connect_deadline_s at least 0")
+            raise UsageError("deadline_s must be above 0, and connect_deadline_s must be at least 0")
 
 
 class Connector:
@@ -91,7 +91,7 @@ class Connector:
             if connection is not None and connection.usable:
                 return connection
             if self._connected_once and not (explicit or self._settings.reconnect):
-                raise ConnectionLostError("the connection was lost; `connect()` makes a new one")
+                raise ConnectionLostError("the connection was lost; call `connect()` to make a new one")
             if self.connecting is None:
                 return (yield from self.connect(min(until, monotonic() + self._settings.connect_deadline_s), until))
             yield Wait((self.connecting,), until)
@@ -158,7 +158,7 @@ class Connector:
             if self._transport.awaits_close(connection):
                 yield Wait((connection.closed, connection.dead), until)
                 if not (connection.closed.done or connection.dead.done):
-                    raise DeadlineError("the daemon has not closed the connection that was broken off before")
+                    raise DeadlineError("the daemon has not closed the previous, broken connection yet")
 
     def _attempt(self, until: float) -> Gen[ConnectionState]:
         connection = self._transport.open()

@@ -112,11 +112,11 @@ class ClientCore:
                     return job
                 yield from self._retry(call.error, call.sent, tries, until)
             except DeadlineError as error:
-                raise JobDeadlineError(f"{error}; the blocks of {job} may be the daemon's", job) from error
+                raise JobDeadlineError(f"{error}; the daemon may still use the blocks of {job}", job) from error
             except ConnectionLostError as error:
                 if job.blocks_free:
                     raise
-                raise JobConnectionLostError(f"{error}; the blocks of {job} may be the daemon's", job) from error
+                raise JobConnectionLostError(f"{error}; the daemon may still use the blocks of {job}", job) from error
 
     def wait_ready(self, found: Found, until: float) -> Gen[Found]:
         """The answer anew. Raises DeadlineError, ConnectionLostError, or UsageError for another client's `found`."""
@@ -249,7 +249,7 @@ class ClientCore:
                 return done
             yield from self._wait_once(tuple(jobs), until, pauses)
             if monotonic() >= until and not any(job.done for job in jobs):
-                raise JobDeadlineError(f"{jobs[0]} has not ended in time; its blocks are still the daemon's", jobs[0])
+                raise JobDeadlineError(f"{jobs[0]} has not ended in time; the daemon still uses its blocks", jobs[0])
 
     def _wait_once(self, jobs: tuple[Job, ...], until: float, pauses: Iterator[float]) -> Gen[None]:
         connection = self._transport.current

@@ -57,7 +57,7 @@ class EventQueue:
             self._add(EventGap())
             return
         if not self.subscribed or not self._key_bytes:
-            raise MessageError("events that nobody subscribed to")
+            raise MessageError("unexpected events: the session has not subscribed")
         added, removed = unpack_keys(push.added, self._key_bytes), unpack_keys(push.removed, self._key_bytes)
         self._add(KeyEvents(push.group, added, removed))
 

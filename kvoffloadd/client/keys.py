@@ -24,21 +24,21 @@ def pack_keys(keys: Keys, key_bytes: int) -> bytes:
     """The keys, one after the other. Raises UsageError if they are not `key_bytes` wide."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != key_bytes:
-            raise UsageError(f"keys are u8 arrays of shape (n, {key_bytes}), not {keys.dtype} {keys.shape}")
+            raise UsageError(f"keys must be u8 arrays of shape (n, {key_bytes}), not {keys.dtype} {keys.shape}")
         return keys.tobytes()
     try:
         packed = bytes(memoryview(keys))  # not bytes(keys), which would take an int for a length
     except TypeError as error:
-        raise UsageError(f"keys are bytes or a u8 array (n, {key_bytes}), not {type(keys).__name__}") from error
+        raise UsageError(f"keys must be bytes or a u8 array (n, {key_bytes}), not {type(keys).__name__}") from error
     if len(packed) % key_bytes:
-        raise UsageError(f"{len(packed)} bytes of keys are no multiple of the key width {key_bytes}")
+        raise UsageError(f"{len(packed)} bytes of keys are not a multiple of the key width {key_bytes}")
     return packed
 
 
 def unpack_keys(packed: bytes, key_bytes: int) -> U8Array:
     """u8 (keys, key_bytes). Raises MessageError if the daemon's bytes don't fit the width."""
     if len(packed) % key_bytes:
-        raise MessageError(f"{len(packed)} bytes of keys are no multiple of the key width {key_bytes}")
+        raise MessageError(f"{len(packed)} bytes of keys are not a multiple of the key width {key_bytes}")
     return np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
 
 
@@ -46,7 +46,7 @@ def pack_blocks(block_ids: BlockIds, keys: int, blocks_per_key: int) -> bytes:
     """The ids as little-endian u32. Raises UsageError for no integers, out of u32 range, or of another count."""
     ids = block_ids if isinstance(block_ids, np.ndarray) else _from_sequence(block_ids)
     if ids.dtype.kind not in "iu":
-        raise UsageError(f"block ids are integers, not {ids.dtype}")
+        raise UsageError(f"block ids must be integers, not {ids.dtype}")
     shapes = ((keys,), (keys, 1)) if blocks_per_key == 1 else ((keys, blocks_per_key),)
     if ids.shape not in shapes:
         raise UsageError(f"block ids of shape {ids.shape}; {keys} keys of {blocks_per_key} blocks need {shapes[-1]}")
@@ -61,22 +61,22 @@ def _from_sequence(block_ids: Sequence[int]) -> npt.NDArray[Any]:
     if ids.size == 0:
         return ids.astype(np.uint32)
     if any(isinstance(item, (bool, np.bool_)) for item in np.asarray(block_ids, dtype=object).flat):
-        raise UsageError("block ids are integers, not bool")
+        raise UsageError("block ids must be integers, not bool")
     return ids
 
 
 def unpack_states(states: list[bytes], counts: tuple[int, ...]) -> list[U8Array]:
     """u8 per key and group. Raises MessageError where the daemon's answer doesn't fit the question."""
     if tuple(map(len, states)) != counts:
-        raise MessageError(f"states for {tuple(map(len, states))} keys; asked for {counts}")
+        raise MessageError(f"the reply has states for {tuple(map(len, states))} keys; the request named {counts}")
     # As bytes: for a few keys numpy takes longer.
     if any(packed.translate(None, delete=_KEY_STATES) for packed in states):
-        raise MessageError("a key state that is none")
+        raise MessageError("an unknown key state")
     return [np.frombuffer(packed, np.uint8) for packed in states]
 
 
 def unpack_u32(packed: bytes, what: str) -> U32Array:
     """u32 (n,). Raises MessageError."""
     if len(packed) % 4:
-        raise MessageError(f"{what}: {len(packed)} bytes are no u32 array")
+        raise MessageError(f"{what}: {len(packed)} bytes are not a u32 array")
     return np.frombuffer(packed, "<u4").astype(np.uint32, copy=False)

@@ -72,7 +72,7 @@ class Promotion(Waitable):
         if self._found is not None:
             return self._found
         if self.done:
-            raise ConnectionLostError(f"{self._lost}: whether keys came from disk will not be told")
+            raise ConnectionLostError(f"{self._lost}: the daemon will not report whether keys came from disk")
         raise DeadlineError("the keys have not come from disk in time")
 
     # --- called by the connection alone --------------------------------------------------------
@@ -80,7 +80,7 @@ class Promotion(Waitable):
     def fulfil(self, message: messages.Ready) -> None:
         """The daemon says what came of it. Raises MessageError where that does not fit what was asked."""
         if message.lease not in (0, self._lease):
-            raise MessageError(f"`ready` with lease {message.lease}, `found` had {int(self._lease)}")
+            raise MessageError(f"`ready` has lease {message.lease}, but `found` had {int(self._lease)}")
         states = unpack_states(message.states, self._counts)
         lease = Lease(message.lease, self._lease.boot_id)
         self._found = Found(states, unpack_u32(message.boundaries, "boundaries"), lease)

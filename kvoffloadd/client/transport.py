@@ -21,11 +21,11 @@ _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  #
 _ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * 4)
 
 _ADVICE = {
-    errno.ENOENT: "no such socket: start the daemon, or compare the path with its `--socket`",
-    errno.ECONNREFUSED: "nobody listens there: the daemon has stopped or died, start it again",
-    errno.EACCES: "permission denied: join the socket's group, or run as a user whom the daemon allows",
-    errno.EPROTOTYPE: "that socket is not the daemon's: it is no stream socket",
-    errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded, see its log",
+    errno.ENOENT: "no such socket: start the daemon, or check that the path is the same as its `--socket`",
+    errno.ECONNREFUSED: "connection refused: the daemon has stopped or died; start it again",
+    errno.EACCES: "permission denied: join the socket's group, or run as a user that the daemon allows",
+    errno.EPROTOTYPE: "not a stream socket, so it does not belong to the daemon",
+    errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded; see its log",
 }
 TRANSIENT = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
 """Trying again may help: the daemon is about to start, or to accept."""
@@ -91,7 +91,7 @@ class Transport:
         try:
             connection.ask(call)
         except FramingError as error:
-            raise UsageError(f"too much for one request: {error}") from error
+            raise UsageError(f"too large for one request: {error}") from error
         except StateError as error:
             raise UsageError(f"the client is being closed: {error}") from error
         if not connection.ended.done:
@@ -205,7 +205,7 @@ class Transport:
         fds = unpack_fds(ancillary) if ancillary else []
         if flags & _CTRUNC:
             close_fds(fds)
-            raise FramingError("more descriptors came than a frame may carry")
+            raise FramingError("a frame came with too many descriptors")
         return memoryview(self._buffer)[:count], fds
 
     def _read_rest(self, connection: ConnectionState) -> None:

@@ -165,7 +165,7 @@ def parse_faults(text: str) -> Faults:
             elif name == "fail_every":
                 faults["fail_every"] = _parse_count(value)
             else:
-                raise ConfigError(f'faults: unknown "{name}"; there are {", ".join(Faults.__annotations__)}')
+                raise ConfigError(f'faults: unknown "{name}"; known are {", ".join(Faults.__annotations__)}')
         except ValueError as error:
             raise ConfigError(f"faults: {name}={value}: {error}") from None
     return faults

@@ -33,7 +33,7 @@ class Holes:
         """Raises OSError where the kernel, or a sandbox, has no userfaultfd for this process."""
         number = _SYSCALLS.get(os.uname().machine)
         if number is None:
-            raise OSError("userfaultfd is not known on this architecture")
+            raise OSError("userfaultfd is not supported on this architecture")
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = int(libc.syscall(ctypes.c_long(number), os.O_CLOEXEC | _USER_MODE_ONLY))
         if self._fd < 0:

@@ -91,7 +91,7 @@ class HostDevice:
     async def unmap(self, allocation: Allocation) -> None:
         """See `Device.unmap`."""
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
-            raise UsageError("not mapped, or no longer")
+            raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
         await self._unmapping.perform(allocation.mapping.close)
 

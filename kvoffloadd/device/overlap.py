@@ -156,7 +156,7 @@ def _check_descriptors(targets: Sequence[Target], chosen: Callable[[U32Array], n
     if count > CHECKED_DESCRIPTORS_MAX:
         raise LimitError(
             f"groups {sorted(target.group for target in targets)} share memory, so that {count} descriptors would have "
-            f"to be compared; at most {CHECKED_DESCRIPTORS_MAX} are: load less in one job"
+            f"to be compared; at most {CHECKED_DESCRIPTORS_MAX} can be: load less in one job"
         )
     made = [
         plan.expand(blocks, np.zeros(len(blocks), np.uint64))

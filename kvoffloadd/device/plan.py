@@ -100,7 +100,7 @@ class GroupPlan:
         each = blocks_per_key * count
         descriptors = int(each.sum())
         if descriptors > DESCRIPTORS_PER_KEY_MAX:
-            raise LimitError(f"a key of {descriptors} descriptors; at most {DESCRIPTORS_PER_KEY_MAX} can be planned")
+            raise LimitError(f"a key has {descriptors} descriptors; at most {DESCRIPTORS_PER_KEY_MAX} are supported")
         _check_refs_apart(told)
         place = np.cumsum(each * length) - each * length  # of each ref's bytes in the payload
         ref = np.repeat(np.arange(len(told)), each)
@@ -172,18 +172,18 @@ class GroupPlan:
 
 def _check_tensor(index: int, tensor: Tensor) -> None:
     if min(tensor.num_blocks, tensor.page_bytes, tensor.stride_bytes) < 1 or tensor.base_address < 0:
-        raise ExtentError(f"tensor {index}: no bytes")
+        raise ExtentError(f"tensor {index}: has no bytes")
     if tensor.num_blocks > 1 and tensor.stride_bytes < tensor.page_bytes:
         raise ExtentError(
             f"tensor {index}: rows of {tensor.page_bytes} bytes overlap, they are {tensor.stride_bytes} bytes apart"
         )
     if tensor.end > _ADDRESS_MAX:
-        raise ExtentError(f"tensor {index}: leaves the address space")
+        raise ExtentError(f"tensor {index}: extends beyond the address space")
 
 
 def _check_ref(index: int, ref: Ref, pages: Sequence[int]) -> None:
     if not 0 <= ref.tensor < len(pages):
-        raise ExtentError(f"ref {index}: tensor {ref.tensor} of {len(pages)}")
+        raise ExtentError(f"ref {index}: names tensor {ref.tensor}, which does not exist (tensors: {len(pages)})")
     if ref.length < 1 or ref.count < 1 or ref.offset < 0 or ref.stride < 0:
         raise ExtentError(f"ref {index}: {ref.count} runs of {ref.length} bytes from {ref.offset}, {ref.stride} apart")
     if ref.count > 1 and ref.stride < ref.length:

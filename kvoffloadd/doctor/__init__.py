@@ -60,9 +60,11 @@ def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -
 def _check_policy(config: Config) -> Iterator[Diagnosis]:
     policy = config.memory.policy
     if policy and policy not in POLICIES:
-        yield problem("config", f'memory.policy = "{policy}" is unknown', f"one of {', '.join(sorted(POLICIES))}")
+        yield problem(
+            "config", f'memory.policy = "{policy}" is unknown', f"choose one of {', '.join(sorted(POLICIES))}"
+        )
     else:
-        yield ok("config", "every value can be used")
+        yield ok("config", "all values are valid")
 
 
 def _has_userfaultfd() -> bool:

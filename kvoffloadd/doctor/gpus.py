@@ -32,7 +32,9 @@ def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDrive
         )
         return
     if "CUDA_VISIBLE_DEVICES" in host.environment:
-        yield note("GPUs", f"{found}; CUDA_VISIBLE_DEVICES hides others", "unset it for the daemon: it serves them all")
+        yield note(
+            "GPUs", f"{found}; CUDA_VISIBLE_DEVICES hides others", "unset it for the daemon, which serves all GPUs"
+        )
     else:
         yield ok("GPUs", found)
     yield from _check_kernel_package(cuda)
@@ -43,13 +45,13 @@ def _describe(driver: Any) -> str:
     count, version = int(driver.call("cuDeviceGetCount")), int(driver.call("cuDriverGetVersion"))
     if not count:
         raise DeviceError("the driver sees no GPU")
-    return f"{count} of CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
+    return f"{count} found, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
 
 
 def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:
     if cuda.kernel_row_bytes != 0 and importlib.util.find_spec("cupy") is None:
         yield note("CuPy", "is not installed, so small rows are copied without the kernel",
-                   "install kvoffloadd[cuda13] or [cuda12], or cuda.kernel_row_bytes = 0")  # fmt: skip
+                   "install kvoffloadd[cuda13] or [cuda12], or set cuda.kernel_row_bytes = 0")  # fmt: skip
 
 
 def _check_namespaces(host: Host) -> Iterator[Diagnosis]:
@@ -57,11 +59,11 @@ def _check_namespaces(host: Host) -> Iterator[Diagnosis]:
     if own:
         yield note(
             "namespaces", f"this process is in a container's {' and '.join(kind.upper() for kind in own)} namespace",
-            f"{' '.join(f'--{kind}=host' for kind in own)} for the daemon's container and the engines': "
-            "GPU memory is shared within one",
+            f"use {' '.join(f'--{kind}=host' for kind in own)} for the containers of the daemon and of the engines: "
+            "GPU memory can be shared only within one namespace",
         )  # fmt: skip
     else:
-        yield ok("namespaces", "PID and IPC are the host's")
+        yield ok("namespaces", "the daemon uses the host's PID and IPC namespaces")
     if not (host.root / "dev/nvidia-uvm").exists():
-        yield note("nvidia-uvm", "/dev/nvidia-uvm is not there, and the service can't load the module",
-                   "nvidia-modprobe -u, or a line nvidia-uvm in /etc/modules-load.d")  # fmt: skip
+        yield note("nvidia-uvm", "/dev/nvidia-uvm does not exist, and the service can't load the module",
+                   "run nvidia-modprobe -u, or put a line nvidia-uvm into a file in /etc/modules-load.d")  # fmt: skip

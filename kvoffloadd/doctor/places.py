@@ -45,19 +45,21 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
         return
     folder = path.parent
     owner = (
-        f"install -d -m 750 -o {_user(host.uid)} {folder} (the service: systemd-tmpfiles --create), or --socket PATH"
+        f"install -d -m 750 -o {_user(host.uid)} {folder} (service: systemd-tmpfiles --create), or use --socket PATH"
     )
     existing = next(one for one in (folder, *folder.parents) if one.exists())
     if not existing.is_dir():
-        yield problem("socket", f"{existing} is no directory", "another server.socket")
+        yield problem("socket", f"{existing} is not a directory", "choose another server.socket")
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
     elif path.exists() and not path.is_socket():
-        yield problem("socket", f"{path} exists and is no socket", "remove it, or another server.socket")
+        yield problem("socket", f"{path} exists and is not a socket", "remove it, or choose another server.socket")
     elif _is_locked(Path(f"{path}.lock")):
-        yield problem("socket", f"another process holds {path}.lock", "stop that daemon, or another server.socket")
+        yield problem(
+            "socket", f"another process holds {path}.lock", "stop that daemon, or choose another server.socket"
+        )
     else:
-        yield ok("socket", f"{path} can be made by {_user(host.uid)}")
+        yield ok("socket", f"{_user(host.uid)} can create {path}")
 
 
 def _is_locked(path: Path) -> bool:
@@ -77,7 +79,9 @@ def _is_locked(path: Path) -> bool:
 def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
     """Whether metrics can be served there."""
     if not listen:
-        yield note("metrics", "are not served", 'metrics.listen = "localhost:9477", if Prometheus is to scrape them')
+        yield note(
+            "metrics", "are not served", 'set metrics.listen = "localhost:9477" if Prometheus should scrape them'
+        )
         return
     place = split_address(listen)
     if is_running or isinstance(place, str):
@@ -88,7 +92,7 @@ def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
         try:
             probe.bind(place)
         except OSError as error:
-            yield problem("metrics", f"{listen}: {error.strerror}", "another port in metrics.listen")
+            yield problem("metrics", f"{listen}: {error.strerror}", "choose another port in metrics.listen")
         else:
             yield ok("metrics", f"{listen} is free")
 
@@ -99,8 +103,8 @@ def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterato
         if (host.root / "run/systemd/system").is_dir():
             yield ok("warm restart", "systemd keeps the memory tier over a restart of the service")
         else:
-            yield note("warm restart", "memory ends with the daemon: there is neither systemd nor memory.pool_file",
-                       'memory.pool_file = "/dev/shm/kvoffloadd/pool", if a restart is to keep memory')  # fmt: skip
+            yield note("warm restart", "a restart loses the memory tier: there is neither systemd nor memory.pool_file",
+                       'set memory.pool_file = "/dev/shm/kvoffloadd/pool" if a restart should keep it')  # fmt: skip
         return
     path = Path(memory.pool_file)
     folder = path.parent
@@ -110,7 +114,7 @@ def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterato
         yield problem("pool file", f"{folder}: {error.strerror}", _make(folder, host))
         return
     if not os.access(folder, os.W_OK | os.X_OK) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
-        yield problem("pool file", f"{folder} must be writable for {_user(host.uid)} alone", _make(folder, host))
+        yield problem("pool file", f"{folder} must be writable by {_user(host.uid)} alone", _make(folder, host))
         return
     room = os.statvfs(folder)
     needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, max(room.f_bsize, 4096))
@@ -123,8 +127,8 @@ def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterato
         finally:
             os.close(fd)
     if not is_running and free < needed:
-        yield problem("pool file", f"{path} takes {format_bytes(needed)}, and {format_bytes(free)} are free",
-                      "a larger file system (mount -o remount,size=), or a smaller memory.capacity_bytes")  # fmt: skip
+        yield problem("pool file", f"{path} needs {format_bytes(needed)}, but only {format_bytes(free)} are free",
+                      "enlarge the file system (mount -o remount,size=), or reduce memory.capacity_bytes")  # fmt: skip
     else:
         yield ok("pool file", f"{path}: {format_bytes(needed)}")
 
@@ -136,7 +140,9 @@ def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Ite
     for root in disk.roots:
         answers = _within(answer_s, lambda root=root: list(_check_root(root, disk, host)))  # type: ignore[misc]
         if answers is None:
-            yield problem(_subject(root), f"does not answer within {answer_s:.0f} s", "dmesg; SMART; the mount")
+            yield problem(
+                _subject(root), f"does not answer within {answer_s:.0f} s", "check dmesg, SMART and the mount"
+            )
         else:
             yield from answers
 
@@ -160,9 +166,9 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         fd = files.open_directory(root.path)
     except FileNotFoundError:
         if os.access(root.path.parent, os.W_OK | os.X_OK):
-            yield ok(subject, "is not there yet; the daemon makes it")
+            yield ok(subject, "does not exist yet; the daemon creates it")
             return
-        yield problem(subject, "is not there", f"mount its file system; then {_make(root.path, host)}")
+        yield problem(subject, "does not exist", f"mount its file system; then {_make(root.path, host)}")
         return
     except DiskError as error:
         yield problem(subject, str(error).removeprefix(f"{root.path} "), _make(root.path, host))
@@ -175,22 +181,22 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         room, kind = os.fstatvfs(fd), _file_system(os.fstat(fd).st_dev, host)
     except OSError as error:
         yield problem(subject, f"can't be written: {describe_error(error)}",
-                      f"the mount's options; in the unit ReadWritePaths={root.path}")  # fmt: skip
+                      f"check the mount options; in the unit, set ReadWritePaths={root.path}")  # fmt: skip
         return
     finally:
         os.close(fd)
     yield from _judge_room(root, disk, room)
     if kind in _NETWORK or kind in _VOLATILE:
-        why = (
-            "the network's delays are the tier's" if kind in _NETWORK else "a restart may lose it, and tmpfs is memory"
-        )
-        yield note(subject, f"is on {kind}: {why}", "a local file system: ext4 or XFS on NVMe")
+        why = "each access waits for the network" if kind in _NETWORK else "a restart may lose it, and tmpfs is memory"
+        yield note(subject, f"is on {kind}: {why}", "use a local file system: ext4 or XFS on NVMe")
     if not direct and disk.direct != False:  # noqa: E712 - "auto" is no flag
-        text = f"{kind or 'its file system'} has no O_DIRECT, so the page cache holds every byte again"
+        text = (
+            f"{kind or 'its file system'} does not support O_DIRECT, so the page cache holds every byte a second time"
+        )
         if disk.direct is True:
-            yield problem(subject, text, 'disk.direct = "auto", or ext4 or XFS')
+            yield problem(subject, text, 'set disk.direct = "auto", or use ext4 or XFS')
         else:
-            yield note(subject, text, "ext4 or XFS, or disk.direct = false if that is meant")
+            yield note(subject, text, "use ext4 or XFS, or set disk.direct = false if this is intended")
 
 
 def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> Iterator[Diagnosis]:
@@ -199,8 +205,8 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
     usable = max(0, free + held - disk.min_free_bytes)
     size = f"{format_bytes(root.capacity_bytes)} of a file system of {format_bytes(total)}"
     if usable < root.capacity_bytes:
-        yield note(_subject(root), f"{size}: {format_bytes(usable)} can be had, and disk.min_free_bytes stay free",
-                   "a smaller capacity, or free space")  # fmt: skip
+        yield note(_subject(root), f"{size}: {format_bytes(usable)} can be used, since disk.min_free_bytes stay free",
+                   "reduce the capacity, or free space")  # fmt: skip
     else:
         yield ok(_subject(root), size)
 

@@ -55,11 +55,13 @@ def _check_interpreter(config: Config, host: Host) -> Diagnosis:
         )  # fmt: skip
     except OSError as error:
         return problem(
-            subject, f"remote.python = {python!r}: {error.strerror}", "an interpreter's absolute path, or none"
+            subject,
+            f"remote.python = {python!r}: {error.strerror}",
+            "set the absolute path of an interpreter, or leave it empty",
         )
     except subprocess.TimeoutExpired:
         return problem(
-            subject, f"{command[0]} does not start within {START_S:.0f} s", "look at its disk and its packages"
+            subject, f"{command[0]} does not start within {START_S:.0f} s", "check its disk and its packages"
         )
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -95,7 +97,9 @@ def _check_reached(config: Config) -> Iterator[Diagnosis]:
     try:
         _connect(place)
     except OSError as error:
-        yield problem("remote store", f"{shown}: {error.strerror or error}", "start it; its address; the firewall")
+        yield problem(
+            "remote store", f"{shown}: {error.strerror or error}", "start the store; check its address and the firewall"
+        )
     else:
         yield ok("remote store", f"{shown} accepts connections")
 

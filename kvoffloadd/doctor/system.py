@@ -23,9 +23,9 @@ from kvoffloadd.units import format_bytes
 
 KERNEL_MIN = (5, 15)
 FEATURES = (
-    ((6, 5), "the death of a process in another PID namespace is seen by its socket alone"),
+    ((6, 5), "the death of a process in another PID namespace is seen only by its socket"),
     ((6, 7), "memory.huge_bytes is not known"),
-    ((6, 16), "descriptors that a peer sends unasked are closed one by one"),
+    ((6, 16), "unexpected descriptors from peers are closed one by one"),
 )
 """What each later kernel adds that the daemon uses, as what is missing before it."""
 
@@ -64,16 +64,16 @@ def check_memory(memory: MemoryConfig, host: Host, *, is_running: bool) -> Itera
     """Whether the memory tier fits, in which pages, and on which nodes."""
     size = format_bytes(memory.capacity_bytes)
     if is_running:
-        yield ok("memory tier", f"{size}; not compared with what is free, since a daemon runs")
+        yield ok("memory tier", f"{size}; not compared with free memory, because a daemon is running")
     elif memory.pool_file:
         yield ok("memory tier", f"{size}, in memory.pool_file")
     else:
         try:
             _check_pool_fits(memory, host)
         except ConfigError as error:
-            yield problem("memory tier", str(error), "a smaller memory.capacity_bytes, or free memory")
+            yield problem("memory tier", str(error), "reduce memory.capacity_bytes, or free memory")
         else:
-            yield ok("memory tier", f"{size} fit")
+            yield ok("memory tier", f"{size} are available")
     yield from _check_huge_pages(memory, host)
     try:
         chosen = memory_nodes(memory.numa, host.root)
@@ -92,21 +92,23 @@ def _check_pool_fits(memory: MemoryConfig, host: Host) -> None:
 
 def _check_huge_pages(memory: MemoryConfig, host: Host) -> Iterator[Diagnosis]:
     if memory.huge_pages in ("off", "reserved") or memory.pool_file:
-        where = ", by memory.pool_file's file system" if memory.pool_file else ""
+        where = ", decided by the file system of memory.pool_file" if memory.pool_file else ""
         yield ok("huge pages", f"memory.huge_pages = {memory.huge_pages}{where}")
     elif why := why_not_transparent(host.root):
         yield note(
-            "huge pages", f"none: {why}", "as root, and by tmpfiles.d after each boot; or memory.huge_pages = off"
+            "huge pages",
+            f"none: {why}",
+            "do this as root, and by tmpfiles.d after each boot; or set memory.huge_pages = off",
         )
     else:
-        yield ok("huge pages", "the kernel gives transparent ones where it has them")
+        yield ok("huge pages", "the kernel provides transparent huge pages where it has them")
 
 
 def check_holes(copy: CopyConfig, host: Host, has_userfaultfd: bool) -> Iterator[Diagnosis]:
     """Whether the daemon can be charged for memory that engines have not populated."""
     if copy.fill_holes == "auto" and has_memory_limit(host.root) and not has_userfaultfd:
         yield note(
-            "memory limit", "a cgroup limits this process, and pages that engines have not populated count as its own",
+            "memory limit", "a cgroup limits this process, and pages that engines have not populated count towards it",
             "allow userfaultfd (containers: the seccomp profile), or add the engines' KV caches to the limit",
         )  # fmt: skip
 
@@ -117,7 +119,7 @@ def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
     if 0 <= host.descriptors < needed:
         yield note(
             "file descriptors", f"at most {host.descriptors:,}; one user may ask for {needed:,}",
-            f"LimitNOFILE=65536 in the unit, --ulimit nofile=65536 of a container, or limits.fds = "
+            f"set LimitNOFILE=65536 in the unit, --ulimit nofile=65536 for a container, or limits.fds = "
             f"{max(1, host.descriptors - DESCRIPTORS_BESIDE)}",
         )  # fmt: skip
     else:
@@ -127,7 +129,7 @@ def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
     if rdma and 0 <= host.memlock_bytes < config.memory.capacity_bytes:
         yield problem(
             "locked memory", f"{locked}; mooncake.protocol = rdma locks the memory tier",
-            "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 of a container",
+            "set LimitMEMLOCK=infinity in the unit, or --ulimit memlock=-1 for a container",
         )  # fmt: skip
     else:
         yield ok("locked memory", f"{locked}; {'enough for RDMA' if rdma else 'GPUs and shared memory do not need it'}")
@@ -145,7 +147,7 @@ def check_shm(host: Host) -> Iterator[Diagnosis]:
     total = found.f_blocks * found.f_frsize
     free = f"{format_bytes(found.f_bavail * found.f_frsize)} of {format_bytes(total)} are free"
     if found.f_flag & os.ST_RDONLY or not mode & stat.S_IWOTH:
-        yield problem("/dev/shm", "is not writable for all users", "mount -o remount,rw,mode=1777 /dev/shm")
+        yield problem("/dev/shm", "is not writable by all users", "mount -o remount,rw,mode=1777 /dev/shm")
     elif total < SHM_BYTES_SMALL:
         yield note("/dev/shm", f"{free}: too small for a KV cache in shared memory", remedy)
     else:
@@ -167,7 +169,7 @@ def check_system_calls() -> Iterator[Diagnosis]:
             refused.append(f"{name}: {errno.errorcode.get(error.errno or 0, '?')}")
     if refused:
         yield problem(
-            "system calls", f"refused: {', '.join(refused)}", "allow them in the sandbox's or seccomp's profile"
+            "system calls", f"refused: {', '.join(refused)}", "allow them in the profile of the sandbox or of seccomp"
         )
     else:
         yield ok("system calls", "memfd_create, pidfd_open and Unix sockets are allowed")

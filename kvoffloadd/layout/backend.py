@@ -28,9 +28,9 @@ class Backend:
         if len(set(self.shape)) != len(self.shape) or BLOCK not in self.shape or not set(self.shape) <= known:
             raise UsageError(f"backend {self.name}: {self.shape} must name each of its dimensions once, block included")
         if sorted(self.memory) != sorted(self.shape):
-            raise UsageError(f"backend {self.name}: {self.memory} is no order of {self.shape}")
+            raise UsageError(f"backend {self.name}: {self.memory} is not an order of {self.shape}")
         if self.layered is not None and sorted(self.layered) != sorted((LAYER, *self.shape)):
-            raise UsageError(f"backend {self.name}: {self.layered} is no order of layer and {self.shape}")
+            raise UsageError(f"backend {self.name}: {self.layered} is not an order of layer and {self.shape}")
 
     @property
     def with_layers(self) -> tuple[str, ...]:

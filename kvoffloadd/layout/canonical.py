@@ -163,14 +163,14 @@ def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[
         rows = tight[at]
         limit = memory_bytes[rows.memory]
         if rows.end > limit:
-            raise UsageError(f"layer {clusters[at][0].layer} leaves its memory of {limit} bytes")
+            raise UsageError(f"layer {clusters[at][0].layer} extends beyond its memory of {limit} bytes")
         if behind is not None and tight[behind].memory == rows.memory:
             limit = tight[behind].offset
             if rows.end > limit:
                 raise UsageError(
                     f"layers {clusters[at][0].layer} and {clusters[behind][0].layer} interleave, but not in rows of "
                     f"one length: blocks are {rows.stride_bytes} and {tight[behind].stride_bytes} bytes apart; "
-                    "pad pages to one size, or give them memory of their own"
+                    "pad pages to one size, or give them separate memory"
                 )
         if rows.end - rows.page_bytes + rows.stride_bytes <= limit:
             whole[at] = Rows(rows.memory, rows.offset, rows.num_blocks, rows.stride_bytes, rows.stride_bytes)
@@ -248,6 +248,6 @@ def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
             end = min(offset + length, begin + size)
             raise UsageError(
                 f"layers {one} and {other} of one group overlap in the same block: bytes {begin} to {end} "
-                "of its row are both's; layers of a group need slots of their own, and equal kernel blocks where they "
+                "of its row belong to both; layers of a group need separate slots, and equal kernel blocks where they "
                 "share a tensor"
             )

@@ -114,13 +114,13 @@ def _checked(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup], s
         for layer in slot:
             other = layer_of.setdefault(group_of[layer], layer)
             if other != layer:
-                raise UsageError(f"layers {other} and {layer} are of one group: they need slots of their own")
+                raise UsageError(f"layers {other} and {layer} are of one group: they need separate slots")
         first = slot[0]
         for other in slot[1:]:
             one, two = keys[first], keys[other]
             if one is None or two is None:
                 raise UsageError(
-                    f"layer {first if one is None else other} can't share a slot: it needs a tensor of its own"
+                    f"layer {first if one is None else other} can't share a slot: it needs a separate tensor"
                 )
             if one != two:
                 raise UsageError(

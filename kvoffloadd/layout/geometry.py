@@ -76,7 +76,7 @@ def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list
     levels = [(stride * item, size) for size, stride in zip(view.shape, view.strides, strict=True)]
     pitch, count = levels.pop(block_dim)
     if count % kernel_blocks or not count:
-        raise UsageError(f"layer {layer}: {view}: {count} kernel blocks are no multiple of {kernel_blocks}")
+        raise UsageError(f"layer {layer}: {view}: {count} kernel blocks are not a multiple of {kernel_blocks}")
     if min((size for _, size in levels), default=1) < 1:
         raise UsageError(f"layer {layer}: {view} has no bytes")
     levels = sorted(level for level in levels if level[1] > 1)

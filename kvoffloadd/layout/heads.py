@@ -32,7 +32,7 @@ def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: in
         raise UsageError(f"rank {rank} of {ranks}")
     if kind in (LayerKind.MAMBA, LayerKind.OPAQUE):
         what = "Mamba states" if kind is LayerKind.MAMBA else "opaque layers"
-        raise UsageError(f"{what} can't be shared across tensor-parallel sizes: they are no heads")
+        raise UsageError(f"{what} can't be shared across tensor-parallel sizes: they are not heads")
     if kind is LayerKind.MLA:
         return Share(1, 0, 1, rank == 0)
     shards = min(ranks, total_heads)

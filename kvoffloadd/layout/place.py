@@ -59,7 +59,7 @@ def shared_views(layer: str, spec: LayerSpec, num_blocks: int, place: Place) -> 
         return _states(layer, spec, num_blocks, place)
     share = sharing(layer, spec)
     if isinstance(spec, Opaque):
-        raise UsageError(f"layer {layer}: it is opaque, and needs a tensor of its own")
+        raise UsageError(f"layer {layer}: it is opaque, and needs a separate tensor")
     if share is None or not isinstance(spec.backend, Backend):
         raise UsageError(f"layer {layer}: its backend has no order with blocks first and layers behind them")
     page = share.page_bytes // spec.kernel_blocks

@@ -265,7 +265,7 @@ LayerSpec = Attention | Mamba | Opaque
 def attention(layer: str, spec: LayerSpec) -> Attention:
     """The spec as one of attention. Raises UsageError."""
     if not isinstance(spec, Attention):
-        raise UsageError(f"layer {layer} is no attention layer")
+        raise UsageError(f"layer {layer} is not an attention layer")
     return spec
 
 
@@ -293,7 +293,7 @@ def nth_layers(groups: Sequence[LayerGroup]) -> tuple[tuple[str, ...], ...]:
 def check_blocks(num_blocks: int) -> None:
     """That there are blocks. Raises UsageError."""
     if num_blocks < 1:
-        raise UsageError(f"{num_blocks} blocks are no cache")
+        raise UsageError(f"a cache needs at least 1 block, not {num_blocks}")
 
 
 def check_groups(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> None:

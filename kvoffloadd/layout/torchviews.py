@@ -23,7 +23,7 @@ class Storages:
         """The tensor as geometry. Raises UsageError for what is no dense tensor, or of a dtype that is not known."""
         torch = importlib.import_module("torch")
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise UsageError(f"layer {layer}: a {type(tensor).__name__} is no dense torch tensor")
+            raise UsageError(f"layer {layer}: a {type(tensor).__name__} is not a dense torch tensor")
         dtype = str(tensor.dtype).removeprefix("torch.")
         item_bytes(dtype)
         if self._tensors and tensor.device != self._tensors[0].device:

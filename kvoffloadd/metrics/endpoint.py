@@ -195,7 +195,7 @@ class _Server(ThreadingWSGIServer):
         except RuntimeError as error:  # no thread can be made
             self._free.release()
             self.shutdown_request(request)
-            log.warning("a scrape was turned away: %s", error)
+            log.warning("a scrape was refused: %s", error)
 
     def service_actions(self) -> None:
         """Some times a second: hang up on peers who are late, however many bytes they still send now and then."""

@@ -68,9 +68,9 @@ def _lookups(status: Status) -> Iterator[Metric]:
         for row in rows
         for tier, key in (("memory", "hit"), ("disk", "on_disk"), ("remote", "remote"))
     ]
-    yield _counter("hit_keys", "Keys that were there, by tier.", hits, "namespace", "tier")
+    yield _counter("hit_keys", "Keys that hit, by tier.", hits, "namespace", "tier")
     missed = [((row["namespace"], reason), count) for row in rows for reason, count in row["missed"].items()]
-    yield _counter("missed_keys", "Keys that were not, by reason.", missed, "namespace", "reason")
+    yield _counter("missed_keys", "Keys that missed, by reason.", missed, "namespace", "reason")
     yield _gauge(
         "new_keys",
         "Different keys asked for before they were ever stored; an estimate.",
@@ -79,7 +79,7 @@ def _lookups(status: Status) -> Iterator[Metric]:
     )
     yield _gauge(
         "hit_ceiling_ratio",
-        "Share of the keys asked for that a cache without bounds would have had; an estimate.",
+        "Share of the keys asked for that an unlimited cache would have had; an estimate.",
         _each(rows, "ceiling_rate"),
         "namespace",
     )
@@ -125,17 +125,17 @@ def _memory(status: Status) -> Iterator[Metric]:
     ):
         yield _counter(f"parts_{event}", text, _one(cache[f"parts_{event}"]))
     evicted = [(("memory",), cache["keys_evicted"]), (("disk",), disk.get("evicted_keys", 0))]
-    yield _counter("evicted_keys", "Keys that went for want of room, by tier.", evicted, "tier")
+    yield _counter("evicted_keys", "Keys evicted to make room, by tier.", evicted, "tier")
     for name, key, text in (
         ("cleared_keys", "keys_cleared", "Keys that a clear dropped from memory."),
         ("corrupt_keys", "keys_corrupt", "Keys dropped from memory because a payload did not match its checksum."),
-        ("adopted_keys", "keys_adopted", "Keys taken over from the run before."),
-        ("not_adopted_parts", "parts_not_adopted", "Payloads of the run before that were not taken over."),
+        ("adopted_keys", "keys_adopted", "Keys taken over from the previous run."),
+        ("not_adopted_parts", "parts_not_adopted", "Payloads of the previous run that were not taken over."),
         ("keys_without_space", "keys_without_space", "Keys that were not stored because nothing could be evicted."),
         ("keys_soon", "keys_soon", "Keys that clients said they would use again soon."),
         ("keys_done", "keys_done", "Keys that clients said they would not use again."),
         ("slabs_taken_over", "slabs_taken_over", "Slabs that went from one slot size to another."),
-        ("events_lost", "events_lost", "Key events that no subscriber was told of."),
+        ("events_lost", "events_lost", "Key events that no subscriber received."),
     ):
         yield _counter(name, text, _one(cache[key]))
 
@@ -201,10 +201,14 @@ def _waiting(status: Status) -> Iterator[Metric]:
 
     yield _gauge("lane_threads", "Threads of the lane.", of("threads"), "lane")
     yield _gauge("lane_queued", "Pieces of work that wait for a thread.", of("queued"), "lane")
-    yield _gauge("lane_running", "Pieces of work that a thread is at.", of("running"), "lane")
-    yield _gauge("lane_oldest_queued_seconds", "How long the first has waited.", of("oldest_queued_s"), "lane")
-    yield _gauge("lane_oldest_running_seconds", "How long the longest has run.", of("oldest_running_s"), "lane")
-    yield _counter("lane_busy_seconds", "What the lane's threads have worked, together.", of("busy_s"), "lane")
+    yield _gauge("lane_running", "Pieces of work that are running.", of("running"), "lane")
+    yield _gauge(
+        "lane_oldest_queued_seconds", "How long the oldest queued work has waited.", of("oldest_queued_s"), "lane"
+    )
+    yield _gauge(
+        "lane_oldest_running_seconds", "How long the oldest running work has run.", of("oldest_running_s"), "lane"
+    )
+    yield _counter("lane_busy_seconds", "Working time of the lane's threads together.", of("busy_s"), "lane")
 
 
 def _loop(loop: Status) -> Iterator[Metric]:
@@ -228,11 +232,11 @@ def _server(status: Status) -> Iterator[Metric]:
     yield _gauge("instances", "Engines and observers that have sessions.", _one(status["instances"]))
     for key, text in (
         ("sessions", "Sessions opened."),
-        ("sessions_refused", "Connections that were turned away."),
+        ("sessions_refused", "Connections that were refused."),
         ("requests", "Requests."),
         ("errors", "Requests that were answered with an error."),
         ("busy", "Requests that were answered `busy`."),
-        ("peers_killed", "Peers whose process ended without a goodbye."),
+        ("peers_killed", "Peers whose process ended without `bye`."),
         ("drains_late", "Sessions whose copies did not end in time."),
     ):
         name = "sessions_opened" if key == "sessions" else key
@@ -259,19 +263,21 @@ def _disk(disk: Status) -> Iterator[Metric]:
         ("disk_records", "records", "Records on disk."),
         ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),
         ("disk_backlog_bytes", "backlog_bytes", "Payload that waits to be written, or is being written."),
-        ("disk_quarantined_bytes", "quarantined_bytes", "Memory that nobody can use before a disk answers."),
+        ("disk_quarantined_bytes", "quarantined_bytes", "Memory that can't be used until a disk answers."),
     ):
         yield _gauge(name, text, _one(disk[key]) if there else ())
     yield _counter("demoted_keys", "Keys written to disk.", _one(disk["demoted"]["keys"]) if there else ())
     reasons = [((reason.replace(" ", "_"),), count) for reason, count in disk.get("not_demoted", {}).items()]
-    yield _counter("not_demoted_keys", "Keys that were to be written and were not, by reason.", reasons, "reason")
+    yield _counter("not_demoted_keys", "Keys that were not written to disk as intended, by reason.", reasons, "reason")
     promoted = disk.get("promoted", {})
     yield _counter("promoted_keys", "Keys read from disk.", _one(promoted["keys"]) if there else ())
     whys = ("without_space", "damaged", "unreadable", "cancelled", "no_resources")
     failures = [((why,), promoted[why]) for why in whys if there]
     yield _counter("promotion_failures", "Keys (without_space) and records that did not come.", failures, "reason")
     yield _counter(
-        "rewritten_records", "Records that moved on when their segment went.", _one(disk["rewritten"]) if there else ()
+        "rewritten_records",
+        "Records rewritten when their segment was given up.",
+        _one(disk["rewritten"]) if there else (),
     )
 
 
@@ -281,8 +287,8 @@ def _roots(roots: Iterable[Status]) -> Iterator[Metric]:
     def of(key: str) -> Samples:
         return [((root["path"],), root[key]) for root in rows]
 
-    yield _gauge("disk_capacity_bytes", "What the root may hold.", of("capacity_bytes"), "root")
-    yield _gauge("disk_used_bytes", "Bytes of its files.", of("used_bytes"), "root")
+    yield _gauge("disk_capacity_bytes", "Capacity of the root.", of("capacity_bytes"), "root")
+    yield _gauge("disk_used_bytes", "Size of the root's files.", of("used_bytes"), "root")
     states = [((root["path"], state), root["state"] == state) for root in rows for state in DISK_STATES]
     yield _gauge("disk_state", "1 for the state that the root is in.", states, "root", "state")
     yield _gauge("disk_segments", "Segments.", of("segments"), "root")
@@ -318,23 +324,23 @@ def _remote(remote: Status) -> Iterator[Metric]:
 
     states = [((state,), remote["state"] == state) for state in REMOTE_STATES if there]
     yield _gauge("remote_state", "1 for the state that the store is in.", states, "state")
-    yield _counter("remote_agent_ends", "Agents that ended, or were ended.", one("agent", "ends"))
+    yield _counter("remote_agent_ends", "Agents that ended or were killed.", one("agent", "ends"))
     yield _counter("remote_asked_keys", "Keys that the store was asked for.", one("asked"))
-    yield _counter("remote_found_keys", "Keys that it said it has.", one("found"))
-    yield _counter("remote_fetched_keys", "Keys fetched from there.", one("fetched", "keys"))
+    yield _counter("remote_found_keys", "Keys that the store said it has.", one("found"))
+    yield _counter("remote_fetched_keys", "Keys fetched from the store.", one("fetched", "keys"))
     text = "Keys that were asked for, or found, and did not come, by reason."
     yield _counter("remote_not_fetched_keys", text, by_reason("not_fetched"), "reason")
-    yield _counter("remote_corrupt_keys", "Keys that did not verify, by reason.", by_reason("corrupt"), "reason")
-    yield _counter("remote_pushed_keys", "Keys put there.", one("pushed", "keys"))
-    text = "Keys that were to be put there and were not, by reason."
+    yield _counter("remote_corrupt_keys", "Keys that failed verification, by reason.", by_reason("corrupt"), "reason")
+    yield _counter("remote_pushed_keys", "Keys put into the store.", one("pushed", "keys"))
+    text = "Keys that were not put into the store as intended, by reason."
     yield _counter("remote_not_pushed_keys", text, by_reason("not_pushed"), "reason")
-    yield _gauge("remote_backlog_bytes", "Payload that waits to be put there.", one("backlog_bytes"))
-    text = "Memory that nobody can use before the agent has answered or ended."
+    yield _gauge("remote_backlog_bytes", "Payload that waits to be put into the store.", one("backlog_bytes"))
+    text = "Memory that can't be used until the agent answers or ends."
     yield _gauge("remote_quarantined_bytes", text, one("quarantined_bytes"))
     yield _counter("remote_cleared_elsewhere", "Clears by other hosts that were followed.", one("cleared_elsewhere"))
     yield _counter("remote_markers_lost", "Markers of eras that were found absent.", one("markers_lost"))
-    yield _histogram("remote_lookup_seconds", "How long an answer took.", remote.get("lookup_s"))
-    yield _histogram("remote_get_seconds", "How long a batch of keys took to come.", remote.get("get_s"))
+    yield _histogram("remote_lookup_seconds", "How long an answer of the store took.", remote.get("lookup_s"))
+    yield _histogram("remote_get_seconds", "How long it took to fetch a batch of keys.", remote.get("get_s"))
 
 
 def _histogram(name: str, text: str, figures: Status | None) -> Metric:

@@ -90,19 +90,20 @@ def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int
     block = layout.block_tokens
     if block > prompt_tokens:
         found.append(
-            f"a block has {block:,} tokens, a typical prompt {prompt_tokens:,}: it has no full block, so that nothing "
-            f"of it is ever stored or found again; {_shorter(layout, rank, prompt_tokens)}"
+            f"a block has {block:,} tokens, a typical prompt {prompt_tokens:,}: such a prompt has no full block, so "
+            f"nothing of it is ever stored or found again; {_shorter(layout, rank, prompt_tokens)}"
         )
     largest = max(layout.payloads)
     if largest > memory.payload_bytes_max:
         found.append(
-            f"a payload of {format_bytes(largest)} fits no slab of {format_bytes(memory.payload_bytes_max)}: the "
-            f"daemon refuses to register it; set memory.slab_bytes to {format_bytes(slot_bytes(largest))} or more"
+            f"a payload of {format_bytes(largest)} does not fit into a slab of "
+            f"{format_bytes(memory.payload_bytes_max)}: the daemon refuses to register it; set memory.slab_bytes to "
+            f"{format_bytes(slot_bytes(largest))} or more"
         )
     elif prompts_held < 1 and block <= prompt_tokens:
         found.append(
-            f"memory holds less than one prompt of {prompt_tokens:,} tokens: its first blocks are gone before its last "
-            "are stored; raise --memory"
+            f"memory holds less than one prompt of {prompt_tokens:,} tokens: its first blocks are evicted before its "
+            "last are stored; raise --memory"
         )
     wasted = [slot_bytes(payload) / payload - 1 for payload in layout.payloads]
     if max(wasted) > WASTEFUL:

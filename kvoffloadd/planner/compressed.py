@@ -38,7 +38,7 @@ def read_ratios(fields: Fields) -> tuple[int, ...]:
     listed = fields.items("compress_ratios") or []
     ratios = tuple(ratio for ratio in listed[:count] if isinstance(ratio, int) and ratio in (0, 1, SPARSE, HEAVY))
     if fields.integer("head_dim") != HEAD_SIZE:
-        raise fields.error("head_dim", f"is not understood: entries of {HEAD_SIZE} elements are known alone")
+        raise fields.error("head_dim", f"is not understood: only entries of {HEAD_SIZE} elements are known")
     if len(ratios) != count:
         raise fields.error("compress_ratios", f"must have {count} entries or more, each 0, 1, {SPARSE} or {HEAVY}")
     return ratios

@@ -107,7 +107,7 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
     rank = Rank(model, terms.tp, terms.block_size, terms.kv_dtype, terms.hybrid)
     if terms.pack_size and not can_pack(model):
         raise ConfigError(
-            "--attn-pack-size is for models with states and attention layers of one kind; leave it out for this one"
+            "--attn-pack-size is only for models with states and attention layers of one kind; leave it out"
         )
     layers = len(model.kinds) - model.count(LayerKind.MAMBA)
     if terms.pack_size > layers:

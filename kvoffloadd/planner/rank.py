@@ -86,11 +86,13 @@ class Rank:
             raise ConfigError(f'--kv-dtype "{self.kv_dtype}" is not known; these are: {", ".join(KV_DTYPES)}')
         if self.kv_dtype == "auto" and model.kv_quantised:
             raise ConfigError(
-                "quantization_config asks for a quantised KV cache: say which dtype the engine gives it, "
+                "quantization_config asks for a quantised KV cache: name the dtype that the engine uses, "
                 "like --kv-dtype fp8"
             )
         if self.is_packed and not model.ratios and model.head_size != PACKED_LATENT_SIZE:
-            raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep latents of 512 + 64 elements so, no others")
+            raise ConfigError(
+                f"--kv-dtype {self.kv_dtype}: engines keep only latents of 512 + 64 elements in this dtype"
+            )
         if model.ratios and KV_DTYPES[self.kv_dtype] not in ("", "bfloat16", "float8_e4m3fn"):
             raise ConfigError(f"--kv-dtype {self.kv_dtype}: engines keep this model's cache in fp8 or bfloat16")
 

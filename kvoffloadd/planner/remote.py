@@ -156,12 +156,12 @@ def _warnings(
         least = OBJECTS_IN_FLIGHT * INFLIGHT_SHARE * largest
         said.append(
             f"keys of {format_bytes(largest)} are never shared: memory.capacity_bytes must be {format_bytes(least)} "
-            "or more, since an object may be a fourth of what may be on its way"
+            "or more, because an object may take at most a fourth of the bytes in flight"
         )
     if largest > OBJECT_SHARE[terms.engine] * store_bytes:
         each = "of one store, with Mooncake's steps of eviction" if terms.engine == "mooncake" else "of maxmemory"
         said.append(
-            f"keys of {format_bytes(largest)} may find no room: an object may have {OBJECT_SHARE[terms.engine]:.1%} "
+            f"keys of {format_bytes(largest)} may find no room: an object may take {OBJECT_SHARE[terms.engine]:.1%} "
             f"{each}, so {format_bytes(math.ceil(largest / OBJECT_SHARE[terms.engine]))} are needed"
         )
     if prompt.asked > LOOKUP_KEYS_MAX:
@@ -171,7 +171,7 @@ def _warnings(
         )
     if prompt.prefill_s and prompt.fetch_s >= prompt.prefill_s:
         said.append(
-            f"over this link it is faster to compute: {prompt.fetch_s:.2f} s to fetch, {prompt.prefill_s:.2f} s to "
+            f"over this link, computing is faster: {prompt.fetch_s:.2f} s to fetch, {prompt.prefill_s:.2f} s to "
             'compute; remote.push = "never", or a faster network'
         )
     return said
@@ -180,7 +180,7 @@ def _warnings(
 def _assumed(plan: CapacityPlan, terms: RemoteTerms) -> list[str]:
     tcp = "0.4 to 0.8 of what a plain socket moves was measured over TCP (docs/benchmarks/remote.md)"
     return [
-        f"the link brings {format_bytes(terms.link_bytes_per_s)} a second to this host, and nobody else uses it; {tcp}",
+        f"the link moves {format_bytes(terms.link_bytes_per_s)} a second to this host, and has no other traffic; {tcp}",
         f"the engine computes {terms.prefill_tokens_per_s:,} tokens a second of such a prompt (--prefill-rate)",
         "this host has nothing of the prompt, and the store all of it, in one copy",
         "each key is one object, with the parts of all ranks and a header page",

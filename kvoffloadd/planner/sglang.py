@@ -261,20 +261,20 @@ def _warnings(
     model = rank.model
     if model.model_type in PAGES_OF_ONE:
         found.append(
-            "SGLang caches this model's prompts with --page-size 1 alone: a key for each token, of "
-            f"{format_bytes(pools[0].payload_bytes)}. This was not tried"
+            "SGLang caches this model's prompts only with --page-size 1: a key for each token, of "
+            f"{format_bytes(pools[0].payload_bytes)}. This has not been tested"
         )
     elif model.is_mla or model.is_hybrid or model.indexed:
-        found.append("not tried with a real engine: SGLang's CPU engine, on which the storage was tested, has no such")
+        found.append("not tested with a real engine: SGLang's CPU engine, on which the storage was tested, has no such")
     if prompt.tokens < max(THRESHOLD_TOKENS, rank.block_size):
         found.append(
             f"a typical prompt has {prompt.tokens:,} tokens: SGLang looks for no fewer than {THRESHOLD_TOKENS} in its "
-            'storage, unless "prefetch_threshold" in the JSON says less, and stores whole pages alone'
+            'storage, unless "prefetch_threshold" in the JSON says less, and stores only whole pages'
         )
     if memory.prompts[0] is not None and memory.prompts[0] < 1:
         found.append(
-            f"memory holds less than one prompt of {prompt.tokens:,} tokens: its first pages are gone before its last "
-            "are stored; raise --memory"
+            f"memory holds less than one prompt of {prompt.tokens:,} tokens: its first pages are evicted before its "
+            "last are stored; raise --memory"
         )
     elif memory.blocks < 2 * CALL_PAGES:
         found.append(
@@ -316,5 +316,5 @@ def _assumed(rank: Rank, terms: PlanInputs, pools: Sequence[HostPool]) -> list[s
         said.append("all ranks have the same latents: one of them stores them")
     said.append("a key is one page of one pool; every whole page of a prompt is stored")
     if any(pool.needed_tokens for pool in pools):
-        said.append("of windows a restore needs less than may be stored: both figures are shown")
+        said.append("for windows, a restore needs less than may be stored: both figures are shown")
     return said

@@ -70,12 +70,12 @@ def _request(line: str, where: str, block_tokens: int) -> tuple[int, list[int]]:
         raise ConfigError(f"{where}: not an object with `input_length` and `hash_ids`")
     length, ids = record.get("input_length"), record.get("hash_ids")
     if type(length) is not int or length < 1:
-        raise ConfigError(f"{where}: `input_length` = {length!r} is no number of tokens above 0")
+        raise ConfigError(f"{where}: `input_length` = {length!r} is not a number of tokens above 0")
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise ConfigError(f"{where}: `hash_ids` is not a list of integers")
     if len(ids) != -(-length // block_tokens):
         raise ConfigError(
             f"{where}: {len(ids)} `hash_ids` for {length} tokens are not blocks of {block_tokens} tokens; "
-            "say --trace-block-tokens"
+            "set --trace-block-tokens"
         )
     return length, ids

@@ -93,7 +93,7 @@ def unpack(body: bytes | memoryview) -> dict[str, Any]:
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:
-    raise ValueError(f"extension type {code}, where the protocol has none")
+    raise ValueError(f"extension type {code}: the protocol has no extension types")
 
 
 def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:
@@ -167,7 +167,7 @@ class Connection:
         except PeerError as error:
             self._fds.extendleft(reversed(fds))  # no message came of it that could own them
             if fds:
-                raise FramingError(f"descriptors with a frame that can't be taken: {error}") from error
+                raise FramingError(f"the descriptors of a frame can't be received: {error}") from error
             seq = fields.get("seq")
             error.seq = seq if type(seq) is int and 0 <= seq < SEQ_END else 0
             raise

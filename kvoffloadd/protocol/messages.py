@@ -64,9 +64,10 @@ class Push(Message, frozen=True):
 
 
 class NamespaceSpec(Part, frozen=True):
-    """Who may share. The daemon adds the owner's uid and the epoch; every field takes part in the fingerprint. Of what
-    is stored, the daemon knows sizes alone: say here what else decides the bytes, such as the order of layers in a
-    group's refs (`layout`), or engines that differ in it take each other's bytes for their own.
+    """Which engines share keys. The daemon adds the owner's uid and the epoch; every field is part of the fingerprint.
+    The daemon knows only the sizes of what is stored. So name here everything else that decides the bytes, such as the
+    order of layers in a group's refs (`layout`); otherwise engines that differ in it load each other's bytes as their
+    own.
     """
 
     model: Text
@@ -79,7 +80,9 @@ class NamespaceSpec(Part, frozen=True):
 
 
 class TensorSpec(Part, frozen=True):
-    """A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart, from `offset` in an allocation."""
+    """A canonical tensor: `num_blocks` rows of `page_bytes`, `stride_bytes` apart, starting at `offset` in an
+    allocation.
+    """
 
     allocation: Id
     offset: Count
@@ -99,8 +102,8 @@ class RefSpec(Part, frozen=True):
 
 
 class GroupSpec(Part, frozen=True):
-    """A group: the schema that the whole namespace shares, and a part that this rank holds, with its refs (none: it has
-    no part). One for each part.
+    """A group: the schema that the whole namespace shares, and one part that this rank holds, with its refs (without
+    refs: the rank holds no part). There is one for each part.
     """
 
     group: Small
@@ -114,7 +117,7 @@ class GroupSpec(Part, frozen=True):
 
 
 class GroupKeys(Part, frozen=True):
-    """Consecutive keys of one prompt; `first` is the index of the first one (those before it are held locally)."""
+    """Consecutive keys of one prompt. `first` is the index of the first key; the keys before it are held locally."""
 
     group: Small
     keys: bytes
@@ -122,7 +125,7 @@ class GroupKeys(Part, frozen=True):
 
 
 class GroupBlocks(Part, frozen=True):
-    """Keys with `blocks_per_key` block ids each (u32; 0xFFFFFFFF = this block of the key is not wanted)."""
+    """Keys with `blocks_per_key` block ids each (u32; 0xFFFFFFFF: this block of the key is not wanted)."""
 
     group: Small
     keys: bytes
@@ -141,7 +144,7 @@ class ReadySpec(Part, frozen=True):
 
 
 class Limits(Part, frozen=True):
-    """What the daemon will take from this session."""
+    """What the daemon accepts from this session."""
 
     frame_bytes: Count
     fds_per_frame: Count
@@ -154,7 +157,7 @@ class Limits(Part, frozen=True):
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First message of a session. `namespace` may be left out by an observer only."""
+    """First message of a session. Only an observer can leave out `namespace`."""
 
     reply: ClassVar[str] = "welcome"
     version: Small
@@ -168,7 +171,7 @@ class Ping(Request, frozen=True, tag="ping"):
 
 
 class Attach(Request, frozen=True, tag="attach"):
-    """Announces shared memory: the frame carries `fds` descriptors, each one becomes an allocation."""
+    """Announces shared memory. The frame carries `fds` descriptors; each of them becomes an allocation."""
 
     reply: ClassVar[str] = "attached"
     kind: Literal["shm"]
@@ -176,7 +179,7 @@ class Attach(Request, frozen=True, tag="attach"):
 
 
 class AttachIpc(Request, frozen=True, tag="attach_ipc"):
-    """Announces memory of a GPU: CUDA IPC handles of 64 bytes each, each one becomes an allocation. `device`: the
+    """Announces memory of a GPU by CUDA IPC handles of 64 bytes each; each of them becomes an allocation. `device`: the
     GPU's UUID.
     """
 
@@ -186,11 +189,10 @@ class AttachIpc(Request, frozen=True, tag="attach_ipc"):
 
 
 class AttachVmm(Request, frozen=True, tag="attach_vmm"):
-    """Announces memory of a GPU that was made in chunks (cuMemCreate): the frame carries a descriptor for each, in the
-    order of their addresses; together they become one allocation. `chunks`: their sizes, u64 each.
-
-    `extends` 0: a new allocation that will have `total_bytes` in the end; else the one that these chunks go on with.
-    Until it is whole it can't be registered.
+    """Announces memory of a GPU that was made in chunks (cuMemCreate). The frame carries a descriptor for each chunk,
+    in the order of their addresses; together they become one allocation. `chunks`: the sizes of the chunks, u64 each.
+    `extends`: 0 for a new allocation, which will have `total_bytes` in the end; otherwise the allocation that these
+    chunks continue. An allocation can't be registered until it is complete.
     """
 
     reply: ClassVar[str] = "attached"
@@ -203,7 +205,6 @@ class AttachVmm(Request, frozen=True, tag="attach_vmm"):
 
 class Register(Request, frozen=True, tag="register"):
     """Names tensors in attached memory, all on one device, and groups. A scheduler registers groups without refs.
-
     `signals`: attached shared memory in which this worker says when the blocks of its jobs are final (`ready`).
     """
 
@@ -214,27 +215,31 @@ class Register(Request, frozen=True, tag="register"):
 
 
 class Unregister(Request, frozen=True, tag="unregister"):
-    """Answered, and so is a second one meanwhile, when no copy uses the registration and its memory is unmapped."""
+    """Answered when no copy uses the registration any more and its memory is unmapped. A second `unregister` in the
+    meantime is answered at the same time.
+    """
 
     registration: Id
 
 
 class Lookup(Request, frozen=True, tag="lookup"):
-    """Which keys hit, and which prefixes can be restored. Changes nothing, waits for nothing."""
+    """Says which keys hit, and which prefixes can be restored. It changes nothing and waits for nothing."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
 class Pin(Request, frozen=True, tag="pin"):
-    """Lookup, and a read lease on every key that hits. Keys on disk are brought into memory, and join the lease."""
+    """A lookup that also takes a read lease on every key that hits. Keys on disk are brought into memory and join the
+    lease.
+    """
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
 
 
 class Prefetch(Request, frozen=True, tag="prefetch"):
-    """Lookup that also brings keys on disk into memory, behind those that are pinned or loaded."""
+    """A lookup that also brings keys on disk into memory, after keys that are pinned or loaded."""
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
@@ -247,8 +252,9 @@ class Touch(Request, frozen=True, tag="touch"):
 
 
 class Keep(Request, frozen=True, tag="keep"):
-    """Says of keys of a prompt whether they will be used again soon, or not at all (`drop`). It is no use, promises
-    nothing, and holds until the next use of each key. `keep` is among the `features` of daemons that know it.
+    """Says that keys of a prompt will be used again soon (`soon`), or not at all (`drop`). This does not count as a
+    use, guarantees nothing, and holds until the next use of each key. Daemons that support it have `keep` among their
+    `features`.
     """
 
     groups: list[GroupKeys]
@@ -256,13 +262,13 @@ class Keep(Request, frozen=True, tag="keep"):
 
 
 class Release(Request, frozen=True, tag="release"):
-    """Ends a lease: read-leased keys may be evicted again; reserved slots that no job fills are freed."""
+    """Ends a lease. Keys under a read lease can be evicted again; reserved slots that no job fills are freed."""
 
     lease: Id
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Slots for keys that are to be stored, for all parts of each key or for the named ones."""
+    """Reserves slots for keys that are to be stored, for all parts of each key or for the named parts."""
 
     reply: ClassVar[str] = "reserved"
     groups: list[GroupKeys]
@@ -270,7 +276,9 @@ class Reserve(Request, frozen=True, tag="reserve"):
 
 
 class Store(Request, frozen=True, tag="store"):
-    """A job: worker memory -> daemon. `lease` 0: reserves this rank's parts itself. `ready`: nothing is read before."""
+    """A job that copies from worker memory to the daemon. `lease` 0: the job reserves this rank's parts itself.
+    `ready`: the daemon reads nothing before that signal.
+    """
 
     reply: ClassVar[str] = "accepted"
     job: Id
@@ -282,8 +290,8 @@ class Store(Request, frozen=True, tag="store"):
 
 
 class Load(Request, frozen=True, tag="load"):
-    """A job: daemon -> worker memory. `lease` 0: holds the keys for the job's own time. Keys on disk are read first.
-    `ready`: nothing is written before.
+    """A job that copies from the daemon to worker memory. `lease` 0: the job holds the keys while it runs. Keys on disk
+    are read first. `ready`: the daemon writes nothing before that signal.
     """
 
     reply: ClassVar[str] = "accepted"
@@ -297,21 +305,23 @@ class Load(Request, frozen=True, tag="load"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
-    """Ends a job early; its `completed` comes after the last access to its blocks."""
+    """Ends a job early. Its `completed` comes after the last access to its blocks."""
 
     job: Id
 
 
 class Clear(Request, frozen=True, tag="clear"):
-    """Drops every key of the own namespace, or of all (`everything`; root or the daemon's uid only)."""
+    """Drops all keys of the session's namespace, or of all namespaces (`everything`; only for root and the daemon's
+    uid).
+    """
 
     reply: ClassVar[str] = "cleared"
     everything: bool = False
 
 
 class Drain(Request, frozen=True, tag="drain"):
-    """Answered when the jobs admitted before it have ended and all that they stored is sealed, or at the deadline. 256
-    of a user may wait; more are answered `busy`.
+    """Answered when the jobs that were admitted before it have ended and everything that they stored is sealed, or at
+    the deadline. For each user, 256 of them can wait; further ones are answered `busy`.
     """
 
     reply: ClassVar[str] = "drained"
@@ -326,9 +336,9 @@ class Status(Request, frozen=True, tag="status"):
 
 
 class Verify(Request, frozen=True, tag="verify"):
-    """Self-audit; with `payloads` every sealed slot is hashed again, and the keys of those found bad are dropped, with
-    `disk` every record on disk is read and checked, with `repair` those found bad are dropped, too. Root or the
-    daemon's uid only.
+    """Runs the self-audit. With `payloads`, every sealed slot is hashed again, and keys with wrong payloads are
+    dropped. With `disk`, every record on disk is read and checked. With `repair`, bad records are dropped, too. Only
+    for root and the daemon's uid.
     """
 
     reply: ClassVar[str] = "verified"
@@ -338,12 +348,12 @@ class Verify(Request, frozen=True, tag="verify"):
 
 
 class Subscribe(Request, frozen=True, tag="subscribe"):
-    """From now on `events` of the own namespace are pushed."""
+    """From now on, `events` of the session's namespace are pushed."""
 
 
 class Snapshot(Request, frozen=True, tag="snapshot"):
-    """Some of the complete keys of a group of the own namespace; start with `cursor` 0, end when it answers 0. A key
-    that is in memory and on disk is named twice.
+    """Lists some of the complete keys of a group of the session's namespace. Start with `cursor` 0, and stop when the
+    reply has `cursor` 0. A key that is in memory and on disk is listed twice.
     """
 
     reply: ClassVar[str] = "listing"
@@ -352,18 +362,20 @@ class Snapshot(Request, frozen=True, tag="snapshot"):
 
 
 class Bye(Request, frozen=True, tag="bye"):
-    """Orderly end: answered when the session's copies have ended; then the daemon closes the socket."""
+    """Ends the session in order. It is answered when the session's copies have ended; then the daemon closes the
+    socket.
+    """
 
 
 # --- replies ----------------------------------------------------------------------------------------
 
 
 class Done(Reply, frozen=True, tag="done"):
-    """Nothing to tell but success."""
+    """Success, without further data."""
 
 
 class Error(Reply, frozen=True, tag="error"):
-    """The request failed and changed nothing. `seq` 0: it could not be told which request it was."""
+    """The request failed and changed nothing. `seq` is 0 if the daemon could not tell which request it was."""
 
     code: str
     message: str
@@ -372,7 +384,7 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The frame carries `fds` = 1 descriptor: a pidfd of the daemon, readable when it is dead."""
+    """The frame carries `fds` = 1 descriptor: a pidfd of the daemon, which is readable when the daemon is dead."""
 
     version: Small
     boot_id: Token
@@ -398,9 +410,9 @@ class Registered(Reply, frozen=True, tag="registered"):
 
 
 class Found(Reply, frozen=True, tag="found"):
-    """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease`
-    0: none held. `promoting`: how many of the pending keys are on their way from disk, or asked for; above 0, one
-    `ready` follows.
+    """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease` 0: no
+    lease is held. `promoting`: how many of the pending keys are being read from disk or asked for; if it is above 0,
+    one `ready` follows.
     """
 
     states: list[bytes]
@@ -410,15 +422,15 @@ class Found(Reply, frozen=True, tag="found"):
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
-    """`states[g]`: u8 per key: reserved, hit (already there), pending (being stored by another), no_space."""
+    """`states[g]`: u8 per key: reserved, hit (already stored), pending (another session is storing it), no_space."""
 
     states: list[bytes]
     lease: Id = 0
 
 
 class Accepted(Reply, frozen=True, tag="accepted"):
-    """The job is admitted and will end in one `completed`. Store: keys in state reserved are copied; load: those in
-    state hit, which may have to be read from disk first.
+    """The job is admitted and will end in one `completed`. A store copies the keys in state reserved. A load copies the
+    keys in state hit, which may have to be read from disk first.
     """
 
     job: Id
@@ -426,8 +438,8 @@ class Accepted(Reply, frozen=True, tag="accepted"):
 
 
 class Cleared(Reply, frozen=True, tag="cleared"):
-    """What the clear dropped from memory; keys under a read lease go when it ends, and hit no more from now on. What
-    was on disk is gone for good, restarts included.
+    """What the clear dropped from memory. Keys under a read lease no longer hit, and are dropped when the lease ends.
+    Keys on disk are gone for good, also after a restart.
     """
 
     keys: Count
@@ -448,7 +460,7 @@ class Report(Reply, frozen=True, tag="report"):
 
 
 class Verified(Reply, frozen=True, tag="verified"):
-    """What the self-audit found wrong (nothing: an empty list) and how much it looked at."""
+    """The problems that the self-audit found (an empty list if there are none), and how much it checked."""
 
     findings: list[str]
     slots: Count
@@ -457,7 +469,7 @@ class Verified(Reply, frozen=True, tag="verified"):
 
 
 class Listing(Reply, frozen=True, tag="listing"):
-    """Packed keys; `cursor` 0: those were the last."""
+    """Packed keys. `cursor` 0: these were the last ones."""
 
     keys: bytes
     cursor: Count
@@ -467,10 +479,9 @@ class Listing(Reply, frozen=True, tag="listing"):
 
 
 class Completed(Push, frozen=True, tag="completed"):
-    """The end of a job: its blocks are the client's again.
-
-    `failed[g]`: u32 indices into the job's key list g: for a load the keys whose blocks are not valid, for a store
-    the keys that this job did not store although it had reserved them.
+    """The end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list g. For
+    a load, these are the keys whose blocks are not valid; for a store, the keys that this job had reserved and did not
+    store.
     """
 
     job: Id
@@ -482,10 +493,9 @@ class Completed(Push, frozen=True, tag="completed"):
 
 
 class Ready(Push, frozen=True, tag="ready"):
-    """The promotions that the `pin` or `prefetch` with this `seq` waited for have ended: its answer anew.
-
-    What was brought hits now, and is in the pin's `lease` (0: a prefetch, or released meanwhile); what was not is a
-    miss, or pending where somebody else is storing it.
+    """The promotions of the `pin` or `prefetch` with this `seq` have ended; this is its new answer. Promoted keys now
+    hit, and are in the pin's `lease` (0: for a prefetch, or if the lease was released meanwhile). Other keys are a
+    miss, or pending if another session is storing them.
     """
 
     seq: Seq
@@ -495,7 +505,7 @@ class Ready(Push, frozen=True, tag="ready"):
 
 
 class Events(Push, frozen=True, tag="events"):
-    """Keys that became complete or went, packed."""
+    """Keys that became complete or were dropped, packed."""
 
     group: Small
     added: bytes
@@ -503,7 +513,7 @@ class Events(Push, frozen=True, tag="events"):
 
 
 class Gap(Push, frozen=True, tag="gap"):
-    """Events were lost because the client read too slowly: read a snapshot."""
+    """Events were lost because the client read too slowly. Read a snapshot."""
 
 
 def _tagged(base: type[Message]) -> dict[str, type[Any]]:

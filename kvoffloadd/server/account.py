@@ -41,7 +41,7 @@ class Account:
         for name, amount in amounts.items():
             used, cap = self.used.get(name, 0), self.caps[name]
             if used + amount > cap:
-                raise LimitError(f"uid {self.uid} uses {used} of {cap} {name}; {amount} more are over its cap")
+                raise LimitError(f"uid {self.uid} uses {used} of {cap} {name}; {amount} more would exceed its cap")
         for name, amount in amounts.items():
             self.used[name] = self.used.get(name, 0) + amount
 

@@ -82,7 +82,7 @@ class Closer:
             try:
                 self._start(uid)
             except RuntimeError as error:
-                raise BusyError(f"the daemon can make no thread for uid {uid}: {error}") from None
+                raise BusyError(f"the daemon can't start a thread for uid {uid}: {error}") from None
         _check_moves(self._queues[uid], uid)
 
     def _start(self, uid: int) -> None:
@@ -155,8 +155,8 @@ class Closer:
 def _check_moves(mine: _Queue, uid: int) -> None:
     if mine.stuck:
         raise LimitError(
-            f"a descriptor that uid {uid} has sent does not let itself be closed (a socket that lingers, a file system "
-            "that does not answer), and until then nobody knows how many more would not"
+            f"a descriptor that uid {uid} has sent can't be closed (a lingering socket, or a file system that does not "
+            "answer); until it is closed, this uid is refused"
         )
 
 

@@ -101,7 +101,7 @@ class PeerConnection:
             return
         if flags & socket.MSG_CTRUNC:  # the kernel has closed the others
             self._close_fds(fds)
-            self._refuse(FramingError("not all of its descriptors arrived: the daemon has none left"))
+            self._refuse(FramingError("not all descriptors arrived: the daemon has run out of descriptors"))
             return
         try:
             with memoryview(_READ)[:size] as data:
@@ -229,7 +229,7 @@ class PeerConnection:
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception as error:
-            log.exception("a request failed by a bug of ours")
+            log.exception("a request failed because of a bug in the daemon")
             self._reply_bug(error, seq)
         finally:
             self._close_fds(fds)
@@ -251,7 +251,7 @@ class PeerConnection:
         except KvOffloadError as error:
             self._reply_error(error, seq)
         except Exception as error:
-            log.exception("a request failed by a bug of ours")
+            log.exception("a request failed because of a bug in the daemon")
             self._reply_bug(error, seq)
         if last:
             self.end("the peer said bye")
@@ -259,7 +259,7 @@ class PeerConnection:
     async def _finish_others(self) -> None:
         """Before the answer to `bye`: every request that came before it has its reply."""
         for seq in await self._under_way.finish_others(FLUSH_S):
-            self._reply_error(StateError("the session said bye before this was done"), seq)
+            self._reply_error(StateError("the session sent bye before this request was done"), seq)
 
     # --- out ---
 
@@ -359,7 +359,7 @@ class PeerConnection:
             check_s = self._context.config.server.partial_frame_s / PARTIAL_CHECKS
             self._timer = self._loop.call_later(check_s, self._check_rest, checks - 1)
             return
-        self._refuse(FramingError(f"no whole frame within {self._context.config.server.partial_frame_s} s"))
+        self._refuse(FramingError(f"no complete frame within {self._context.config.server.partial_frame_s} s"))
 
     def _on_peer_death(self) -> None:
         self._context.counters.peers_killed += 1

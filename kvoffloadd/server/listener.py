@@ -58,7 +58,7 @@ def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[soc
         listener.listen(BACKLOG)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigError(f"server.socket: a live daemon has {path} (it holds {path}.lock)") from None
+        raise ConfigError(f"server.socket: another daemon uses {path} (it holds {path}.lock)") from None
     except OSError as error:
         os.close(lock)
         raise ConfigError(f"server.socket: {path} can't be used: {error.strerror}") from None
@@ -72,7 +72,7 @@ def _check_given(given: socket.socket, path: Path) -> None:
     """Raises ConfigError if it is not where clients look for it."""
     place = str(given.getsockname())
     if os.path.realpath(place) != os.path.realpath(path):
-        raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: make the socket unit agree")
+        raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: change the socket unit to match")
 
 
 class Listener:
@@ -127,7 +127,7 @@ class Listener:
         if not own and not self._door.lets_in(key):
             context.counters.sessions_refused += 1
             if self._door.is_news(key):
-                log.warning("uid %d connects too often, it is turned away for a while", peer.uid)
+                log.warning("uid %d connects too often; its connections are refused for a while", peer.uid)
             with contextlib.suppress(OSError):
                 sock.send(_TOO_OFTEN)
             context.closer.close_socket(peer.uid, sock)
@@ -151,7 +151,7 @@ class Listener:
             connection.start()
         except OSError as error:
             log.error("a session can't be served: %s", error.strerror)
-            _say(sock, BusyError("the system has nothing left to watch this session with"))
+            _say(sock, BusyError("the system has no resources left to watch this session"))
             connection.end(f"it can't be served: {error.strerror}")
 
     def _turn_away(self, sock: socket.socket, uid: int, error: PeerError | ResourceError) -> None:

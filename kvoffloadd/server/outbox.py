@@ -57,7 +57,7 @@ class Outbox:
                 "read completions, then ask again"
             )
         if self.unread.queued_bytes + self.unread.reserved_bytes + size > UID_BYTES:
-            raise BusyError("too much is unread in the sessions of this uid, or promised to them: read, then ask again")
+            raise BusyError("the sessions of this uid have too much data unread or promised: read, then ask again")
         self.reserved_bytes += size
         self.unread.reserved_bytes += size
 
@@ -93,7 +93,7 @@ class Outbox:
     def check_crowd(self) -> None:
         """Raises BusyError if so much is unread that nothing large is to be added."""
         if self.crowded:
-            raise BusyError("too much is unread in the sessions of this uid: read, then ask again")
+            raise BusyError("the sessions of this uid have too much unread data: read, then ask again")
 
     @property
     def congested(self) -> bool:

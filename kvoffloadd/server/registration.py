@@ -111,10 +111,10 @@ class Registration:
     def ready(self, spec: ReadySpec) -> ReadySignal:
         """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
         if spec.signal >= len(self.signals):
-            raise UnknownNameError(f"signal {spec.signal}: registration {self.id} names {len(self.signals)} of them")
+            raise UnknownNameError(f"registration {self.id} has no signal {spec.signal} (signals: {len(self.signals)})")
         signal = self.signals[spec.signal]
         if spec.offset % SIGNAL_BYTES or spec.offset + SIGNAL_BYTES > signal.size_bytes:
-            raise ExtentError(f"no aligned u64 at byte {spec.offset} of {signal.size_bytes} of signal {spec.signal}")
+            raise ExtentError(f"signal {spec.signal} has no aligned u64 at byte {spec.offset} of {signal.size_bytes}")
         return ReadySignal(signal.base_address + spec.offset, spec.value)
 
 
@@ -161,7 +161,7 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attachment]) -> l
         end = spec.offset + (spec.num_blocks - 1) * spec.stride_bytes + spec.page_bytes
         if end > entry.allocation.size_bytes:
             raise ExtentError(
-                f"tensor {number}: {spec.num_blocks} blocks end at byte {end} of an allocation of "
+                f"tensor {number}: {spec.num_blocks} blocks end at byte {end}, but the allocation has "
                 f"{entry.allocation.size_bytes} bytes"
             )
         base = entry.allocation.base_address + spec.offset
@@ -177,7 +177,7 @@ def find_signals(numbers: Sequence[int], attached: Mapping[int, Attachment]) -> 
         if entry is None:
             raise UnknownNameError(f"signals: this session has no allocation {number}")
         if entry.allocation.kind != "host":
-            raise MemoryKindError(f"signals: allocation {number} is not shared memory, which is read without a call")
+            raise MemoryKindError(f"signals: allocation {number} is not shared memory, which signals need")
         found.append(entry.allocation)
     return found
 
@@ -220,7 +220,7 @@ def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
 def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, namespace: Namespace) -> None:
     """Check against other registrations, as far as possible before there is a draft. Raises PeerErrors."""
     if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
-        raise ExtentError("tensors on several devices: register those of each device apart")
+        raise ExtentError("tensors on several devices: register those of each device separately")
     find_signals(message.signals, attached)
     asked = {spec.group for spec in message.groups}
     if len(namespace.keyspaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:

@@ -159,7 +159,7 @@ class Registry:
             number = message.extends or await self._reserve(device, message.total_bytes)
             entry = self.attached.get(number)
             if entry is None or entry.device is not device or entry.allocation.whole:
-                raise UnknownNameError(f"this session has no allocation {number} on this GPU that lacks chunks")
+                raise UnknownNameError(f"this session has no incomplete allocation {number} on this GPU")
             if entry.allocation.charged_bytes != message.total_bytes:
                 raise ExtentError(f"allocation {number} was announced with {entry.allocation.charged_bytes} bytes")
             try:
@@ -317,14 +317,14 @@ class Registry:
         self._closed = True
         for error in await asyncio.gather(*self._ending.values(), return_exceptions=True):
             if error is not None:
-                log.error("a registration of a session that ended can't be let go: %s", error)
+                log.error("a registration of an ended session can't be released: %s", error)
         for made in self.registrations.values():
             self.account.refund(descriptors=made.descriptors)
         self.registrations.clear()
         unmapped = await asyncio.gather(*map(self._unmap, list(self.attached)), return_exceptions=True)
         for error in unmapped:  # the others are unmapped all the same
             if error is not None:
-                log.error("an allocation of a session that ended can't be unmapped: %s", error)
+                log.error("an allocation of an ended session can't be unmapped: %s", error)
 
     async def _unmap(self, number: int) -> None:
         entry = self.attached.pop(number, None)

@@ -40,7 +40,7 @@ class Reload:
             try:
                 asked = await self._context.loop.run_in_executor(None, self._read)
             except ConfigError as error:
-                log.error("not reloaded, all stays as it was: %s", "; ".join(map(str.strip, str(error).splitlines())))
+                log.error("not reloaded, nothing has changed: %s", "; ".join(map(str.strip, str(error).splitlines())))
             else:
                 self._adopt(asked)
             finally:
@@ -58,4 +58,4 @@ class Reload:
             logs.setup(context.config.log)
         log.info("reloaded: %s", "; ".join(changed) or "nothing has changed")
         if waiting:
-            log.warning("needs a restart to change: %s", ", ".join(waiting))
+            log.warning("takes effect at the next start: %s", ", ".join(waiting))

@@ -40,7 +40,9 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     await _check_books(context, audit)
     if audit.findings and not context.jobs.verify_loads:
         # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
-        log.critical("the books are wrong: from now on payloads are verified before each load; restart the daemon")
+        log.critical(
+            "the self-audit found errors: from now on payloads are verified before each load; restart the daemon"
+        )
         context.jobs.verify_loads = True
     columns = context.cache.entries.parts
     audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))
@@ -69,8 +71,8 @@ async def _check_books(context: Context, audit: AuditRun) -> None:
             audit.findings += found
             await asyncio.sleep(0)
     except (LookupError, ValueError) as error:  # a number in the books names what is not there
-        log.exception("the self-audit could not go on")
-        audit.findings.append(f"the books are damaged, so that not all could be checked: {error!r}")
+        log.exception("the self-audit could not be completed")
+        audit.findings.append(f"the tables are damaged, so not everything could be checked: {error!r}")
 
 
 async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:

@@ -81,7 +81,7 @@ class Watchdog:
         await lane.perform(_nothing, urgent=FIRST)
         seconds = lane.oldest_running_s(self._context.loop.time())
         if seconds > self._patience_s:
-            raise RuntimeError(f"has been at one piece of work for {seconds:.0f} s")
+            raise RuntimeError(f"has been busy with one piece of work for {seconds:.0f} s")
 
     def _look_at_disks(self) -> None:
         """Says which lanes of disks have not answered since the last round; asks the others again."""
@@ -113,7 +113,7 @@ class Watchdog:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             # As below: connected peers are served.
-            log.warning("no descriptors are left, nobody can connect: %s", error.strerror)
+            log.warning("no descriptors are left, new connections fail: %s", error.strerror)
             return
         with sock:
             try:
@@ -121,7 +121,9 @@ class Watchdog:
                     return
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 # Connected peers are served; to kill the daemon would end that.
-                log.warning("nobody can connect any more, restart the service: %s: %s", self._path, error.strerror)
+                log.warning(
+                    "new connections are no longer possible, restart the service: %s: %s", self._path, error.strerror
+                )
                 return
             protocol = Connection(daemon=False)
             hello = m.Hello(seq=1, version=max(m.VERSIONS), role="observer", instance=os.urandom(16))
@@ -155,7 +157,7 @@ class Watchdog:
                 except BlockingIOError:
                     continue
                 if not data:
-                    raise ConnectionResetError("the daemon hung up on its own ping")
+                    raise ConnectionResetError("the daemon closed the connection of its own ping")
                 protocol.receive_data(data, fds)
         finally:
             self._context.loop.remove_reader(sock)

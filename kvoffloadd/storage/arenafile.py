@@ -116,8 +116,8 @@ class ArenaFile:
             if not reserved:
                 raise
             raise ConfigError(
-                f'memory.huge_pages = "reserved": {size_bytes // HUGE_PAGE_BYTES} huge pages can\'t be had ({error}): '
-                "others were promised those that are free, or a cpuset or a cgroup keeps them from this process"
+                f'memory.huge_pages = "reserved": {size_bytes // HUGE_PAGE_BYTES} huge pages are not available '
+                f"({error}): the free ones are reserved by others, or a cpuset or cgroup denies them to this process"
             ) from None
 
     def ask_for_huge_pages(self) -> None:
@@ -217,12 +217,12 @@ def inherit(
     if fd is None:
         return None
     pid = _await_owner(fd)
-    reason = f"process {pid} still has it" if pid else unfit(fd, capacity_bytes, slab_bytes)
+    reason = f"process {pid} still uses it" if pid else unfit(fd, capacity_bytes, slab_bytes)
     if not reason:
         if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
             check_fits(lacking_bytes(fd))
         return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
-    log.warning("memory: a cold start, the old pool can't be used: %s", reason)
+    log.warning("memory: a cold start, because the old pool can't be used: %s", reason)
     if pid:
         os.close(fd)
     else:
@@ -252,14 +252,14 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         log.warning("memory.pool_file: %s is on %s: what is stored in memory is written to a disk, too", path, kind)
     try:
         if pid := _await_owner(fd):
-            raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which had it before, does not end")
+            raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which used it before, does not end")
         reason = unfit(fd, capacity_bytes, slab_bytes)
         if not reason:
             if lacking_bytes(fd):
                 _allocate(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
             return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
         if os.fstat(fd).st_size:
-            log.warning("memory: a cold start, %s can't be used: %s", path, reason)
+            log.warning("memory: a cold start, because %s can't be used: %s", path, reason)
         os.ftruncate(fd, 0)
         if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
             check_fits(capacity_bytes)

@@ -220,7 +220,7 @@ def test_it_dies_when_its_parent_does_not_start_it(tmp_path: Path) -> None:
     )
     try:
         assert spawned.child.wait(FOREVER_S) == 5
-        assert "must be Python itself" in os.read(spawned.output_fd, 4096).decode()
+        assert "must be the Python interpreter itself" in os.read(spawned.output_fd, 4096).decode()
     finally:
         spawned.sock.close()
         os.close(spawned.output_fd)

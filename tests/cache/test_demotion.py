@@ -577,7 +577,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
     assert tries == [1] * 10, "once more each"
     assert tier.not_demoted == {"write failed": 5}
     assert (tier.root.state, tier.root.health.write_errors) == (RootState.OK, 0)
-    assert len([message for message in caplog.messages if "by a bug of ours" in message]) == 10
+    assert len([message for message in caplog.messages if "because of a bug in the daemon" in message]) == 10
     assert tier.on_disk(other, 1, *range(10, 15)) == [1, *range(10, 15)]
     assert {tier.place(other, number)[1] for number in (1, *range(10, 15))} == {tier.root.pool.open_segment}, (
         "one segment"

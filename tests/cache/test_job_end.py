@@ -166,7 +166,7 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
     async with asyncio.timeout(20):
         result = await ended
     assert result.outcome is Outcome.FAILED
-    assert "could not begin" in result.reason
+    assert "could not start" in result.reason
     assert not jobs.running
 
 

@@ -260,7 +260,7 @@ def test_what_cannot_be_asked(client: Any, fake: FakeDaemon, keys: U8Array, cach
     with pytest.raises(UsageError):
         client.store(registration, {0: (keys, np.arange(4))}, deadline_s=0)
     assert len(fake.seen) == seen
-    with pytest.raises(UsageError, match="too much for one request"):
+    with pytest.raises(UsageError, match="too large for one request"):
         client.lookup({0: bytes(5 << 20)})
     client.ping()
 

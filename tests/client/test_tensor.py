@@ -55,7 +55,7 @@ def test_memory_that_is_not_there_is_an_error_for_whoever_shares_it() -> None:
     """Not a signal for the daemon later."""
     with full_tmpfs() as (fd, _):
         array = np.memmap(f"/proc/self/fd/{fd}", np.uint8, "r+", shape=(64, SIZE // 64))
-        with pytest.raises(ResourceError, match=r"(?s)no memory for .* that are to be shared: .*tmpfs is full"):
+        with pytest.raises(ResourceError, match=r"(?s)can't allocate .* bytes of shared memory: .*tmpfs is full"):
             SharedTensor.adopt(array)
 
 
@@ -174,5 +174,5 @@ def test_memory_that_another_library_has_mapped() -> None:
     other.array[:] = np.arange(4, dtype=np.uint8)[:, None]
     assert seen_by_another(other) == memory[4096:].tobytes()
     assert one.allocation is other.allocation
-    with pytest.raises(UsageError, match="do not lie in the memory"):
+    with pytest.raises(UsageError, match="are outside the given memory"):
         SharedTensor.of_fd(one.allocation.fd, memory, np.zeros((2, 8), np.uint8))

@@ -148,8 +148,8 @@ def test_keys_without_any_block_cost_nothing() -> None:
 @pytest.mark.parametrize(
     ("ref", "why"),
     [
-        (Ref(2, 0, 8), "tensor 2 of 2"),
-        (Ref(-1, 0, 8), "tensor -1 of 2"),
+        (Ref(2, 0, 8), r"names tensor 2, which does not exist \(tensors: 2\)"),
+        (Ref(-1, 0, 8), r"names tensor -1, which does not exist \(tensors: 2\)"),
         (Ref(0, 0, 101), "byte 101 of a page of 100"),
         (Ref(0, 96, 5), "byte 101"),
         (Ref(0, 1, 10, 10, 10), "byte 101"),

@@ -224,7 +224,7 @@ def test_gpus(gpu_host: Host) -> None:
     cuda = chosen().cuda
     found = list(check_gpus(cuda, gpu_host, FakeDriver))
     assert all(one.verdict == Verdict.OK for one in found), found
-    assert found[0].found == "2 of CUDA 13.1, cuda-bindings 13.5.0"
+    assert found[0].found == "2 found, CUDA 13.1, cuda-bindings 13.5.0"
     missing = only(check_gpus(cuda, gpu_host, no_driver), "GPUs")
     assert (missing.verdict, "cuda13" in missing.remedy) == (Verdict.PROBLEM, True)
     assert only(check_gpus(cuda, gpu_host, lambda: FakeDriver(0)), "GPUs").verdict == Verdict.PROBLEM
@@ -255,7 +255,7 @@ def test_sockets(host: Host, socket_dir: Path) -> None:
     path = socket_dir / "k.sock"
     assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.OK
     path.write_text("no socket")
-    assert "no socket" in only(places.check_socket(path, host, is_running=False), "socket").found
+    assert "is not a socket" in only(places.check_socket(path, host, is_running=False), "socket").found
     path.unlink()
     made = only(places.check_socket(socket_dir / "new/deeper/k.sock", host, is_running=False), "socket")
     assert made.verdict == Verdict.OK, "the daemon makes the directory"
@@ -290,7 +290,7 @@ def test_disk_roots(host: Host, tmp_path: Path) -> None:
         ).disk
         return list(places.check_disks(disk, host))
 
-    assert found(tmp_path / "new")[0].found.endswith("the daemon makes it")
+    assert found(tmp_path / "new")[0].found.endswith("the daemon creates it")
     assert found(tmp_path / "no/such")[0].verdict == Verdict.PROBLEM
     root = tmp_path / "root"
     root.mkdir(0o755)

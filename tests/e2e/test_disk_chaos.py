@@ -30,7 +30,7 @@ FAULTS = (
     "allocate_delay_s=0.1", "sync_delay_s=0.1", "unlink=EIO", "write=EROFS",
 )  # fmt: skip
 GROUPS = (0, 1, 2)
-NOT_NOTED = "not for good"
+NOT_NOTED = "not durably"
 
 
 class Engine:

@@ -168,7 +168,7 @@ def test_a_clear_that_can_not_be_noted_is_told(start_daemon: Start, root: Path, 
     on_disk = root.with_name("away")
     root.rename(on_disk)  # as if its file system were not there any more
     until(lambda: disk(daemon)["roots"][0]["state"] == "off", "the root is off")
-    with pytest.raises(RemoteError, match="not for good"):
+    with pytest.raises(RemoteError, match="not durably"):
         rank.client.clear()
     assert all_miss(rank, lots[0])
     on_disk.rename(root)
@@ -185,7 +185,7 @@ def test_what_was_stored_after_a_clear_that_was_not_noted(start_daemon: Start, r
     rank = worker(daemon)
     trap = root / "manifest.new" / "x"
     trap.mkdir(parents=True)
-    with pytest.raises(RemoteError, match="not for good"):
+    with pytest.raises(RemoteError, match="not durably"):
         rank.client.clear()
     assert rank.store_keys(lots[0]).outcome is Outcome.DONE
     until(lambda: disk(daemon)["not_demoted"].get("clear not noted") == len(lots[0]), "nothing is written")

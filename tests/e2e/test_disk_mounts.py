@@ -153,7 +153,7 @@ def test_read_only_for_a_while(mount: Mount, start_daemon: Start, lots: list[Key
     assert rank.store_keys(lots[6]).outcome is Outcome.DONE
     assert served(rank, lots[0]).all()
     until(lambda: root_state(daemon) == "read-only", "it is told")
-    with pytest.raises(RemoteError, match="not for good"):
+    with pytest.raises(RemoteError, match="not durably"):
         rank.client.clear()
     assert not served(rank, lots[1]).any()
     mount.unmount()
@@ -192,7 +192,7 @@ def test_cleared_while_it_was_gone(mount: Mount, start_daemon: Start, lots: list
     store_on_disk(daemon, rank, lots[0])
     mount.unmount()
     until(lambda: root_state(daemon) == "off" and disk(daemon)["roots"][0]["segments"] == 0, "it is gone")
-    with pytest.raises(RemoteError, match="not for good"):
+    with pytest.raises(RemoteError, match="not durably"):
         rank.client.clear()
     mount.mount()
     until(lambda: root_state(daemon) == "ok", "it is back")

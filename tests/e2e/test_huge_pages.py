@@ -127,7 +127,7 @@ def test_kept_memory_is_used_as_it_is(start: Start, manager: Manager, seed: int,
     kill_and_keep(daemon, manager, after)
     assert daemon.status()["cache"]["keys_adopted"] == KEYS
     lies_in(daemon, before)
-    assert f'memory.huge_pages = "{after}": the memory that was kept' in daemon.log()
+    assert f'memory.huge_pages = "{after}": the memory tier that was kept' in daemon.log()
     assert KEPT_BY in daemon.log()
     rank = daemon.welcome(Rank(daemon.socket, group_of(20_000)))
     assert served(rank, keys).all()
@@ -139,7 +139,7 @@ def test_a_cold_start_frees_the_pages_that_it_needs(start: Start, manager: Manag
     lies_in(daemon, "reserved")
     daemon.memory = CAPACITY - 4 * MIB
     kill_and_keep(daemon, manager, "reserved")
-    assert "a cold start, the old pool can't be used" in daemon.log()
+    assert "a cold start, because the old pool can't be used" in daemon.log()
     until(lambda: huge_bytes(daemon) == CAPACITY - 4 * MIB, "all is in huge pages again")
 
 

@@ -180,7 +180,7 @@ def test_a_deadline_that_passes_in_a_slow_copy_frees_nothing(holdable: Daemon, h
     rank = holdable.welcome(Rank(holdable.socket))
     with hold:
         job, deadline_s = begin_in_time(holdable, rank, keys)
-        with pytest.raises(JobDeadlineError, match="still the daemon's") as caught:
+        with pytest.raises(JobDeadlineError, match="the daemon still uses its blocks") as caught:
             rank.client.wait(job, 2 * deadline_s)
         assert caught.value.job is job
         assert not job.blocks_free

@@ -161,7 +161,7 @@ def test_only_what_the_longest_prefix_needs_is_fetched(start_daemon: Start, stor
 def test_what_comes_wrong_is_a_miss(start_daemon: Start, store: Store, switch: Switch, keys: Keys, damage: str) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings(), faults=f"remote={switch.path}")
-    there.expected_in_log = "did not verify"
+    there.expected_in_log = "failed verification"
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:16])
     switch.set(f"get={damage}")

@@ -56,7 +56,7 @@ def test_more_sizes_than_slabs_are_told_when_they_are_registered(start_daemon: S
     daemon.welcome(Rank(daemon.socket, groups_of(3)))
     until(lambda: "slots of 3 sizes share 2 slabs" in daemon.log(), "the daemon has said so")
     said = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
-    assert "lower memory.slab_bytes (it is 1048576), or raise memory.capacity_bytes" in said
+    assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in said
 
 
 def test_what_is_displaced_is_on_disk_or_counted(start_daemon: StartDaemon, tmp_path: Path, seed: int) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 Start = Callable[..., Daemon]
 SIZES = (100, 4096, 9000, 20_000)
-TAKEN_OVER = "keys taken over"
+TAKEN_OVER = "keys were taken over"
 
 
 @pytest.fixture

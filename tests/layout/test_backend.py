@@ -65,8 +65,8 @@ def test_the_dimension_of_blocks(backend: Backend) -> None:
         (("block", "block"), ("block", "block"), None, "must name each of its dimensions once"),
         (("kv", "token"), ("kv", "token"), None, "block included"),
         (("block", "planet"), ("block", "planet"), None, "must name"),
-        (("block", "token"), ("block", "dim"), None, r"\('block', 'dim'\) is no order of \('block', 'token'\)"),
-        (("block", "token"), ("block", "token"), ("block", "token"), "is no order of layer and"),
+        (("block", "token"), ("block", "dim"), None, r"\('block', 'dim'\) is not an order of \('block', 'token'\)"),
+        (("block", "token"), ("block", "token"), ("block", "token"), "is not an order of layer and"),
     ],
 )
 def test_what_is_no_backend(

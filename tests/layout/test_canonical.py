@@ -268,7 +268,7 @@ def test_different_kernel_blocks_on_a_slot_of_their_own() -> None:
 
 def test_kernel_blocks_that_make_no_blocks() -> None:
     tensor = torch.zeros(30, 2, 4, 2, 8, dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match=r"layer l: bfloat16 .*30 kernel blocks are no multiple of 4"):
+    with pytest.raises(UsageError, match=r"layer l: bfloat16 .*30 kernel blocks are not a multiple of 4"):
         single(tensor, layer(block=16, backend=TRITON_NHD, kernel_blocks=4))
 
 
@@ -373,11 +373,11 @@ def test_one_group_with_several_page_sizes() -> None:
         (lambda: torch.zeros(6, 2, 4, 2, 4, dtype=torch.bfloat16), "has 128 bytes a block, its spec says 256"),
         (lambda: torch.zeros(6, 2, 4, 2, 8), "has 512 bytes a block, its spec says 256 of bfloat16"),
         (lambda: torch.zeros(6, 2, 2, 4, 8, dtype=torch.bfloat16), r"not of the backend's shape \(6, 2, 4, 2, 8\)"),
-        (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.bfloat16).to_sparse(), "is no dense torch tensor"),
+        (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.bfloat16).to_sparse(), "is not a dense torch tensor"),
         (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.complex64), "dtype 'complex64' is not known"),
         (lambda: [torch.zeros(6, 2, 4, 2, 8)] * 2, "2 tensors, where its spec describes one"),
-        (lambda: "tensor", "a str is no dense torch tensor"),
-        (lambda: torch.zeros(0, 2, 4, 2, 8, dtype=torch.bfloat16), "0 kernel blocks are no multiple"),
+        (lambda: "tensor", "a str is not a dense torch tensor"),
+        (lambda: torch.zeros(0, 2, 4, 2, 8, dtype=torch.bfloat16), "0 kernel blocks are not a multiple"),
     ],
 )
 def test_what_cannot_be_expressed(tensor: Any, said: str) -> None:
@@ -488,8 +488,12 @@ def test_an_engines_own_canonical_form() -> None:
         (lambda: torch.zeros(6, 64, dtype=torch.int8).t(), (), "is not canonical"),
         (lambda: torch.zeros(6, 8, 8, dtype=torch.int8), (), "is not canonical"),
         (lambda: torch.zeros(1, 64, dtype=torch.int8).expand(6, 64), (), "rows of 64 bytes, 0 apart, overlap"),
-        (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 1, 64),), "leaves its page of 64 bytes"),
-        (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(1, 0, 64),), "names tensor 1 of 1"),
+        (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 1, 64),), "extends beyond its page of 64 bytes"),
+        (
+            lambda: torch.zeros(6, 64, dtype=torch.int8),
+            (Ref(1, 0, 64),),
+            r"names tensor 1, which does not exist \(tensors: 1\)",
+        ),
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 0, 9), Ref(0, 8, 4)), "bytes 8 to 9 .*named twice"),
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 0, 9, 3, 8),), "bytes 8 to 9 of tensor 0"),
     ],

@@ -278,7 +278,7 @@ def test_an_opaque_layer_is_isolated() -> None:
     assert strides(made.layers["other"]) == ((24, 15), (15, 1), 0)
     assert made.cache.groups[0].refs == (Ref(0, 0, 512), Ref(1, 0, 100))
     assert (made.cache.groups[1].kind, made.cache.groups[1].window_keys) == (GroupKind.SLIDING, 2)
-    with pytest.raises(UsageError, match="layer sink can't share a slot: it needs a tensor of its own"):
+    with pytest.raises(UsageError, match="layer sink can't share a slot: it needs a separate tensor"):
         cross_layers(specs, groups, 6, slots=[("a0",), ("sink", "other"), ("a1",)])
 
 
@@ -299,7 +299,7 @@ def test_slots_that_an_engine_names() -> None:
         (layer(), layer(backend=FLASH_HND), "can't share a slot: 256 bytes each against 2 heads first, 128 bytes each"),
         (layer(), layer(4), "256 bytes each against 512 bytes each; pad the smaller page, or use one order"),
         (layer(2, 8, backend=FLASH_HND), layer(4, 4, backend=FLASH_HND), "2 heads first, 128 .* 4 heads first, 64"),
-        (layer(), layer(backend=OLD_FLASH), "layer b can't share a slot: it needs a tensor of its own"),
+        (layer(), layer(backend=OLD_FLASH), "layer b can't share a slot: it needs a separate tensor"),
     ],
 )
 def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, said: str) -> None:
@@ -317,14 +317,14 @@ def test_two_layers_of_a_group_share_no_slot_behind_another_groups(kernel_blocks
     specs = named("l", 3, layer(block=64))
     specs["l2"] = replace(layer(block=64), kernel_blocks=kernel_blocks)
     groups = [LayerGroup(0, ("l0",)), LayerGroup(1, ("l1", "l2"))]
-    with pytest.raises(UsageError, match="l1 and l2 are of one group: they need slots of their own"):
+    with pytest.raises(UsageError, match="l1 and l2 are of one group: they need separate slots"):
         cross_layers(specs, groups, 4, slots=[("l0", "l1", "l2")])
 
 
 def test_slots_that_are_none() -> None:
     specs = named("l", 2, layer())
     groups = [LayerGroup(0, ("l0", "l1"))]
-    with pytest.raises(UsageError, match="l0 and l1 are of one group: they need slots of their own"):
+    with pytest.raises(UsageError, match="l0 and l1 are of one group: they need separate slots"):
         cross_layers(specs, groups, 5, slots=[("l0", "l1")])
     for slots in ([("l0",)], [("l0",), ("l1",), ()], [("l0",), ("l0",), ("l1",)]):
         with pytest.raises(UsageError, match="slots must name each layer once"):
@@ -353,7 +353,7 @@ def test_layers_that_cannot_be_placed(spec: LayerSpec, said: str) -> None:
 
 
 def test_no_blocks() -> None:
-    with pytest.raises(UsageError, match="0 blocks are no cache"):
+    with pytest.raises(UsageError, match="a cache needs at least 1 block, not 0"):
         cross_layers({"l": layer()}, [LayerGroup(0, ("l",))], 0)
 
 

@@ -149,10 +149,10 @@ def test_what_cannot_be_packed() -> None:
     mixed: dict[str, LayerSpec] = {"a": layer(kernel_blocks=2), "b": layer(kernel_blocks=1), "c": layer()}
     with pytest.raises(UsageError, match="layers b and a of one group overlap in the same block"):
         packed_pages(mixed, 3, 5)
-    with pytest.raises(UsageError, match="0 blocks are no cache"):
+    with pytest.raises(UsageError, match="a cache needs at least 1 block, not 0"):
         packed_pages({"a": layer()}, 1, 0)
     isolated = named("a", 2, layer(backend=Backend("old", FLASH_NHD.shape, FLASH_NHD.memory)))
     with pytest.raises(UsageError, match="layer a0: its backend has no order with blocks first"):
         packed_pages(isolated, 2, 5)
-    with pytest.raises(UsageError, match="layer sink is no attention layer"):
+    with pytest.raises(UsageError, match="layer sink is not an attention layer"):
         packed_pages({"a": layer(), "sink": Opaque(4, 256)}, 2, 5)

@@ -176,10 +176,10 @@ def test_what_cannot_share_rows() -> None:
     with pytest.raises(UsageError, match="layers a and b of group 0 can't share rows: they have 1 and 2 kernel blocks"):
         packed_rows(specs, one_group(specs), 6)
     specs = {"a": layer(), "b": Opaque(4, 256)}
-    with pytest.raises(UsageError, match="layer b: it is opaque, and needs a tensor of its own"):
+    with pytest.raises(UsageError, match="layer b: it is opaque, and needs a separate tensor"):
         packed_rows(specs, one_group(specs), 6)
     odd: dict[str, LayerSpec] = {"a": replace(latent(3), block_size=1), "b": layer(block=1)}
     with pytest.raises(UsageError, match=r"layer b: bfloat16 .* at byte 3, .* is misaligned"):
         packed_rows(odd, one_group(odd), 6)
-    with pytest.raises(UsageError, match="0 blocks are no cache"):
+    with pytest.raises(UsageError, match="a cache needs at least 1 block, not 0"):
         packed_rows({"a": layer()}, [LayerGroup(0, ("a",))], 0)

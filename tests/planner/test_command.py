@@ -52,7 +52,7 @@ def test_for_programs() -> None:
 
 def test_a_block_longer_than_prompts() -> None:
     found = figures("--model-config", path_of(QWEN), "--tp", "2", "--prompt-tokens", "2000", "--memory", "64GiB")
-    assert ["it has no full block" in warning for warning in found["warnings"]] == [True]
+    assert ["such a prompt has no full block" in warning for warning in found["warnings"]] == [True]
 
 
 def test_a_tiny_trace(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_conversation_trace() -> None:
     ("arguments", "complaint"),
     [
         (("--tp", "3"), "kvoffloadd: 64 heads (num_attention_heads), 8 KV heads (num_key_value_heads) can't be split"),
-        (("--attn-pack-size", "2"), "kvoffloadd: --attn-pack-size is for models with states"),
+        (("--attn-pack-size", "2"), "kvoffloadd: --attn-pack-size is only for models with states"),
         (("--kv-dtype", "int3"), 'kvoffloadd: --kv-dtype "int3" is not known; these are: auto, bfloat16'),
         (("--block-size", "0"), '"0" is not a whole number above 0'),
         (("--memory", "64GB"), 'unknown unit "GB"'),

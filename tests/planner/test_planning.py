@@ -155,7 +155,7 @@ def test_packs_as_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "pack", "complaint"),
     [
-        (LLAMA, 2, "--attn-pack-size is for models with states"),
+        (LLAMA, 2, "--attn-pack-size is only for models with states"),
         (QWEN, 16, "--attn-pack-size 16: there are 15 attention layers"),
     ],
 )
@@ -170,12 +170,16 @@ def test_packs_that_can_not_be(name: str, pack: int, complaint: str) -> None:
         (
             QWEN,
             {"tp": 2, "prompt_tokens": 2000},
-            'it has no full block, .*; "packed pages, 2 layers" would make it 1,056, but no released engine offers it',
+            'no full block, .*; "packed pages, 2 layers" would make it 1,056, but no released engine offers it',
         ),
         (QWEN, {"tp": 2, "prompt_tokens": 300}, '"packed pages, 8 layers" would make it 272, but no released engine'),
         (QWEN, {"tp": 2, "prompt_tokens": 100}, "not even several attention layers on a page would make it short eno"),
         (LLAMA, {"block_size": 512, "prompt_tokens": 300}, "a block has 512 tokens.*use a --block-size of 300 or less"),
-        (LLAMA, {"block_size": 1024}, r"a payload of 128 MiB fits no slab of 64 MiB.*memory.slab_bytes to 128 MiB or"),
+        (
+            LLAMA,
+            {"block_size": 1024},
+            r"a payload of 128 MiB does not fit into a slab.*memory.slab_bytes to 128 MiB or",
+        ),
         (LLAMA, {"memory_bytes": GIB // 2}, "memory holds less than one prompt of 8,000 tokens"),
     ],
 )

@@ -187,9 +187,11 @@ def test_latents_with_an_index_in_fp8(tmp_path: Path) -> None:
 def test_sizes_that_have_no_fp8(tmp_path: Path) -> None:
     odd = read_model(path_of(tmp_path, "deepseek-v3.2", kv_lora_rank=256))
     assert Rank(odd, 1, 64).token_bytes == 2 * (256 + 64)
-    with pytest.raises(ConfigError, match=r"--kv-dtype fp8: engines keep latents of 512 \+ 64 elements so, no others"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-dtype fp8: engines keep only latents of 512 \+ 64 elements in this dtype"
+    ):
         Rank(odd, 1, 64, "fp8")
-    with pytest.raises(ConfigError, match="head_dim is not understood: entries of 512 elements are known alone"):
+    with pytest.raises(ConfigError, match="head_dim is not understood: only entries of 512 elements are known"):
         read_model(path_of(tmp_path, "deepseek-v4-flash", head_dim=256))
 
 

@@ -108,7 +108,7 @@ def test_pages_of_one_token(tmp_path: Path) -> None:
     made = published(tmp_path, "lfm2-1.2b")
     assert made.flags[:2] == ("--page-size", "1")
     assert made.pools[0].payload_bytes == 6 * 2048
-    assert any("--page-size 1 alone" in warning for warning in made.warnings)
+    assert any("only with --page-size 1:" in warning for warning in made.warnings)
 
 
 def test_an_index_wants_whole_pages(tmp_path: Path) -> None:
@@ -241,4 +241,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpt_oss with SGLang, 2 ranks" in said
     assert "--page-size 128" in said
     assert cli.main(["plan", "--model-config", str(path_of(LLAMA)), "--gpu-cache", "40GiB"]) == 2
-    assert "--gpu-cache is for --engine sglang" in capsys.readouterr().err
+    assert "--gpu-cache needs --engine sglang" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_by_hand(tmp_path: Path) -> None:
 def test_blocks_of_another_size(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", [(40, [0, 1, 2])])
     assert read_trace(path, 16).unique_tokens == 48
-    with pytest.raises(ConfigError, match=r"line 1: 3 `hash_ids` for 40 tokens are not blocks of 512 tokens; say --tr"):
+    with pytest.raises(ConfigError, match=r"line 1: 3 `hash_ids` for 40 tokens are not blocks of 512 tokens; set --tr"):
         read_trace(path)
 
 
@@ -36,8 +36,8 @@ def test_blocks_of_another_size(tmp_path: Path) -> None:
     [
         ("{", "line 2: not JSON"),
         ("[]", "line 2: not an object with `input_length`"),
-        ('{"hash_ids": []}', "line 2: `input_length` = None is no number"),
-        ('{"input_length": 0, "hash_ids": []}', "line 2: `input_length` = 0 is no number"),
+        ('{"hash_ids": []}', "line 2: `input_length` = None is not a number"),
+        ('{"input_length": 0, "hash_ids": []}', "line 2: `input_length` = 0 is not a number"),
         ('{"input_length": true, "hash_ids": [1]}', "line 2: `input_length` = True"),
         ('{"input_length": 1, "hash_ids": [1.5]}', "line 2: `hash_ids` is not a list of integers"),
         ('{"input_length": 1, "hash_ids": 1}', "line 2: `hash_ids` is not a list of integers"),

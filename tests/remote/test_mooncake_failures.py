@@ -223,8 +223,8 @@ def test_nobody_answers_at_the_start(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"host": "10.77.0.99"}, "no address of this host"),
-        ({"host": "no such name"}, "no address of this host"),
+        ({"host": "10.77.0.99"}, "not an address of this host"),
+        ({"host": "no such name"}, "not an address of this host"),
         ({"master": "10.77.0.1"}, "HOST:PORT"),
     ],
 )

@@ -328,7 +328,7 @@ def test_groups_of_a_user(start_daemon: Start) -> None:
         peer.hello(namespace={"model": f"m{number}"})
     peers[0].ok("register", tensors=[], groups=none(5))
     before = daemon.state()
-    assert "has 5 of 8 groups; 4 more are over its cap" in peers[1].refused(
+    assert "has 5 of 8 groups; 4 more would exceed its cap" in peers[1].refused(
         "limit", "register", tensors=[], groups=none(4)
     )
     assert daemon.state() == before

@@ -108,7 +108,7 @@ async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypa
         scene.listener._on_acceptable()
     assert scene.context.accepts == 1
     await asyncio.wait_for(asyncio.gather(*scene.context.tasks), 20)
-    assert b"nothing left" in peer.recv(1000)
+    assert b"no resources left" in peer.recv(1000)
     assert peer.recv(1000) == b""
     peer.close()
     assert not scene.context.sessions

@@ -23,7 +23,7 @@ def signalling(scene: Scene) -> int:
 @pytest.mark.parametrize(
     ("code", "words", "ready"),
     [
-        ("unknown_name", "names 1 of them", {"signal": 1, "offset": 0, "value": 1}),
+        ("unknown_name", "has no signal 1 (signals: 1)", {"signal": 1, "offset": 0, "value": 1}),
         ("bad_extent", "no aligned u64", {"signal": 0, "offset": 4, "value": 1}),
         ("bad_extent", "no aligned u64", {"signal": 0, "offset": SIZE, "value": 1}),
         ("bad_extent", "no aligned u64", {"signal": 0, "offset": (1 << 48) - 8, "value": 1}),
@@ -41,7 +41,7 @@ def test_a_place_that_is_none(scene: Scene, signalling: int, what: str, code: st
 
 def test_a_registration_without_signals_has_none(scene: Scene) -> None:
     ready = {"signal": 0, "offset": 0, "value": 1}
-    assert "names 0 of them" in scene.peer.refused("unknown_name", "store", **scene.job(ready=ready))
+    assert "has no signal 0 (signals: 0)" in scene.peer.refused("unknown_name", "store", **scene.job(ready=ready))
 
 
 @pytest.mark.parametrize("number", [0, 99])

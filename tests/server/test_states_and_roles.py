@@ -207,5 +207,5 @@ def test_a_drain_that_waits_for_too_long_is_told_so(standing: Callable[..., Daem
         scene.peer.ok("load", **load)
         leaver.send(frame({"type": "drain", "seq": 91}) + frame({"type": "bye", "seq": 92}))
         drained, done = leaver.end()
-    assert (said(drained, "bad_state"), drained["seq"]) == ("the session said bye before this was done", 91)
+    assert (said(drained, "bad_state"), drained["seq"]) == ("the session sent bye before this request was done", 91)
     assert (done["type"], done["seq"]) == ("done", 92)

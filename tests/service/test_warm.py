@@ -49,7 +49,7 @@ def test_what_was_sealed_is_served_by_the_next_one(signal: str, service: Contain
         service.run("systemctl", "restart", SERVICE)
     restarted(service, pid, 1 if signal else 0)
     assert work(service, "load") == f"{KEYS * 16} True"
-    assert f"{KEYS} keys taken over" in service.journal(SERVICE)
+    assert f"{KEYS} keys were taken over" in service.journal(SERVICE)
     assert service.show(SERVICE, "NFileDescriptorStore") == {"NFileDescriptorStore": "1"}
 
 

@@ -47,8 +47,8 @@ def test_an_engine_with_the_storage(
     until(lambda: not daemon.sessions(), "its sessions have ended")
 
     assert '"interface_v1": 1' in refused(engine, {**config, "interface_v1": 0})
-    assert "timeout_s is a number" in refused(engine, {**config, "timeout_s": "long"})
-    assert "socket is a path" in refused(engine, {**config, "socket": 7})
+    assert "timeout_s must be a number" in refused(engine, {**config, "timeout_s": "long"})
+    assert "socket must be a path" in refused(engine, {**config, "socket": 7})
     until(lambda: not daemon.sessions(), "its sessions have ended")
     engine.flush()
     assert cached(engine.generate(asked[:1])) == [0]

@@ -72,5 +72,5 @@ def test_weights_changed_before_the_storage_came(
 
 def test_an_unknown_option_is_refused_by_its_name(start_daemon: StartDaemon, start_engine: StartEngine) -> None:
     daemon = start_daemon(memory="256MiB")
-    with pytest.raises(EngineError, match="config: sokket: no option of kvoffloadd"):
+    with pytest.raises(EngineError, match="config: sokket: not an option of kvoffloadd"):
         start_engine("dense", **linked_to(daemon.socket, sokket="x"))

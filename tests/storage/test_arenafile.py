@@ -223,7 +223,7 @@ def test_an_owner_that_does_not_end_keeps_it(
 ) -> None:
     """Its GPUs may still write there."""
     monkeypatch.setattr(module, "END_S", 0.1)
-    with pytest.raises(ConfigError, match=f"process {owner.pid}, which had it before, does not end"):
+    with pytest.raises(ConfigError, match=f"process {owner.pid}, which used it before, does not end"):
         open_pool(path, CAPACITY, SLAB, fits)
     assert inherit(os.open(path, os.O_RDWR), CAPACITY, SLAB, fits) is None
 
@@ -293,7 +293,7 @@ def test_a_kept_pool_of_reserved_pages_needs_no_available_memory() -> None:
 
 
 def test_reserved_pages_that_run_out_are_no_signal_later() -> None:
-    with reserved_pages(RESERVED_PAGES - 1), pytest.raises(ConfigError, match=r"huge pages can't be had"):
+    with reserved_pages(RESERVED_PAGES - 1), pytest.raises(ConfigError, match=r"huge pages are not available"):
         ArenaFile.make(CAPACITY, SLAB, reserved=True)
 
 

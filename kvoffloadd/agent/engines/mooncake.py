@@ -92,7 +92,7 @@ class MooncakeEngine:
         devices = str(settings.get("devices", ""))
         code = self._store.setup(host, "P2PHANDSHAKE", _LENT_BYTES, _STAGING_BYTES, protocol, devices, master)
         if code != _OK:
-            raise EngineError(f"the master at {master} takes no client at {host} ({code})", fault="store")
+            raise EngineError(f"the master at {master} rejects the client at {host} ({code})", fault="store")
         if not self._tcp:
             self._register(memory)
         self._ordinary, self._pinned = store.ReplicateConfig(), store.ReplicateConfig()
@@ -107,7 +107,7 @@ class MooncakeEngine:
             if code := self._store.register_buffer(region.address, region.size_bytes):
                 raise EngineError(
                     f"{region.size_bytes} bytes can't be registered with the RDMA device ({code}): "
-                    "raise its limit of locked memory (LimitMEMLOCK=infinity), and name the right devices",
+                    "raise the limit of locked memory (LimitMEMLOCK=infinity), and check mooncake.devices",
                     fault="operator",
                 )
         self._small.register = self._store.register_buffer
@@ -194,7 +194,7 @@ class MooncakeEngine:
     def sweep(self, prefix: str) -> int:
         """By a regular expression, which the master runs over all names."""
         if not _PLAIN_PREFIX.fullmatch(prefix):
-            raise EngineError(f"{prefix!r}: no prefix of names", fault="daemon")
+            raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
         removed = int(self._store.remove_by_regex("^" + prefix.replace(".", "[.]"), True))
         return removed if removed >= 0 else Code.REFUSED
 
@@ -206,7 +206,7 @@ def _columns(transfers: Sequence[ObjectTransfer]) -> tuple[list[str], list[list[
     """Names, addresses and sizes. Raises EngineError: a name is there twice, which Mooncake would mix up."""
     names = [transfer.name for transfer in transfers]
     if len(set(names)) != len(names):
-        raise EngineError("a name is there twice in one call", fault="daemon")
+        raise EngineError("a name occurs twice in one call", fault="daemon")
     addresses = [[address for address, _ in transfer.pieces] for transfer in transfers]
     return names, addresses, [[size for _, size in transfer.pieces] for transfer in transfers]
 
@@ -245,7 +245,7 @@ def _check_host(host: str) -> None:
             probe.bind(address)
     except OSError as error:
         raise EngineError(
-            f"remote.mooncake.host = {host!r}: no address of this host: {error.strerror}", fault="operator"
+            f"mooncake.host = {host!r}: not an address of this host: {error.strerror}", fault="operator"
         ) from error
 
 
@@ -257,7 +257,7 @@ def _check_master(master: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _MASTER_ANSWERS_S).close()
     except ValueError as error:
-        raise EngineError(f"remote.mooncake.master = {master!r}: HOST:PORT is needed", fault="operator") from error
+        raise EngineError(f"mooncake.master = {master!r}: must be HOST:PORT", fault="operator") from error
     except OSError as error:
         raise EngineError(f"the master at {master} does not answer: {error}", fault="store") from error
 

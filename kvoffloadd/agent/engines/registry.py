@@ -18,7 +18,7 @@ def make_engine(name: str) -> Engine:
     """Raises EngineError if there is none of this name, or its package is not installed."""
     place = ENGINES.get(name)
     if place is None:
-        raise EngineError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}", fault="operator")
+        raise EngineError(f"unknown engine {name!r}; known are {', '.join(ENGINES)}", fault="operator")
     module, _, cls = place.partition(":")
     try:
         made: Engine = getattr(importlib.import_module(module), cls)()

@@ -137,7 +137,7 @@ class RespConnection:
         if kind == b"*":
             count = _number(rest, _ITEMS_MAX)
             if depth == _DEPTH_MAX:
-                raise ProtocolError("arrays in arrays in arrays")
+                raise ProtocolError("arrays are nested too deeply")
             return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
         raise _refusal(kind, rest)
 
@@ -169,7 +169,7 @@ class RespConnection:
         end = bytearray(len(_CRLF))
         self._fill(memoryview(end))
         if end != _CRLF:
-            raise ProtocolError("a string does not end where it must")
+            raise ProtocolError("a string is not terminated")
 
     def _line(self) -> tuple[bytes, bytes]:
         """A line's first letter, and the rest of it."""
@@ -182,10 +182,10 @@ class RespConnection:
                 break
             line += self._view[self._at : self._end]
             if len(line) > _LINE_BYTES_MAX:
-                raise ProtocolError("a line without an end")
+                raise ProtocolError("a line is not terminated")
             self._at, self._end = 0, self._receive(self._view)
         if not line.endswith(_CRLF) or len(line) == len(_CRLF):
-            raise ProtocolError("a line that is no reply")
+            raise ProtocolError("a line is not a reply")
         return line[:1], line[1 : -len(_CRLF)]
 
     def _fill(self, piece: memoryview) -> None:
@@ -246,11 +246,11 @@ def _number(digits: bytes, most: int = 1 << 63) -> int:
     except ValueError:
         number = most + 1
     if number > most:
-        raise ProtocolError(f"no number that can be: {digits[:20]!r}")
+        raise ProtocolError(f"not a valid number: {digits[:20]!r}")
     return number
 
 
 def _refusal(kind: bytes, rest: bytes) -> Exception:
     if kind == b"-":
         return ReplyError(rest.decode("utf-8", "replace"))
-    return ProtocolError(f"a reply of kind {kind!r}")
+    return ProtocolError(f"a reply of unknown kind {kind!r}")

@@ -215,7 +215,7 @@ class ValkeyEngine:
     def sweep(self, prefix: str) -> int:
         """Some thousand names at a time. FAILED when the time is over: what is left is there for the next one."""
         if not _PLAIN_PREFIX.fullmatch(prefix):
-            raise EngineError(f"{prefix!r}: no prefix of names", fault="daemon")
+            raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
         try:
             return self._call(lambda connection: _sweep(connection, prefix), self._deadline_s)
         except (OSError, ReplyError):
@@ -257,7 +257,7 @@ def _sweep(connection: RespConnection, prefix: str) -> int:
     while True:
         found = connection.ask("SCAN", cursor, "MATCH", prefix + "*", "COUNT", str(_SCANNED))
         if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], bytes):
-            raise OSError("SCAN has another answer than expected")
+            raise OSError("unexpected answer to SCAN")
         cursor, names = found[0], found[1]
         if isinstance(names, list) and names:
             count = connection.ask("UNLINK", *(name for name in names if isinstance(name, bytes)))
@@ -302,7 +302,7 @@ def _server(settings: Mapping[str, Any]) -> Server:
         tls, port = _TLS_OF_SCHEME.get(url.scheme), url.port or _PORT
         database = int(url.path.strip("/") or 0) if url.scheme != "unix" else 0
         if tls is None or not (url.path if url.scheme == "unix" else url.hostname):
-            raise ValueError("redis://HOST:PORT/DB is needed, or rediss:// for TLS, or unix:///PATH")
+            raise ValueError("must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH")
     except ValueError as error:
         raise EngineError(f"valkey.url: {error}", fault="operator") from error
     password = unquote(url.password or "")

@@ -49,7 +49,7 @@ class DiskClears:
         failed = await self.save_epochs(self._contents.roots)
         await self.empty(disk_keyspaces)
         if failed:
-            raise NotDurableError(f"cleared, but not for good: {'; '.join(failed)}. Clear again when it works")
+            raise NotDurableError(f"cleared, but not durably: {'; '.join(failed)}. Clear again when the disk works")
 
     async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:
         """Free what these closed disk keyspaces take."""
@@ -85,6 +85,6 @@ class DiskClears:
                 await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
-            log.warning("disk %s: a clear is not noted: %s", root.path, why)
+            log.warning("disk %s: a clear could not be recorded: %s", root.path, why)
             return f"{root.path}: {why}"
         return ""

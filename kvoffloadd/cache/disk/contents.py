@@ -66,7 +66,9 @@ class DiskContents:
             self._keyspaces[disk_keyspace.id] = keyspace
         elif namespace.uid not in self._warned_uids:
             self._warned_uids.add(namespace.uid)
-            log.warning("disk: uid %d has so many groups there that new ones of it are not written", namespace.uid)
+            log.warning(
+                "disk: uid %d has so many groups on disk that keys of new groups are not written", namespace.uid
+            )
 
     def reopen_keyspace(self, keyspace: Keyspace) -> None:
         """Its namespace goes on in another epoch."""

@@ -71,7 +71,7 @@ class DiskTier(DiskContents):
     async def close(self, flush_s: float, deadline_s: float) -> bool:
         """Write what is in memory alone, seal, and close the roots. False: some I/O does not end."""
         if left := await self.demotion.flush(flush_s):
-            log.warning("%d bytes were not written to disk in time; they are lost with this process", left)
+            log.warning("%d bytes were not written to disk in time and are lost", left)
         for task in self._tasks:
             task.cancel()
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))

@@ -221,11 +221,11 @@ class Promotion(Fetches):
         self._disk.lose(piece.records[bad], Reason.CORRUPT)
         if damaged or unreadable:
             log.warning(
-                "disk: %d of %d records of group %d did not verify; they are misses now",
+                "disk: %d of %d records of group %d failed verification; their keys are misses now",
                 damaged + unreadable, len(status), reading.keyspace.schema.group,
             )  # fmt: skip
         if starved:
-            log.warning("disk: %d records were not read: the system has no descriptors or memory to spare", starved)
+            log.warning("disk: %d records were not read: the system is out of descriptors or memory", starved)
 
 
 def pieces(segments: U32Array, reads: np.ndarray, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, I64Array]]:

@@ -163,7 +163,7 @@ class Cache:
         if left_out and not self._warned_of_names:
             self._warned_of_names = True
             log.warning(
-                "memory: uid %(uid)d has too many groups to be written down: a restart would be a cold one for it",
+                "memory: uid %(uid)d has too many groups to be recorded: a restart will be cold for this user",
                 {"uid": left_out[0]},
             )
 
@@ -290,7 +290,7 @@ class Cache:
         self.counters.keys_corrupt += len(live)
         self.entries.retire(live, Reason.CORRUPT)
         if len(live):
-            log.warning("memory: %d keys did not match their checksums; they are misses now", len(live))
+            log.warning("memory: %d keys did not match their checksums; these keys are misses now", len(live))
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees some

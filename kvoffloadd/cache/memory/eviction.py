@@ -55,8 +55,8 @@ class Eviction:
         keyspace.queue.add_parts(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
-                "memory: slots of %d sizes share %d slabs, so that they displace each other and little hits: lower "
-                "memory.slab_bytes (it is %d), or raise memory.capacity_bytes",
+                "memory: slots of %d sizes share %d slabs, so the sizes displace each other and few lookups hit: lower "
+                "memory.slab_bytes (now %d), or raise memory.capacity_bytes",
                 self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
             )  # fmt: skip
 

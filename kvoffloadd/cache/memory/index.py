@@ -270,7 +270,7 @@ class Index:
             split = segment[self._live[segment] + count[crowded] > full * 2 // 3]
             room = len(self._depth) - self._num_segments
             if len(split) > room or (self._depth[split] >= self._depth_max).any():
-                raise LimitError(f"{len(h)} keys can't be held: the hashes of too many are almost equal")
+                raise LimitError(f"{len(h)} keys can't be stored: too many keys have almost equal hashes")
             self._rebuild(segment, split)
 
     def _rebuild(self, segments: I64Array, crowded: I64Array) -> None:

@@ -15,7 +15,9 @@ _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np
 def keys_array(packed: bytes, key_bytes: int) -> U64Array:
     """(n, WORDS) u64 of packed keys. Raises KeyWidthError unless they are a whole number of keys."""
     if len(packed) % key_bytes:
-        raise KeyWidthError(f"{len(packed)} bytes of keys are no multiple of this namespace's key width of {key_bytes}")
+        raise KeyWidthError(
+            f"{len(packed)} bytes of keys are not a multiple of this namespace's key width of {key_bytes}"
+        )
     raw = np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
     if key_bytes == KEY_BYTES_MAX:
         return raw.view(np.uint64)

@@ -45,13 +45,13 @@ class Keyspaces(dict[int, Keyspace]):
         cap = 2 * self.groups_max if cleared else self.groups_max
         if (held := self.by_uid[uid]) + count > cap:
             kept = "; what was cleared is held by leases" if cleared else "; clear namespaces that are out of use"
-            raise LimitError(f"uid {uid} has {held} of {cap} groups; {count} more are over its cap{kept}")
+            raise LimitError(f"uid {uid} has {held} of {cap} groups; {count} more would exceed its cap{kept}")
         self.check_numbers(count)
 
     def check_numbers(self, count: int) -> None:
         """Raises LimitError if all users together can't have so many more."""
         if len(self._referred) + count > NUMBERS:
-            raise LimitError(f"all users together have as many groups as there can be, {NUMBERS}")
+            raise LimitError(f"all users together have reached the maximum of {NUMBERS} groups")
 
     def add(
         self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None

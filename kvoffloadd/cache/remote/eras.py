@@ -226,7 +226,7 @@ class Eras:
             path = await self._path(known)
             if path and await self._agree(known, path):
                 return
-        raise RemoteStoreError("other hosts change the era of a namespace all the time")
+        raise RemoteStoreError("other hosts keep changing the era of a namespace")
 
     async def _path(self, known: NamespaceEra) -> list[Era]:
         """The eras from the pointer to the last one. Empty: look again."""
@@ -321,7 +321,7 @@ class Eras:
         value = await self._store.read_value(name, _until())
         era = None if value is None else decode_pointer(known.fingerprint, value)
         if value is not None and era is None:
-            log.warning("remote: a pointer to a namespace's era is damaged; it is made anew")
+            log.warning("remote: a pointer to a namespace's era is damaged; the daemon writes it again")
             await self._store.remove([name], _until())
         return era
 
@@ -376,7 +376,7 @@ class Eras:
                     await self._clear(known)
         except (KvOffloadError, OSError) as error:
             raise NotDurableError(
-                f"cleared on this host, but not everywhere: the remote store: {error}. Clear again when it works"
+                f"cleared on this host, but not everywhere: the remote store: {error}. Clear again when the store works"
             ) from error
 
     async def _clear(self, known: NamespaceEra) -> None:

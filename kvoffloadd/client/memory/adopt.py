@@ -39,7 +39,7 @@ def rows_extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
     page_bytes = item_bytes
     for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if size > 1 and stride != page_bytes:
-            raise UsageError(f"what lies behind one block is not contiguous: shape {shape}, strides {strides} bytes")
+            raise UsageError(f"the bytes of one block are not contiguous: shape {shape}, strides {strides} bytes")
         page_bytes *= size
     stride_bytes = strides[0] if shape[0] > 1 else page_bytes
     if stride_bytes < page_bytes:
@@ -59,9 +59,9 @@ def _of_memmap(array: npt.NDArray[Any]) -> Allocation:
     while isinstance(root, np.ndarray) and not (isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)):
         root = root.base
     if root is None or not isinstance(root, np.memmap) or root.filename is None:
-        raise UsageError("the array lies in private memory: allocate it with SharedTensor.allocate, or map a file")
+        raise UsageError("the array is in private memory: allocate it with SharedTensor.allocate, or map a file")
     if root.mode not in ("r+", "w+"):
-        raise UsageError(f"a memmap of mode {root.mode!r} can't be written and seen by others: open it with 'r+'")
+        raise UsageError(f"a memmap of mode {root.mode!r} can't be shared for writing: open it with 'r+'")
     mapped = np.frombuffer(root._mmap, np.uint8)  # type: ignore[attr-defined]  # numpy names the mmap nowhere else
     file_offset = root.offset - root.offset % mmap.ALLOCATIONGRANULARITY  # where numpy begins to map
     fd = os.open(root.filename, os.O_RDWR | os.O_CLOEXEC)

@@ -61,7 +61,7 @@ class Allocation:
             populate(address, size_bytes, threads, nice=0, fd=self.fd, offset=address - self.address)
         except ResourceError as error:
             raise ResourceError(
-                f"no memory for {size_bytes} bytes that are to be shared: {error}; see `df /dev/shm`, `free`, the "
+                f"can't allocate {size_bytes} bytes of shared memory: {error}; check `df /dev/shm`, `free`, and the "
                 "cgroup's limit (of a container: --shm-size, --memory)"
             ) from None
 

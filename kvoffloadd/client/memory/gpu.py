@@ -121,7 +121,7 @@ def gpu_allocation(address: int, size_bytes: int) -> GpuAllocation:
 def _ipc_memory(uuid: bytes, address: int, size_bytes: int) -> IpcMemory:
     base, whole_bytes = map(int, driver().call("cuMemGetAddressRange", address))
     if address + size_bytes > base + whole_bytes:
-        raise UsageError(f"{size_bytes} bytes at {address:#x} end behind their allocation")
+        raise UsageError(f"{size_bytes} bytes at {address:#x} extend beyond their allocation")
     handle = driver().call("cuIpcGetMemHandle", base)
     return IpcMemory(uuid, base, whole_bytes, ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES))
 

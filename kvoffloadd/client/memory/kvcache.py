@@ -51,10 +51,12 @@ class Group:
         """That the refs lie within `pages`, the bytes of a row of each tensor. Raises UsageError."""
         for ref in self.refs:
             if not 0 <= ref.tensor < len(pages):
-                raise UsageError(f"group {self.group}: {ref} names tensor {ref.tensor} of {len(pages)}")
+                raise UsageError(
+                    f"group {self.group}: {ref} names tensor {ref.tensor}, which does not exist (tensors: {len(pages)})"
+                )
             page = pages[ref.tensor]
             if min(ref.offset, ref.stride) < 0 or min(ref.length, ref.count) < 1 or ref.end > page:
-                raise UsageError(f"group {self.group}: {ref} leaves its page of {page} bytes")
+                raise UsageError(f"group {self.group}: {ref} extends beyond its page of {page} bytes")
 
     def spec(self) -> GroupSpec:
         """As it travels."""
@@ -109,7 +111,7 @@ class KvCache:
     def ready_spec(self, ready: Ready) -> ReadySpec:
         """As it travels. Raises UsageError for a timeline that is not named here."""
         if ready.timeline not in self.timelines:
-            raise UsageError("`ready` is of a timeline that was not registered with the KV cache")
+            raise UsageError("`ready` belongs to a timeline that was not registered with the KV cache")
         return ReadySpec(signal=self.timelines.index(ready.timeline), offset=0, value=ready.value)
 
     def allocations(self) -> list[Allocation | GpuAllocation]:

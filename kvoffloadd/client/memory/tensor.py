@@ -66,7 +66,7 @@ class SharedTensor(CanonicalTensor):
         """
         stride_bytes = page_bytes if stride_bytes is None else stride_bytes
         if num_blocks < 1 or page_bytes < 1 or stride_bytes < page_bytes:
-            raise UsageError(f"no tensor: {num_blocks} blocks of {page_bytes} bytes, {stride_bytes} apart")
+            raise UsageError(f"not a valid tensor: {num_blocks} blocks of {page_bytes} bytes, {stride_bytes} apart")
         allocation, memory = Allocation.create(name, num_blocks * stride_bytes)
         rows = memory.reshape(num_blocks, stride_bytes)[:, :page_bytes]
         return cls(allocation, Extent(allocation.address, num_blocks, page_bytes, stride_bytes), rows)
@@ -105,7 +105,7 @@ class SharedTensor(CanonicalTensor):
         extent = rows_extent(rows.ctypes.data, rows.shape, rows.strides, rows.itemsize)
         address = memory.ctypes.data
         if extent.address < address or extent.address + extent.size_bytes > address + memory.size:
-            raise UsageError(f"{extent.size_bytes} bytes at {extent.address:#x} do not lie in the memory given")
+            raise UsageError(f"{extent.size_bytes} bytes at {extent.address:#x} are outside the given memory")
         known = Allocation.around(address, memory.size)
         allocation = Allocation(os.dup(fd), address, memory.size, memory) if known is None else known
         return cls(allocation, extent, rows)

@@ -35,7 +35,7 @@ class Ready:
         writes to the blocks may be seen after the point: let a lock or a queue lie between, as between two threads.
         """
         if self.timeline.stream is not None:
-            raise UsageError("this timeline is its stream's: the stream says when it is there")
+            raise UsageError("this timeline belongs to a stream, and only the stream can advance it")
         self.timeline.cell.value = max(self.timeline.cell.value, self.value)
 
     @property
@@ -83,4 +83,4 @@ def _handle(stream: Any) -> int:
     try:
         return int(found)
     except (TypeError, ValueError):
-        raise UsageError(f"{stream!r} is no CUDA stream") from None
+        raise UsageError(f"{stream!r} is not a CUDA stream") from None

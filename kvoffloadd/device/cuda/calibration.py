@@ -100,7 +100,7 @@ def find_limits(
         try:
             known[name] = calibrate(driver, make_stream, kernel, pitched=bool(asked[0]))
         except (DeviceError, ResourceError) as error:
-            log.warning("small rows are copied one by one: other ways can't be measured: %s", error)
+            log.warning("small rows are copied one by one: the other ways could not be measured: %s", error)
             return dict.fromkeys(Direction, named)
     shown, found = known[name], {}
     for direction, best in shown.limits.items():
@@ -183,7 +183,7 @@ class _Ways:
                 except (DeviceError, ResourceError) as error:
                     took_s[way] = math.inf
                     broken.add(way)
-                    log.warning("small rows: %s not used, since it does not work: %s", _NAMES[way], error)
+                    log.warning("small rows: %s not used: %s", _NAMES[way], error)
             timings.append(Timing(row_bytes, *(took_s.get(way, math.inf) for way in ("single", *WAYS))))
             best = dict(zip(WAYS, choose(timings), strict=True))
             left = [way for way in left if best[way] == row_bytes]
@@ -205,11 +205,11 @@ class _Ways:
         runs = pitch(rows, *self._sample.ends(self._direction), pitch_max_bytes=PITCH_MAX_BYTES)
         self._stream.move(rows.src, rows.dst, rows.size, runs)
         if not self._stream.pitched:
-            raise DeviceError("the driver refuses it")
+            raise DeviceError("the driver rejects them")
 
     def _move_by_kernel(self, rows: Copies) -> None:
         if self._kernel is None:
-            raise DeviceError("there is none")
+            raise DeviceError("the kernel is not loaded")
         if self._stage is None:
             ends = self._sample.host_ends
             self._stage = Stage(

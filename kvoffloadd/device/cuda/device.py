@@ -103,7 +103,7 @@ class CudaDevice:
             async with asyncio.timeout(deadline_s):
                 await self._memory_lane.perform(self._make)
         except TimeoutError:
-            raise DeviceError(f"its context is not there after {deadline_s:g} s") from None
+            raise DeviceError(f"its context was not created within {deadline_s:g} s") from None
         await self._prepare({} if calibrations is None else calibrations, _LATE_S if others_late else PREPARE_S)
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
@@ -163,7 +163,7 @@ class CudaDevice:
             async with asyncio.timeout(wait_s):
                 await self._prepare_lane.perform(partial(self._find_limits, calibrations))
         except TimeoutError:
-            log.warning("small rows are copied one by one for now: CuPy or the GPU takes more than %g s", wait_s)
+            log.warning("small rows are copied one by one for now: CuPy or the GPU took more than %g s", wait_s)
         finally:
             await self._prepare_lane.close(0.0)  # its thread ends with its work
 
@@ -206,7 +206,7 @@ class CudaDevice:
     async def unmap(self, allocation: Allocation) -> None:
         """See `Device.unmap`."""
         if allocation not in self._mapped:
-            raise UsageError("not mapped, or no longer")
+            raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
         self._update_ends()
         await self._perform(lambda: self._memory.unmap(allocation))
@@ -309,7 +309,7 @@ class CudaDevice:
         if not all(ended[: len(self._lanes)]):
             return False
         if not all(ended):  # it uses no memory but its own
-            log.warning("CuPy or the GPU has not told yet how small rows are best copied: not waiting any longer")
+            log.warning("the measurement of small rows has not ended yet; not waiting any longer")
         if self._copiers:
             await self._perform(self._destroy)
         if self._watch is not None:

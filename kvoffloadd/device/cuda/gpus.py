@@ -66,7 +66,7 @@ class CudaGpus:
     async def device(self, uuid: bytes) -> CudaDevice:
         """See `Gpus.device`. The first call for a GPU takes as long as its context does."""
         if not self._config.enabled:
-            raise MemoryKindError("this daemon does without CUDA: its configuration has cuda.enabled = false")
+            raise MemoryKindError("CUDA is disabled in this daemon: its config has cuda.enabled = false")
         async with self._lock:
             found = self._devices.get(uuid)
             return found if found is not None else await self._open(uuid)
@@ -95,7 +95,7 @@ class CudaGpus:
                 raise
         except DeviceError as error:
             hint = _HINTS.get(error.name, "") if isinstance(error, CudaError) else ""
-            log.warning("no use of a GPU: %s%s", error, hint)
+            log.warning("a GPU can't be used: %s%s", error, hint)
             raise MemoryKindError(f"the daemon can't use this GPU: {error}{hint}") from error
         self._devices[uuid] = device
         near = f", with copy threads on the {len(gpu.cpus)} CPUs of its NUMA node" if gpu.cpus else ""
@@ -107,10 +107,10 @@ class CudaGpus:
             async with asyncio.timeout(self._config.stuck_s):
                 driver, self._gpus = await self._loop.run_in_executor(None, _load, self._near)
         except TimeoutError:
-            raise DeviceError(f"the driver does not answer within {self._config.stuck_s} s") from None
+            raise DeviceError(f"the driver did not answer within {self._config.stuck_s} s") from None
         if holds_gil(driver.bindings_version):
             log.warning(
-                "cuda-bindings %s: the daemon stands still during each call to the driver; install 12.9.2 or newer",
+                "cuda-bindings %s blocks the whole daemon during each driver call; install 12.9.2 or newer",
                 driver.bindings_version,
             )
         self._driver = driver

@@ -60,7 +60,7 @@ class RowKernel:
             with self._cupy.cuda.Device(ordinal):
                 self._function = self._cupy.RawModule(path=str(binary)).get_function(NAME)
         except Exception as error:  # its errors have no base of their own, and some are of Python's kinds
-            raise DeviceError(f"CuPy does not load {binary.name}: {error!r}") from error
+            raise DeviceError(f"CuPy can't load {binary.name}: {error!r}") from error
         self._ordinal = ordinal
 
     def launch(self, rows_address: int, count: int, longest_bytes: int, stream: int) -> None:
@@ -81,7 +81,7 @@ class RowKernel:
             with cuda.Device(self._ordinal), on:
                 self._function((blocks,), (_WARPS_PER_BLOCK * _WARP,), arguments)
         except Exception as error:  # as above; an error of another kind would fail the job, and each one after it
-            raise DeviceError(f"CuPy does not launch {NAME}: {error!r}") from error
+            raise DeviceError(f"CuPy can't launch {NAME}: {error!r}") from error
 
 
 def binary_of(major: int, minor: int) -> Path:

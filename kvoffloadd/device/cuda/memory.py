@@ -84,8 +84,9 @@ class SharedMemory:
             if self._lasts(error):
                 raise
             raise MemoryKindError(
-                f"the driver doesn't open this IPC handle ({error}): its memory may be freed, its process ended, or "
-                "of another user or container than the daemon (run both as one user, with a common PID namespace)"
+                f"the driver can't open this IPC handle ({error}): its memory may be freed, its process may have "
+                "ended, or run as another user or in another container than the daemon (run both as one user, in a "
+                "common PID namespace)"
             ) from error
         try:
             return _Opened(address, self._bytes_from(address))
@@ -120,7 +121,7 @@ class SharedMemory:
         except CudaError as error:
             if self._lasts(error):
                 raise
-            raise LimitError(f"no addresses for {format_bytes(total_bytes)} of GPU memory: {error}") from error
+            raise LimitError(f"no address space for {format_bytes(total_bytes)} of GPU memory: {error}") from error
         return VmmAllocation("cuda_vmm", 0, address, total_bytes)
 
     def add_chunks(self, allocation: VmmAllocation, fds: Sequence[int], sizes: Sequence[int]) -> None:
@@ -141,7 +142,7 @@ class SharedMemory:
                 raise
             self._unmap_chunks(begin, mapped)
             raise MemoryKindError(
-                f"the driver doesn't map this chunk ({error}): send the descriptors that "
+                f"the driver can't map this chunk ({error}): send the descriptors that "
                 "cuMemExportToShareableHandle gave, with the sizes they were made with"
             ) from error
         except MemoryKindError:

@@ -181,7 +181,7 @@ class Stages:
         try:
             self.destroy()
         except DeviceError as error:
-            log.warning("memory for small rows is not given back: %s", error)
+            log.warning("staging memory could not be freed: %s", error)
 
     def destroy(self) -> None:
         """Destroys those that are idle. Blocks; the context must be current.

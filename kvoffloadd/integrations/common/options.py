@@ -16,7 +16,7 @@ def socket_of(given: Mapping[str, Any], where: str) -> str:
     """The daemon's socket. `where`: the engine's option that has `given`. Raises UsageError."""
     socket = given.get("socket", DEFAULT_SOCKET)
     if not isinstance(socket, str | os.PathLike):
-        raise UsageError(f"{where}: socket is a path, not {socket!r}")
+        raise UsageError(f"{where}: socket must be a path, not {socket!r}")
     return os.fspath(socket)
 
 
@@ -24,5 +24,5 @@ def seconds_of(given: Mapping[str, Any], key: str, default: float, where: str) -
     """As `socket_of`, of a key with seconds."""
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
-        raise UsageError(f"{where}: {key} is a number of seconds above 0, at most 3600, not {value!r}")
+        raise UsageError(f"{where}: {key} must be a number of seconds above 0, at most 3600, not {value!r}")
     return float(value)

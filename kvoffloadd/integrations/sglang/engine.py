@@ -45,13 +45,13 @@ def refuse_parallel(pp_size: int, attn_cp_size: int, dcp_size: int) -> None:
     if (nodes := get_parallel().nnodes) > 1:
         raise UsageError(
             f"kvoffloadd needs all ranks of an engine on one host, and --nnodes {nodes} spreads them over {nodes}: "
-            "each host's daemon would have parts of keys alone, and nothing would hit. Leave --nnodes at 1, with a "
+            "each host's daemon would have only parts of keys, and nothing would hit. Leave --nnodes at 1, with a "
             "--tp-size that fits one host"
         )
     given = {"--pp-size": pp_size, "--attn-cp-size": attn_cp_size, "--dcp-size": dcp_size}
     for flag, size in given.items():
         if size > 1:
-            raise UsageError(f"kvoffloadd was not tried with {flag} {size}, and refuses it: leave it at 1")
+            raise UsageError(f"kvoffloadd has not been tested with {flag} {size}, and refuses it: leave it at 1")
 
 
 def refuse_moving_memory() -> None:
@@ -62,7 +62,9 @@ def refuse_moving_memory() -> None:
     }
     for flag, is_set in given.items():
         if is_set:
-            raise UsageError(f"kvoffloadd's linker can't go with {flag}: the daemon copies from and to the KV cache")
+            raise UsageError(
+                f"kvoffloadd's linker can't be used with {flag}: the daemon copies from and to the KV cache"
+            )
 
 
 def dcp_size() -> int:

@@ -61,10 +61,10 @@ class LinkerOptions(SeatOptions):
         standard = cls()
         unknown = sorted(set(extra_config) - {"socket", "timeout_s", "job_deadline_s", "overlap"})
         if unknown:
-            raise UsageError(f"{where}: {', '.join(unknown)}: no option of kvoffloadd")
+            raise UsageError(f"{where}: {', '.join(unknown)}: not an option of kvoffloadd")
         overlap = extra_config.get("overlap", standard.overlap)
         if not isinstance(overlap, bool):
-            raise UsageError(f"{where}: overlap is true or false, not {overlap!r}")
+            raise UsageError(f"{where}: overlap must be true or false, not {overlap!r}")
         return cls(
             socket=socket_of(extra_config, where),
             timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, where),

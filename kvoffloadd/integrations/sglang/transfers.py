@@ -13,4 +13,4 @@ def needed_of(transfer: PoolTransfer, pool: str) -> Needed:
         return Needed(pool)
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
         return Needed(pool, max(1, len(transfer.keys or ())))
-    raise ValueError(f"pages of {pool} are needed by a rule that is not known: {transfer.hit_policy}")
+    raise ValueError(f"the hit policy of {pool} is unknown: {transfer.hit_policy}")

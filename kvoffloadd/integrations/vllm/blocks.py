@@ -32,7 +32,7 @@ def warn_of_states(mamba_cache_mode: str, blocks_per_chunk: int) -> None:
     if mamba_cache_mode == "align" and blocks_per_chunk > 1:
         logger.warning(
             "kvoffloadd: this model keeps states, which OffloadingConnector can't store in chunks of several blocks: "
-            "nothing will hit. Leave blocks_per_chunk at 1 (it is %d), or block_size at one block, or take "
+            "nothing will hit. Leave blocks_per_chunk at 1 (it is %d), or block_size at one block, or use "
             "KVOffloaddConnector",
             blocks_per_chunk,
         )

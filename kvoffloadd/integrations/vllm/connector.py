@@ -61,14 +61,14 @@ class KVOffloaddConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != _POLICY:
             raise UsageError(
-                f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, which has '
-                f"{transfer.kv_load_failure_policy!r}: requests would fail whenever the daemon does"
+                f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, not '
+                f"{transfer.kv_load_failure_policy!r}: otherwise requests fail whenever the daemon fails"
             )
         extra = transfer.kv_connector_extra_config
         if extra.get(_SYNC_LOADS):
             raise UsageError(
-                f"KVOffloaddConnector takes no {_SYNC_LOADS} above 0: what runs in the step of its load can't be "
-                "recomputed when that fails"
+                f"KVOffloaddConnector does not support {_SYNC_LOADS} above 0: a request that runs in the same step as "
+                "its load can't be recomputed if the load fails"
             )
         if not versions.check().tells_of_sleep:
             refuse_sleep(vllm_config, "this vLLM tells no connector of it; 0.33 does")
@@ -76,8 +76,9 @@ class KVOffloaddConnector(OffloadingConnector):
         if not vllm_config.cache_config.enable_prefix_caching and not extra.get(_WITHOUT_PREFIX_CACHING):
             raise UsageError(
                 "KVOffloaddConnector needs prefix caching, which is off: --no-enable-prefix-caching is set, or vLLM "
-                "does not support it for this model here, such as MLA on CPUs, and so no prompt that is loaded in "
-                f'part, either. "{_WITHOUT_PREFIX_CACHING}": true in kv_connector_extra_config loads all the same'
+                "does not support prefix caching, and thus prompts that are loaded in part, for this model here (for "
+                f'example MLA on CPUs). To load anyway, set "{_WITHOUT_PREFIX_CACHING}": true in '
+                "kv_connector_extra_config"
             )
         _complete(vllm_config)
         extra[IDENTITY] = identity_of(vllm_config)
@@ -91,8 +92,8 @@ class KVOffloaddConnector(OffloadingConnector):
             and self.connector_scheduler.config.blocks_per_chunk > 1
         ):
             logger.warning(
-                "kvoffloadd: this model keeps states, of which vLLM stores the one at the last full block of a prompt: "
-                "with chunks of several blocks only prompts hit whose last full block ends a chunk"
+                "kvoffloadd: this model keeps states, and vLLM stores only the one at the last full block of a prompt: "
+                "with chunks of several blocks, a prompt hits only if its last full block ends a chunk"
             )
         if self.connector_scheduler is not None:
             self._handoff = HandOff(self.connector_scheduler, vllm_config, kv_cache_config)

@@ -39,7 +39,7 @@ def refuse_nodes(engine: Any) -> None:
     if parallel.nnodes_within_dp > 1:
         raise UsageError(
             f"kvoffloadd needs all ranks of an engine on one host, and --nnodes {parallel.nnodes} spreads them over "
-            f"{parallel.nnodes_within_dp}: each host's daemon would have parts of keys alone, and nothing would hit. "
+            f"{parallel.nnodes_within_dp}: each host's daemon would have only parts of keys, and nothing would hit. "
             "Leave --nnodes at 1, with a --tensor-parallel-size and --pipeline-parallel-size that fit one host"
         )
 
@@ -53,6 +53,7 @@ def refuse_ranks_elsewhere(ranks: Mapping[tuple[int, int], RankHost]) -> None:
         named = ", ".join(f"PP {pp} TP {tp}" for pp, tp in away)
         raise UsageError(
             "kvoffloadd needs all ranks of an engine on its scheduler's host, and these run on others, where "
-            f"--distributed-executor-backend ray has placed them: {named}. Each host's daemon would have parts of keys "
-            "alone, and nothing would hit. Take --distributed-executor-backend mp, or a Ray placement group on one node"
+            f"--distributed-executor-backend ray has placed them: {named}. Each host's daemon would have only parts "
+            "of keys, and nothing would hit. Use --distributed-executor-backend mp, or a Ray placement group on one "
+            "node"
         )

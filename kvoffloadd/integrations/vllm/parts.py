@@ -72,9 +72,9 @@ def check_scheduler(config: Any, told: Any) -> None:
     known, said = ((by_heads(one), one.replicated_layout) for one in (config, told))
     if config.canonical_layout and known != said:
         raise UsageError(
-            "canonical_layout: layers that share block tables are unlike, and vLLM can't map the pages of some; its "
-            "scheduler is not told, and would look for other parts than the ranks store; take canonical_layout out of "
-            "kv_connector_extra_config, and engines of one tensor-parallel size share"
+            "canonical_layout: layers that share block tables differ, and vLLM can't map the pages of some; the "
+            "scheduler does not know this, and would look for other parts than the ranks store; remove "
+            "canonical_layout from kv_connector_extra_config, then engines of the same tensor-parallel size share"
         )
 
 
@@ -86,12 +86,15 @@ def share(config: Any) -> Share:
     parallel, extra = config.parallel, config.extra_config
     parts = extra.get(CANONICAL_PARTS)
     if parts is not None and (isinstance(parts, bool) or not isinstance(parts, int) or parts < 1):
-        raise UsageError(f"kv_connector_extra_config: {CANONICAL_PARTS} is a number of parts above 0, not {parts!r}")
+        raise UsageError(
+            f"kv_connector_extra_config: {CANONICAL_PARTS} must be a number of parts above 0, not {parts!r}"
+        )
     if parts is not None and not config.canonical_layout:
         raise UsageError(f'kv_connector_extra_config: {CANONICAL_PARTS} needs "canonical_layout": true')
     if config.canonical_layout and HEADS not in extra:
         raise UsageError(
-            "canonical_layout needs KVOffloaddConnector: vLLM's own connector tells no spec how many KV heads there are"
+            "canonical_layout needs KVOffloaddConnector: vLLM's own connector does not tell a spec the number of KV "
+            "heads"
         )
     if by_heads(config):
         heads = int(extra[HEADS])
@@ -190,6 +193,6 @@ def _local(layer: str, fragments: Sequence[_Fragment], start: int, end: int) -> 
 
 def _uncut(layer: str, why: str) -> UsageError:
     return UsageError(
-        f"canonical_layout: layer {layer} can't be cut by heads: {why}; take canonical_layout out of "
-        "kv_connector_extra_config, and engines of one tensor-parallel size share"
+        f"canonical_layout: layer {layer} can't be cut by heads: {why}; remove canonical_layout from "
+        "kv_connector_extra_config, then engines of the same tensor-parallel size share"
     )

@@ -195,7 +195,7 @@ class TransferThread:
     def _check(self) -> None:
         if self._broken:
             raise RuntimeError(
-                "the line to kvoffloadd has failed, see the log: which blocks it still writes is unknown"
+                "the connection to kvoffloadd has failed (see the log); it is unknown which blocks are still written"
             )
 
     def _run(self) -> None:

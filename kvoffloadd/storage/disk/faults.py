@@ -101,7 +101,7 @@ def parse_disk_faults(text: str) -> tuple[dict[str, int], dict[str, float]]:
         name, _, value = (part.strip() for part in line.partition("="))
         operation = name.removesuffix(_DELAY)
         if operation not in _OPERATIONS:
-            raise ConfigError(f'disk faults: unknown "{name}"; there are {", ".join(_OPERATIONS)}')
+            raise ConfigError(f'disk faults: unknown "{name}"; known are {", ".join(_OPERATIONS)}')
         if name.endswith(_DELAY):
             try:
                 delays[operation] = parse_seconds(value)

@@ -74,7 +74,7 @@ class Health:
         if not is_trouble(error):
             # A user who could provoke it must not take the disk from all others. No state here is in doubt by it: what
             # was being written counts as never written, as after a crash.
-            log.error("disk %s: a write failed by a bug of ours", self._path, exc_info=error)
+            log.error("disk %s: a write failed because of a bug in the daemon", self._path, exc_info=error)
             return False
         self.write_errors += 1
         if self.state == RootState.OFF or lacks_resources(error):

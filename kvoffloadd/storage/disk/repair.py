@@ -69,9 +69,9 @@ class _Check:
         try:
             fds = open_root(files, path, create=False, create_lock=True)
         except (FileNotFoundError, NotADirectoryError):
-            raise DiskError(f"{path} is no root of a disk tier: it has no directory with segments") from None
+            raise DiskError(f"{path} is not a root of a disk tier: it has no directory with segments") from None
         except BlockingIOError:
-            raise DiskError(f"a daemon uses {path}: ask it with `kvoffloadd verify --disk` instead") from None
+            raise DiskError(f"a daemon uses {path}: run `kvoffloadd verify --disk` instead") from None
         self._directory_fd, self._segments_fd, self._lock_fd = fds
 
     def close(self) -> None:

@@ -174,7 +174,9 @@ class Root:
                     await self.writer.settle()
                     await self.directory.wait_written()
             except TimeoutError:
-                log.warning("disk %s: segments could not be sealed, or clears not be noted, in time", self.path)
+                log.warning(
+                    "disk %s: segments could not be sealed, or clears could not be recorded, in time", self.path
+                )
         ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self.lanes)))
         if ended:
             self.directory.close()

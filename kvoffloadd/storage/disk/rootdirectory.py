@@ -118,16 +118,16 @@ class RootDirectory:
             except DiskVersionError:
                 raise
             except DiskError as error:
-                log.warning("disk %s: %s: what it holds is not served", self.path, error)
+                log.warning("disk %s: %s: its contents are not served", self.path, error)
                 self.manifest = None
         if self.manifest is None:
             if self._uuid:
-                raise DiskError(f"{self.path} has no manifest any more: is its file system mounted?")
+                raise DiskError(f"{self.path} no longer has a manifest: is its file system mounted?")
             self.manifest = Manifest(root_uuid=secrets.token_bytes(16), base_epoch=0, last_epoch=0, epochs={})
             return False
         if self._uuid and self.manifest.root_uuid != self._uuid:
             self.manifest = None
-            raise DiskError(f"{self.path} is another root than before: restart the daemon to use it")
+            raise DiskError(f"{self.path} is not the same root as before: restart the daemon to use it")
         self._uuid = self.manifest.root_uuid
         return True
 
@@ -197,7 +197,7 @@ class RootDirectory:
             if manifest == self.manifest:
                 return
             if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
-                raise DiskError(f"{self.path} knows of later clears")
+                raise DiskError(f"{self.path} has a record of later clears")
             directory_fd = os.dup(self._directory_fd)  # the root may be detached meanwhile
             try:
                 await write_manifest(_path_of(directory_fd), manifest, self._executor)

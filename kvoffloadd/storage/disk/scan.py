@@ -56,7 +56,9 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
             scan.foreign_bytes += await lane.perform(partial(directory.size_bytes, name))
             continue
         if recovered.kind is Kind.FOREIGN:
-            log.warning("%s/segments/%s is no segment of ours: left alone", directory.path, recovered.name)
+            log.warning(
+                "%s/segments/%s is not a segment of kvoffloadd and is left alone", directory.path, recovered.name
+            )
             scan.foreign_bytes += recovered.size_bytes
             continue
         if recovered.header is not None:
@@ -65,7 +67,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         if recovered.header is None or not len(recovered.entries) or not trusted:
             if recovered.kind is Kind.UNREADABLE:
                 log.warning(
-                    "%s/segments/%s is of another version: kept until its space is needed",
+                    "%s/segments/%s has another version and is kept until its space is needed",
                     directory.path,
                     recovered.name,
                 )
@@ -77,7 +79,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         scan.damaged_records += recovered.damaged
         if recovered.kind is Kind.DAMAGED:
             scan.damaged_segments += 1
-            log.warning("%s/segments/%s is damaged: what it held is lost", directory.path, recovered.name)
+            log.warning("%s/segments/%s is damaged: its contents are lost", directory.path, recovered.name)
         if recovered.damaged:
             log.warning("%s/segments/%s: %d damaged records dropped", directory.path, recovered.name, recovered.damaged)
     scan.kept.sort(key=lambda pair: pair[0].header.number)
@@ -108,6 +110,6 @@ async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered
         return await lane.perform(work)
     except (OSError, MemoryError) as error:
         if lacks_resources(error):  # which says nothing about this segment
-            raise OSError(errno.ENOMEM, f"the system has no descriptors or memory to spare: {error}") from error
+            raise OSError(errno.ENOMEM, f"the system is out of descriptors or memory: {error}") from error
         log.warning("%s/segments/%s can't be read: %s", directory.path, name, error)
         return None

@@ -128,7 +128,7 @@ def recycle_segment(files: Files, segments_fd: int, name: str, header: SegmentHe
     try:
         size = files.size_bytes(fd)
         if size > header.segment_bytes:
-            raise DiskError(f"segment {name} has {size} bytes, no use for {header.segment_bytes} of them")
+            raise DiskError(f"segment {name} has {size} bytes, more than the {header.segment_bytes} of a segment")
         if size < header.segment_bytes:
             files.allocate(fd, header.segment_bytes)
         # The old trailer goes too: if the new header were damaged one day, it would be taken at its word.

@@ -162,7 +162,7 @@ class AgentSupervisor:
     def _on_message(self, message: FromAgent) -> None:
         if isinstance(message, Answer | Value):
             if self.state is not AgentState.READY:
-                raise FramingError("an answer to nothing")
+                raise FramingError("an answer that was not expected")
             self._user.on_answer(message)
         elif self.state is not AgentState.STARTING or self._process is None:
             raise FramingError(f"a {type(message).__name__} after its start")
@@ -182,10 +182,13 @@ class AgentSupervisor:
             raise FramingError("a second greeting")
         if message.version != VERSION:
             raise FramingError(
-                f"version {message.version}, this is {VERSION}: remote.python needs kvoffloadd of the daemon's release"
+                f"the agent has version {message.version}, the daemon {VERSION}: remote.python must have the "
+                "daemon's release of kvoffloadd"
             )
         if message.pid != process.pid:
-            raise FramingError("it is another process than the one that was started: remote.python must be Python")
+            raise FramingError(
+                "the agent is not the process that was started: remote.python must be the interpreter itself"
+            )
         self._greeted = True
         self._pool.record_agent(process.pid)
         try:

@@ -195,7 +195,7 @@ class AgentProcess:
                 while self._listening and (message := self._frames.next()) is not None:
                     self._on_message(message)  # type: ignore[arg-type]  # the decoder knows no others
             except FramingError as error:
-                self.kill(f"it sent what can't be: {error}")
+                self.kill(f"it sent an invalid message: {error}")
             if not self._listening:
                 return
 

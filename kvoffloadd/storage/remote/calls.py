@@ -152,7 +152,7 @@ class Calls:
         """Raises FramingError if no call can have this answer."""
         call = self._given.get(message.id)
         if call is None:
-            raise FramingError(f"an answer to call {message.id}, which is not asked")
+            raise FramingError(f"an answer to call {message.id}, which is not pending")
         result = self._checked(call, message)
         del self._given[message.id]
         call.line.given -= 1
@@ -202,13 +202,13 @@ class Calls:
     def _checked(self, call: PendingCall, message: Answer | Value) -> I64Array | Value:
         if isinstance(message, Value):
             if not call.reads_value:
-                raise FramingError("a value for what is no read")
+                raise FramingError("a value for a call that is not a read")
             return message
         if len(message.codes) != 8 * call.items:
             raise FramingError(f"an answer of {len(message.codes)} bytes for {call.items} codes")
         codes = np.frombuffer(message.codes, "<i8").astype(np.int64)
         if ((codes < call.code_min) | (codes > call.code_max)).any():
-            raise FramingError("a code that there is not")
+            raise FramingError("an unknown code")
         return codes
 
     def _on_late(self, call: PendingCall) -> None:

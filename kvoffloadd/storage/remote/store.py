@@ -343,7 +343,12 @@ class RemoteStore:
         reasons = Counter(RemoteStatus(status) for status in result.status[bad].tolist())
         self.corrupt += reasons
         text = ", ".join(f"{count} by {reason.name.lower()}" for reason, count in reasons.items())
-        log.warning("remote: %d of %d keys did not verify (%s): removed there", len(bad), len(result.status), text)
+        log.warning(
+            "remote: %d of %d keys failed verification (%s) and are removed from the store",
+            len(bad),
+            len(result.status),
+            text,
+        )
         names = transfer.batch.names
         keys = np.ascontiguousarray(names.keys[bad], "<u8").tobytes()
         removal = self._loop.create_task(self._remove_corrupt(key_names(names.space, keys)))
@@ -354,7 +359,7 @@ class RemoteStore:
         try:
             await self._values.remove(names, time.monotonic() + REMOVE_S)
         except RemoteStoreError as error:
-            log.warning("remote: what did not verify is still there: %s", error)
+            log.warning("remote: keys that failed verification could not be removed: %s", error)
 
     # --- small objects ---
 

@@ -78,7 +78,7 @@ class Values:
             self._calls.withdraw(call)
             raise
         if result is None:
-            began = "it may yet happen" if call.begun else "it did not begin"
+            began = "it may still be done" if call.begun else "it had not begun"
             after = "in time" if time.monotonic() >= until_s else "before the connection was lost"
             raise RemoteStoreError(f"{what}: not done {after}; {began}")
         if isinstance(result, np.ndarray) and (result < 0).any():

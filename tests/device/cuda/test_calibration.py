@@ -228,7 +228,7 @@ def test_without_room_nothing_is_measured(
     config = CudaConfig(pitched_row_bytes="auto", kernel_row_bytes=7)
     assert limits_with(config, known, Full(), Kernel(Costly())) == {RowLimits(0, 7)}
     assert known == {}
-    assert caplog.text.count("can't be measured: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY") == 1
+    assert caplog.text.count("could not be measured: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY") == 1
     assert live(extras) == before
 
 

@@ -72,7 +72,7 @@ async def test_what_is_pinned_gives_a_context_more_time(gpu: Gpu) -> None:
 
 
 async def test_a_context_that_does_not_come_is_not_waited_for(gpu: Gpu) -> None:
-    with pytest.raises(DeviceError, match="not there after"):
+    with pytest.raises(DeviceError, match="was not created within"):
         await open_with(mapping_s=0.0)
 
 

@@ -10,7 +10,7 @@ from kvoffloadd.integrations.common import availability
 from kvoffloadd.integrations.common.availability import Availability
 
 LOGGER = logging.getLogger("engine.kvoffloadd")
-ERROR = DaemonUnreachableError("nobody listens there")
+ERROR = DaemonUnreachableError("connection refused")
 
 
 def test_pauses_grow_up_to_two_seconds_until_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_failures_in_a_row_are_warned_of_once(caplog: pytest.LogCaptureFixture) 
     daemon.succeeded()
     daemon.failed(ERROR, "a job failed")
     assert caplog.messages == [
-        "kvoffloadd: no cache: nobody listens there",
+        "kvoffloadd: no cache: connection refused",
         "kvoffloadd: the daemon answers again",
-        "kvoffloadd: a job failed: nobody listens there",
+        "kvoffloadd: a job failed: connection refused",
     ]

@@ -356,9 +356,9 @@ def test_a_bug_is_a_miss_and_logged_once(
 def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -> None:
     socket = start_daemon(memory="64MiB").socket
     for options, told in (
-        ({"overlap": 1}, "overlap is true or false"),
+        ({"overlap": 1}, "overlap must be true or false"),
         ({"job_deadline_s": 0}, "job_deadline_s"),
-        ({"sockets": "/x"}, "sockets: no option"),
+        ({"sockets": "/x"}, "sockets: not an option"),
     ):
         with pytest.raises(UsageError, match=told):
             Rank(socket, **options)

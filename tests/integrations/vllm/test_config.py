@@ -172,7 +172,7 @@ def test_where_parts_are_no_heads_the_size_is_named() -> None:
 
 def test_options_that_cannot_be() -> None:
     for wrong in (0, -1, True, "8", 2.0):
-        with pytest.raises(UsageError, match="canonical_parts is a number of parts"):
+        with pytest.raises(UsageError, match="canonical_parts must be a number of parts"):
             named(of_size(1, 8, canonical_parts=wrong))
     with pytest.raises(UsageError, match='canonical_parts needs "canonical_layout": true'):
         named(replace(BASE, extra_config={"canonical_parts": 2}))

@@ -189,7 +189,7 @@ def test_recycling_mends_a_short_file_and_refuses_a_long_one(folder: Folder) -> 
     os.truncate(folder.path / NAME, 3 * PAGE_BYTES)
     os.close(recycle_segment(folder.files, folder.fd, NAME, header_of(number=2), direct=False))
     assert folder.recover().size_bytes == SEGMENT_BYTES
-    with pytest.raises(DiskError, match="no use"):
+    with pytest.raises(DiskError, match="more than the 32768 of a segment"):
         recycle_segment(folder.files, folder.fd, NAME, header_of(segment_bytes=8 * PAGE_BYTES), direct=False)
 
 

@@ -172,9 +172,9 @@ def test_the_manifest(root: Path, folder: Folder) -> None:
 
 
 def test_a_root_in_use_and_no_root_are_refused(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="no root"):
+    with pytest.raises(DiskError, match="is not a root"):
         check_root(root)
-    with pytest.raises(DiskError, match="no root"):
+    with pytest.raises(DiskError, match="is not a root"):
         check_root(tmp_path / "nothing")
     assert sorted(os.listdir(root)) == ["manifest"]
     folder = Folder(root / "segments")

@@ -230,7 +230,7 @@ async def test_an_engine_that_does_not_start_says_why_and_is_tried_again(
 async def test_an_engine_that_there_is_not(engine: Engine) -> None:
     host = await start(engine, engine_name="nonesuch")
     await until(lambda: host.store.reason != "")
-    assert "no engine 'nonesuch'" in host.store.reason
+    assert "unknown engine 'nonesuch'" in host.store.reason
     assert "fault: operator" in host.store.reason
     await host.close()
 
@@ -383,7 +383,7 @@ def test_what_is_no_agent_is_told() -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "which starts it itself" in done.stderr
+    assert "only the daemon starts it" in done.stderr
 
 
 def test_a_spawn_that_fails_leaves_nothing() -> None:

@@ -32,10 +32,10 @@ def bad_agent(folder: Path, kind: str) -> str:
 BEFORE = {
     "garbage at once": "a frame of",
     "huge frame": "a frame of 4294967295 bytes",
-    "answer at once": "an answer to nothing",
+    "answer at once": "an answer that was not expected",
     "started at once": "before its greeting",
-    "other version": "of the daemon's release",
-    "other process": "another process",
+    "other version": "the daemon's release",
+    "other process": "not the process that was started",
     "closes": "closed its socket",
     "silent": "not ready within",
     "after start: never ready": "not ready within",
@@ -58,8 +58,8 @@ async def test_one_that_is_not_what_it_should_be_is_ended(engine: Engine, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("flood", "which is not asked"),
-        ("value", "which is not asked"),
+        ("flood", "which is not pending"),
+        ("value", "which is not pending"),
         ("second greeting", "after its start"),
         ("half a frame", "closed its socket"),
     ],

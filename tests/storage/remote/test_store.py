@@ -220,7 +220,7 @@ async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine)
     engine.plant("read=hang")
     with pytest.raises(RemoteStoreError, match="in time"):
         await host.store.read_value("a", time.monotonic() + 0.2)
-    with pytest.raises(RemoteStoreError, match="did not begin"):
+    with pytest.raises(RemoteStoreError, match="had not begun"):
         await host.store.write_value("a", b"", time.monotonic() + 0.2)
     engine.plant()
     assert await host.store.read_value("a", soon()) is None
