@@ -409,6 +409,19 @@ def test_a_late_hash_does_not_seal_the_slots_next_tenant(cache: Cache) -> None:
     assert cache.counters.parts_sealed == 0
 
 
+def test_late_hashes_seal_those_alone_that_are_there_still(cache: Cache) -> None:
+    _, keyspace = make_keyspace(cache)
+    parts = store(cache, keyspace, 1, 2)
+    generations = cache.entries.parts.generation[parts]
+    cache.drop(cache.find(keyspace, keys_of(1)).hit_rows)
+    again = store(cache, keyspace, 3)
+    assert again.tolist() == parts[:1].tolist(), "the record is reused at once"
+    cache.seal(parts, generations, np.array([[1, 1], [2, 2]], np.uint64))
+    assert cache.entries.parts.state[parts].tolist() == [PartState.COMMITTED, PartState.SEALED]
+    assert cache.entries.parts.digest[parts[1]].tolist() == [2, 2]
+    assert check(cache, 0, 0) == []
+
+
 def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     cache = make_cache(pages=32, slab_pages=8)
     _, small = make_keyspace(cache, b"a" * 16)

@@ -94,6 +94,19 @@ def test_a_late_checksum_of_what_was_dropped() -> None:
     assert len(adopt(after, saved)) == 0
 
 
+def test_late_checksums_of_which_one_is_of_what_was_dropped() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    parts = store(cache, keyspace, keys_of(1, 2), seals=False)
+    rows = cache.find(keyspace, keys_of(1, 2)).hit_rows
+    cache.hold(rows)
+    cache.drop(rows[:1])
+    cache.seal(parts, cache.entries.parts.generation[parts], np.zeros((2, 2), np.uint64))
+    after, saved = heir(cache)
+    adopt(after, saved)
+    assert hits(after, keys_of(1, 2)) == [False, True]
+
+
 def test_a_clear_holds_from_its_first_step_on() -> None:
     cache = make_cache(PAGES, SLAB_PAGES)
     namespace, keyspace = make_keyspace(cache, NAME)
