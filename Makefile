@@ -53,7 +53,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-vllm test-hosts test-sglang test-remote test-service soak soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -85,8 +85,12 @@ $(DEMO_READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 demo-remote: $(REMOTE_READY) ## two hosts that share a store, one of them killed with all it has: every byte verified
 	@$(REMOTE_VENV)/bin/python scripts/demo_remote.py $(DEMO_REMOTE)
 
-test: $(READY) $(BINDINGS_READY) ## the tests
+test: $(READY) $(BINDINGS_READY) ## the tests that take up to a second each; some minutes
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
+
+test-slow: $(READY) $(BINDINGS_READY) ## the others that need nothing else: daemons killed, disks that fail, every script
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile \
+		-m "slow and not soak and not vllm and not sglang and not service and not remote"
 
 # Without the C++ that the wheels carry along, which is three quarters of them.
 build/cuda-bindings-%/.ready: requirements-bindings.lock $(READY)

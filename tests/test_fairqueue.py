@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,7 @@ def test_each_item_comes_once_in_order_of_its_flow(pushed: list[tuple[int, int]]
     assert len(queue) == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.sampled_from([1, 2, 8]), min_size=2, max_size=6),

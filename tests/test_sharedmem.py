@@ -161,6 +161,7 @@ def test_populate_of_no_memory_is_an_error(memfd: int) -> None:
         populate(address, 4 * MIB, 1)
 
 
+@pytest.mark.slow
 def test_populate_lets_other_threads_run() -> None:
     fd = create_memfd("kvo-test", 256 * MIB)
     mapping = Mapping.map_fd(fd, 256 * MIB)

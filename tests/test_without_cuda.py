@@ -56,10 +56,12 @@ def python(bare: dict[str, str], code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported(bare: dict[str, str]) -> None:
     assert int(python(bare, IMPORT_ALL)) > 100
 
 
+@pytest.mark.slow
 def test_a_host_worker_stores_and_loads(bare: dict[str, str], socket_dir: Path) -> None:
     assert "host" in python(bare, STORE_AND_LOAD, str(socket_dir))
 

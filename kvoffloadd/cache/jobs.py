@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ T = TypeVar("T")
 
 VERIFY_URGENT = 0
 """Before what is sealed: see `sealing`."""
+
+STEP_PARTS = 8192
+"""Parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
 
 STUCK_CHECKS = 10
 """A chunk is given up when it has not ended at so many checks in a row."""
@@ -148,6 +152,7 @@ class Job:
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
     bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
+    settled: int = 0  # of a store: so many of its parts, the last ones, are committed or freed by now
     lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
     phase: Phase = Phase.END
     copy: Copy | None = None
@@ -198,6 +203,11 @@ class Job:
                 timer.cancel()
         return value
 
+    async def pause(self) -> None:
+        """Go on in the next turn of the loop, stopped or not: for what comes behind the copy."""
+        asyncio.get_running_loop().call_soon(self._go_on, None)
+        await _suspend()
+
     def _go_on(self, value: object) -> None:
         with suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
@@ -242,7 +252,7 @@ class Jobs:
     @property
     def reserved(self) -> int:
         """Parts that running stores own."""
-        return sum(len(job.parts) for job in self.running if job.direction is Direction.STORE)
+        return sum(len(job.parts) - job.settled for job in self.running if job.direction is Direction.STORE)
 
     # --- store ---
 
@@ -260,13 +270,37 @@ class Jobs:
     async def _store(self, job: Job) -> None:
         result = await self._result(job, self._copy(job))
         if result.outcome is Outcome.DONE:
-            kept = self.cache.commit(job.parts)
-            if len(kept) < len(job.parts):  # cleared meanwhile
-                job.bad = ~np.isin(job.parts, kept)
-            self.sealing.add(job.options.flow, kept)
+            await self._commit(job)
         else:
-            self.cache.abort(job.parts)
+            await self._settle(job, lambda step: self.cache.abort(job.parts[step]))
         self._end(job, result)
+
+    async def _commit(self, job: Job) -> None:
+        """Make what was stored readable. Then its checksums are due, from its first part on."""
+        generations = self.cache.entries.parts.generation
+        kept, at_commit = deque([job.parts[:0]]), deque([generations[:0]])
+
+        def commit(step: slice) -> None:
+            parts = job.parts[step]
+            some = self.cache.commit(parts)
+            if len(some) < len(parts):  # cleared meanwhile
+                job.bad[step] = ~np.isin(parts, some)
+            kept.appendleft(some)
+            at_commit.appendleft(generations[some])
+
+        await self._settle(job, commit)
+        self.sealing.add(job.options.flow, np.concatenate(kept), np.concatenate(at_commit))
+
+    async def _settle(self, job: Job, do: Callable[[slice], None]) -> None:
+        """Commit or free a store's parts step by step, each in a turn of its own. The last come first, as in
+        `admission`: so the beginning of a prompt is the last to be evicted.
+        """
+        for end in range(len(job.parts), 0, -STEP_PARTS):
+            if job.settled:
+                await job.pause()
+            begin = max(0, end - STEP_PARTS)
+            do(slice(begin, end))
+            job.settled = len(job.parts) - begin
 
     # --- load ---
 

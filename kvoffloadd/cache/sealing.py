@@ -57,15 +57,15 @@ class Sealing:
     _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
     _sift_at: int = SIFT_PARTS
 
-    def add(self, flow: Flow, parts: I64Array) -> None:
-        """These parts have been committed by a store of this flow's engine."""
+    def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
+        """These parts have been committed by a store of this flow's engine; they had these generations then."""
         if not len(parts):
             return
         number = self.stores.begin()
         self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
-        waiting, generations = self._waiting.setdefault(flow, deque()), self.cache.entries.parts.generation[parts]
+        waiting = self._waiting.setdefault(flow, deque())
         for at in range(0, len(parts), BATCH_PARTS):
             waiting.append(SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]))
         if self.unsealed >= self._sift_at:

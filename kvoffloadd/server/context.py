@@ -201,6 +201,12 @@ class Context:
             self.cache.abort(ended.parts)
         self.accounts.of(uid).refund(leases=ended.charged)
 
+    async def end_lease(self, instance: Instance, lease_id: int) -> None:
+        """End what is left of one lease, some each turn of the loop. To be called in a task that the daemon owns."""
+        while lease_id in instance.leases:  # another session may end it meanwhile, or it ends with its instance
+            self.let_go(instance.leases.end(lease_id, ENDED_PER_TURN), instance.uid)
+            await asyncio.sleep(0)
+
     async def end_leases(self, instance: Instance) -> None:
         """End all leases of an instance that has ended: some each turn of the loop, and only one instance's in a turn,
         however many have ended. To be called in a task that the daemon owns. Until then the leases count as held.

@@ -37,7 +37,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
 from kvoffloadd.protocol.state import ROLE_MAY
 from kvoffloadd.server import status
-from kvoffloadd.server.context import Context
+from kvoffloadd.server.context import ENDED_PER_TURN, Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.jobs import SessionJobs
 from kvoffloadd.server.outbox import Outbox
@@ -126,7 +126,7 @@ class Session:
     @staticmethod
     def is_in_order(message: m.Message) -> bool:
         """Whether the next request has to wait until this one is answered, where `handle` returns a coroutine."""
-        return isinstance(message, m.Store | m.Reserve)
+        return isinstance(message, m.Store | m.Reserve | m.Release)
 
     @property
     def privileged(self) -> bool:
@@ -253,8 +253,16 @@ class Session:
         with lease:
             return lease.grant(seq, await self._context.reserve(wanted, self._own_jobs().check_open))
 
-    def _release(self, message: m.Release) -> m.Reply:
-        self._context.let_go(self._own_instance().leases.end(message.lease), self.peer.uid)
+    def _release(self, message: m.Release) -> Answer:
+        leases = self._own_instance().leases
+        if leases.size(message.lease) > ENDED_PER_TURN:
+            return self._release_large(message, self._own_instance())
+        self._context.let_go(leases.end(message.lease), self.peer.uid)
+        return m.Done(seq=message.seq)
+
+    async def _release_large(self, message: m.Release, instance: Instance) -> m.Reply:
+        self._context.let_go(instance.leases.end(message.lease, ENDED_PER_TURN), instance.uid)
+        await asyncio.shield(self._context.spawn(self._context.end_lease(instance, message.lease)))
         return m.Done(seq=message.seq)
 
     # --- jobs ---

@@ -102,6 +102,7 @@ async def test_a_root_that_hangs_as_it_comes_back_keeps_no_other_from_coming(
     assert await tier.fetch(keyspace, 1, 2) == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_start_goes_on_without_a_root_that_hangs(
     open_tier: Open, paths: list[Path], hang: Hang, step: str
@@ -131,6 +132,7 @@ async def test_a_start_goes_on_without_a_root_that_hangs(
     assert tier.states(tier.keyspace(A), 1, 2) == ([MISS, MISS] if step == "enter" else [PENDING, HIT])
 
 
+@pytest.mark.slow
 async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: Path, hang: Hang) -> None:
     """Their directories are taken at the same time: each is at its gate before the first is given up."""
     paths = [tmp_path / f"root{n}" for n in range(4)]

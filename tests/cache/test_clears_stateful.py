@@ -524,7 +524,7 @@ def crashes(case: Any) -> Any:
     )
 
 
-TestClears = crashes(pytest.mark.timeout(300)(ClearMachine.TestCase))
+TestClears = crashes(pytest.mark.slow(pytest.mark.timeout(300)(ClearMachine.TestCase)))
 TestClears.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 TestManyClears = crashes(pytest.mark.soak(pytest.mark.timeout(24 * 3600)(LongClearMachine.TestCase)))
 TestManyClears.settings = settings(max_examples=10_000, stateful_step_count=40, deadline=None)

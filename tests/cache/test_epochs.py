@@ -88,6 +88,7 @@ def test_a_clear_gives_a_number_that_nothing_had_before(done: list[Clear]) -> No
         assert epochs.last == max(seen)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(here=clears, there=clears, after=clears)
 def test_of_what_two_disks_remember_the_later_clear_holds(

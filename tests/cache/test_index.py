@@ -46,6 +46,7 @@ def check(index: Index) -> list[str]:
     return findings
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -72,6 +72,21 @@ def test_the_oldest_end_first_and_what_is_first_is_to_be_evicted_last() -> None:
     assert told(leases.end_some(5)) == ([], [], 0)
 
 
+def test_one_lease_ends_in_steps() -> None:
+    leases = Leases()
+    read, write = leases.add_read(rows(1, 2, 3)), leases.add_write(parts(7, 8, 9))
+    assert (leases.size(read.id), leases.size(write.id), leases.size(read.id - 1)) == (3, 3, 0)
+    assert told(leases.end(read.id, 2)) == ([2, 3], [], 2), "the beginning of a prompt goes last"
+    assert told(leases.end(write.id, 2)) == ([], [8, 9], 2)
+    assert leases.held == Holdings(read=1, keys=1, write=1, parts=1)
+    assert told(leases.end(read.id, 2)) == ([1], [], LEASE_KEYS + 1)
+    assert read.id not in leases
+    leases.fill(write, parts(7))
+    assert write.id in leases, "it ends by its release alone"
+    assert told(leases.end(write.id, 2)) == ([], [], LEASE_KEYS)
+    assert (leases.held, len(leases)) == (Holdings(), 0)
+
+
 @pytest.mark.parametrize("most", [1, 7, 100])
 def test_each_step_is_bounded_and_all_end(rng: Random, most: int) -> None:
     leases, charged, before = Leases(), 0, Holdings()

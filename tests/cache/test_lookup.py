@@ -49,6 +49,7 @@ def group_hits(draw: st.DrawFn) -> GroupHits:
     return GroupHits(schema, draw(st.integers(0, 3)), np.array(hits, bool))
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(st.lists(group_hits(), max_size=3))
 def test_agrees_with_the_definition(groups: list[GroupHits]) -> None:

@@ -338,6 +338,7 @@ async def test_a_root_that_comes_back_while_the_system_is_poor_loses_nothing(
     assert tier.on_disk(keyspace, *range(20)) == list(range(20))
 
 
+@pytest.mark.slow
 async def test_writes_that_the_system_is_too_poor_for_do_not_make_a_disk_read_only(open_tier: Open) -> None:
     tier = await open_tier()
     keyspace = tier.keyspace()

@@ -33,6 +33,7 @@ async def pour(tier: Tier, keyspace: Keyspace, first: int, count: int, *, step: 
     return numbers
 
 
+@pytest.mark.slow
 async def test_the_oldest_go_first_and_by_whole_segments(open_tier: Open) -> None:
     tier = await open_tier(BIG, rewrite_hot=False)
     keyspace = tier.keyspace()

@@ -89,7 +89,7 @@ class RunsMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-TestRuns = RunsMachine.TestCase
+TestRuns = pytest.mark.slow(RunsMachine.TestCase)
 TestRuns.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 

@@ -40,7 +40,8 @@ class Scene:
 
     def store(self, *numbers: int, flow: Flow = ENGINE) -> None:
         """Stored, and not sealed yet."""
-        self.sealing.add(flow, store(self.cache, self.keyspace, keys_of(*numbers), seals=False))
+        parts = store(self.cache, self.keyspace, keys_of(*numbers), seals=False)
+        self.sealing.add(flow, parts, self.cache.entries.parts.generation[parts])
 
     async def until_sealed(self, last: int) -> None:
         self.gate.set()
@@ -143,7 +144,7 @@ async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene
     draining = asyncio.ensure_future(jobs.drain(jobs.progress, job, 20.0))
     assert not await jobs.drain(jobs.progress, job, 0.01)
     parts = store(scene.cache, scene.keyspace, keys_of(1, 2), seals=False)
-    jobs.sealing.add(ENGINE, parts)
+    jobs.sealing.add(ENGINE, parts, scene.cache.entries.parts.generation[parts])
     jobs.progress.end(job)
     assert not await jobs.drain(jobs.progress, job, 0.01)
     assert (draining.done(), scene.sealed()) == (False, 0)

@@ -45,6 +45,7 @@ def told(made: Reservation) -> list[list[int]]:
     return [made.states.tolist(), made.keys.tolist(), made.columns.tolist()]
 
 
+@pytest.mark.slow
 @given(GROUPS, GROUPS, st.data())
 @settings(max_examples=150, deadline=None)
 def test_groups_are_reserved_and_found_as_one_by_one(

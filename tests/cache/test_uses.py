@@ -71,6 +71,7 @@ class Side:
         return held
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_the_same_keys_are_held_as_if_each_use_had_counted_at_once(steps: list[tuple[str, list[int]]]) -> None:

@@ -53,11 +53,13 @@ def test_what_is_asked_is_what_was_given(client: Any, fake: FakeDaemon, keys: U8
 
 def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
     client.keep({0: keys}, "drop", first=2)
+    client.ping()
     assert "keep" not in fake.tags()
     fake.features = ["keep"]
     fake.soon(fake.peers[-1].close)
     client.ping()  # connects anew
     client.keep({0: keys}, "drop", first=2)
+    client.ping()  # nobody answers a hint: it has come when what was sent after it has
     assert fake.last("keep").groups == [m.GroupKeys(group=0, keys=keys.tobytes(), first=2)]
     assert fake.last("keep").how == "drop"
 

@@ -377,6 +377,7 @@ def test_a_late_answer_does_not_disturb_the_end(fake: FakeDaemon, path: str, mak
     assert "release" not in fake.tags()
 
 
+@pytest.mark.slow
 def test_a_broken_off_connection_is_waited_for(
     path: str, stand_in: subprocess.Popen[bytes], make_client: Any, caches: KvCache, keys: U8Array
 ) -> None:

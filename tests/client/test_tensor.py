@@ -59,6 +59,7 @@ def test_memory_that_is_not_there_is_an_error_for_whoever_shares_it() -> None:
             SharedTensor.adopt(array)
 
 
+@pytest.mark.slow
 def test_memory_lives_as_long_as_its_views_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     close = Mapping.close

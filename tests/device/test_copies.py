@@ -46,6 +46,7 @@ def walks(draw: st.DrawFn) -> list[Run]:
     return runs
 
 
+@pytest.mark.slow
 @given(walks())
 @settings(max_examples=300, deadline=None)
 def test_coalesce_keeps_every_byte(runs: list[Run]) -> None:
@@ -104,6 +105,7 @@ def test_concatenate() -> None:
     assert nothing.size.dtype == np.uint64
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)), max_size=10))
 @settings(max_examples=500, deadline=None)
 def test_overlap_finds_common_bytes(ranges: list[tuple[int, int]]) -> None:
@@ -112,6 +114,7 @@ def test_overlap_finds_common_bytes(ranges: list[tuple[int, int]]) -> None:
     assert overlap(*arguments) == (len(set(written)) < len(written))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 5) | st.integers(0, 200_000), max_size=12),
     st.integers(1, 5),

@@ -76,6 +76,7 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, Ids]:
     return layout, ids
 
 
+@pytest.mark.slow
 @given(jobs())
 @settings(max_examples=500, deadline=None)
 def test_as_comparing_every_byte_would_tell(job: tuple[Layout, Ids]) -> None:

@@ -81,6 +81,7 @@ def as_bytes(memory: U64Array, payload: U64Array, size: U64Array) -> Bytes:
     return dict(places)
 
 
+@pytest.mark.slow
 @given(groups(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_expand_names_each_byte_in_its_place(group: tuple[list[Tensor], list[Ref], int], data: st.DataObject) -> None:

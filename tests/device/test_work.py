@@ -46,6 +46,7 @@ def lists(draw: st.DrawFn) -> list[BlockList]:
     return made
 
 
+@pytest.mark.slow
 @given(
     lists().map(BlockWork), st.sampled_from([1, 2, 7, 1000]), st.sampled_from([1, 40, 1000]), st.sampled_from(Direction)
 )
@@ -62,6 +63,7 @@ def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, dire
     assert int((payload + whole.size).max(initial=0)) <= work.payload_end
 
 
+@pytest.mark.slow
 @given(lists(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_mask_leaves_payloads_out(some: list[BlockList], data: st.DataObject) -> None:
@@ -97,6 +99,7 @@ def cutter(seen: list[int]) -> Callable[[Copies], list[Copies]]:
     return cut
 
 
+@pytest.mark.slow
 def test_chunks_are_made_as_they_are_taken() -> None:
     work, seen = big(4000, 32), list[int]()
     chunks = Chunks(work, Direction.LOAD, cutter(seen), 1 << 30)

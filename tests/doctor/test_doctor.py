@@ -95,6 +95,7 @@ def test_problems_are_told_and_set_the_exit_status(socket_dir: Path, tmp_path: P
     assert "unknown key" in out and "did you mean capacity_bytes?" in out and "1 problem" in out
 
 
+@pytest.mark.slow
 def test_a_daemon_that_runs_is_no_problem(socket_dir: Path) -> None:
     daemon = Daemon(socket_dir, 16 << 20)
     daemon.start()

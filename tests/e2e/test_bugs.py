@@ -71,6 +71,7 @@ def use(rank: Rank, seed: int) -> None:
     rank.client.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

@@ -13,6 +13,8 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.peer import frame
 from tests.server.scene import FULL, Scene
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 

@@ -21,6 +21,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk_settings, group_of, idle, only_on_disk, served, store_all
 from tests.e2e.rank import Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 BEFORE = "ef862f4e6ba4e0d30f65c76545a1af15611255b6"
 """The commit before the redesign."""
 

@@ -11,6 +11,8 @@ from tests.e2e import gpu_rank
 from tests.e2e.small_rows import roundtrip
 from tests.e2e.test_cuda_pitched import MIXED
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 AUTO = ("cuda.pitched_row_bytes=auto", "cuda.kernel_row_bytes=auto", "cuda.kernel_chunk_bytes=1B")

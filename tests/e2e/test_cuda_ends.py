@@ -18,6 +18,8 @@ from tests.e2e.daemons import Hold, gpu_mappings
 from tests.e2e.disk import demoted, disk_settings
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 Spawn = Callable[..., subprocess.Popen[str]]
 

@@ -14,6 +14,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.gpu_rank import HOST, Where
 from tests.e2e.rank import HYBRID, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 MIB = 1 << 20

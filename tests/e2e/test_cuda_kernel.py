@@ -17,6 +17,8 @@ from tests.e2e.gpu_rank import Where
 from tests.e2e.rank import HYBRID, Rank, new_keys
 from tests.e2e.small_rows import KEYS, roundtrip, roundtrips_that_may_fail
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 KERNEL = ("cuda.kernel_row_bytes=1GiB", "cuda.kernel_chunk_bytes=1B", "cuda.staging_bytes=1MiB")

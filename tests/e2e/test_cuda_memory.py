@@ -28,6 +28,8 @@ from tests.e2e.daemons import Hold, gpu_mappings
 from tests.e2e.gpu_rank import HOST, Where
 from tests.e2e.rank import NAMESPACE, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 MIB = 1 << 20

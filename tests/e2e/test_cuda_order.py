@@ -70,6 +70,7 @@ def test_a_load_waits_until_nobody_uses_its_blocks(late: Late) -> None:
     assert late.wrong_when_all_is_done() == 0
 
 
+@pytest.mark.slow
 def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], seed: int) -> None:
     """Stores and loads in turn, each queued behind work of its own, on a driver that takes its time at random."""
     rng = np.random.default_rng(seed)

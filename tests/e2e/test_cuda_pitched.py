@@ -11,6 +11,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.rank import HYBRID
 from tests.e2e.small_rows import KEYS, roundtrip, roundtrips_that_may_fail
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 PITCHED = "cuda.pitched_row_bytes=1GiB"

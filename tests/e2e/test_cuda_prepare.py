@@ -12,6 +12,8 @@ from tests.e2e import gpu_rank
 from tests.e2e.small_rows import roundtrip
 from tests.e2e.test_cuda_kernel import KERNEL, ODD
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 
 NEVER_IMPORTED = "import time\nwhile True:\n    time.sleep(3600)\n"

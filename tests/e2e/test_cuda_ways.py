@@ -21,6 +21,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
 from tests.e2e.rank import ROWS, Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 Spawn = Callable[..., subprocess.Popen[str]]
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.trial.disk import used_bytes
@@ -27,6 +28,8 @@ from tests.e2e.disk import (
     store_on_disk,
 )
 from tests.e2e.rank import Rank, new_keys
+
+pytestmark = pytest.mark.slow
 
 Start = Callable[..., Daemon]
 PAYLOAD = 60_000

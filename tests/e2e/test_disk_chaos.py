@@ -22,6 +22,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, disk, disk_settings, root_state, segments
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 FAULTS = (
     "write=EIO", "read=EIO", "sync=EIO", "allocate=ENOSPC", "open=EACCES", "write_delay_s=0.02", "read_delay_s=0.02",

@@ -15,6 +15,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
 OTHER = NamespaceSpec(model="other")

@@ -31,6 +31,8 @@ from tests.e2e.disk import (
 )
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 Ints = list[int]
 

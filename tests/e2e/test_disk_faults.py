@@ -19,6 +19,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, records, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 

@@ -18,6 +18,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, root_state, segments, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 MISS, HIT = KeyState.MISS, KeyState.HIT
 

@@ -14,6 +14,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, group_of, served
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 SIZES = (100, 4096, 9000, 20_000)
 

@@ -15,6 +15,8 @@ from tests.e2e.daemons import Hold
 from tests.e2e.disk import MIB, Switch, disk_settings, idle, only_on_disk, store_on_disk
 from tests.e2e.rank import Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_others_store_meanwhile_is_not_copied(
     start_daemon: Callable[..., Daemon], hold: Hold, tmp_path: Path, seed: int

@@ -18,6 +18,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings, idle, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 PENDING, MISS = KeyState.PENDING, KeyState.MISS
 EXT4 = pytest.mark.parametrize("mount", ["ext4"], indirect=True)

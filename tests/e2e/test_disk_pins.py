@@ -28,6 +28,8 @@ from tests.e2e.disk import (
 )
 from tests.e2e.rank import PAGE, Keys, Rank, content, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 SLOTS = 256

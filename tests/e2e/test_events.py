@@ -80,6 +80,7 @@ def test_only_the_own_namespace(daemon: Daemon, subscriber: Client, keys: Keys) 
     assert subscriber.events(0.1) == []
 
 
+@pytest.mark.slow
 def test_evictions_are_told(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon(memory="64KiB")
     rank = daemon.welcome(Rank(daemon.socket))
@@ -154,6 +155,7 @@ def test_the_client_tells_the_gap(small_outbox: Daemon, seed: int) -> None:
         assert len(client.snapshot(0)) >= 1024
 
 
+@pytest.mark.slow
 def test_more_events_than_may_wait(standing: Start, seed: int) -> None:
     """`limits.events_per_session` counts them, however small they are."""
     daemon = standing("limits.events_per_session=8")

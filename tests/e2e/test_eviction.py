@@ -11,6 +11,8 @@ from kvoffloadd.client import Group, GroupKind, KeyState, NamespaceSpec, Outcome
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 16
 HIT, MISS, RESERVED, NO_SPACE = KeyState.HIT, KeyState.MISS, KeyState.RESERVED, KeyState.NO_SPACE
 

@@ -14,6 +14,8 @@ from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 from tests.server.scene import BLOCKS, Scene, ids, keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 FLOOD = 200
 """Jobs of one engine, each of which takes a turn of the only copying thread."""

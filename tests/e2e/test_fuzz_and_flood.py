@@ -6,6 +6,8 @@ import pytest
 
 from tests.scripts.running import run_script
 
+pytestmark = pytest.mark.slow
+
 FUZZ = ("fuzz_daemon.py", "--frames", "5000", "--truncations-every", "4")
 SHORT_FUZZ = ("fuzz_daemon.py", "--frames", "300", "--truncations-every", "100")
 FLOOD = ("flood.py", "--sessions", "3", "--seconds", "0.7", "--slow-copies", "0.02")

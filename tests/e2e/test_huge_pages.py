@@ -21,6 +21,8 @@ from tests.e2e.rank import Rank, new_keys
 from tests.kernelsettings import reserved_pages, transparent_pages
 from tests.notify import Manager, manager_in
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("off", "transparent", "reserved")
 KEYS = 300
 CAPACITY = 32 * MIB

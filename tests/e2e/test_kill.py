@@ -68,6 +68,7 @@ def leases(daemon: Daemon) -> int:
     return sum(used.get("leases", 0) for used in daemon.status()["accounts"].values())
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_store(holdable: Daemon, spawn: Spawn, hold: Hold, seed: int) -> None:
     """32 keys are two chunks: the second never begins, and a part of a payload is none."""
     keys = new_keys(np.random.default_rng(seed), 32)
@@ -81,6 +82,7 @@ def test_a_worker_killed_in_a_store(holdable: Daemon, spawn: Spawn, hold: Hold, 
     assert holdable.verify() == ()
 
 
+@pytest.mark.slow
 def test_a_store_whose_last_byte_was_copied_is_kept(holdable: Daemon, spawn: Spawn, hold: Hold, keys: Keys) -> None:
     """Its only chunk ran when the worker was killed: all bytes came from memory that nobody could change any more."""
     with hold:
@@ -90,6 +92,7 @@ def test_a_store_whose_last_byte_was_copied_is_kept(holdable: Daemon, spawn: Spa
     assert bystander.loads_right(keys)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_load(holdable: Daemon, spawn: Spawn, hold: Hold, keys: Keys) -> None:
     bystander = holdable.welcome(Rank(holdable.socket))
     bystander.store_keys(keys)
@@ -101,6 +104,7 @@ def test_a_worker_killed_in_a_load(holdable: Daemon, spawn: Spawn, hold: Hold, k
     assert holdable.status()["running"] == {"jobs": 0, "holds": 0}
 
 
+@pytest.mark.slow
 def test_a_forked_child_keeps_a_socket_open_but_no_session(
     holdable: Daemon, spawn: Spawn, hold: Hold, keys: Keys
 ) -> None:
@@ -123,6 +127,7 @@ def _ended(group: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_an_orderly_exit_is_no_different(holdable: Daemon, spawn: Spawn, hold: Hold, keys: Keys) -> None:
     with hold:
         victim = spawn_held(holdable, spawn, "store", keys)
@@ -131,6 +136,7 @@ def test_an_orderly_exit_is_no_different(holdable: Daemon, spawn: Spawn, hold: H
     until(lambda: holdable.mapped("victim") == 0 and leases(holdable) == 0, "nothing of it is left")
 
 
+@pytest.mark.slow
 def test_a_copy_that_does_not_end_is_the_daemon_s_end(start_daemon: Start, spawn: Spawn, keys: Keys) -> None:
     """A mapping in use can't be released: only the end of the process does it. Others learn that it is dead."""
     daemon = start_daemon("copy.worker_drain_s=0.3", faults=f"delay_s={2 * HANG_S}")
@@ -223,6 +229,7 @@ def test_a_job_that_waits_for_its_turn_is_cancelled_at_once(holdable: Daemon, ho
     assert rank.wait(first).outcome is Outcome.DONE
 
 
+@pytest.mark.slow
 def test_lost_is_said_only_of_a_dead_daemon(start_daemon: Start, hold: Hold, keys: Keys) -> None:
     """Stopped, it can still wake and go on copying: its silence proves nothing."""
     daemon = start_daemon(faults=hold.fault)

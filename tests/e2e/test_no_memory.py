@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvoffloadd.daemon import EXIT_FATAL
 from kvoffloadd.trial.process import ROOT
+
+pytestmark = pytest.mark.slow
 
 NO_PAGES = """
 from kvoffloadd import sharedmem

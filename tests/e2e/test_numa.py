@@ -22,6 +22,7 @@ def pool_policy(daemon: Daemon) -> str:
     return next(line.split()[1] for line in lines if "kvoffloadd-arena" in line)
 
 
+@pytest.mark.slow
 def test_memory_is_spread_over_nodes_that_are_asked_for(start_daemon: Start) -> None:
     daemon = start_daemon("memory.numa=[0]")
     assert pool_policy(daemon) == "interleave:0"

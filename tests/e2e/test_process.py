@@ -24,6 +24,8 @@ from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 MIB = 1 << 20
 

@@ -151,6 +151,7 @@ def test_points_of_a_timeline_that_was_not_registered(late: Late) -> None:
         late.store(Timeline().signal())
 
 
+@pytest.mark.slow
 def test_after_a_reconnect_the_timeline_still_counts(start_daemon: Callable[..., Daemon], seed: int) -> None:
     daemon = start_daemon()
     late = Late(daemon, seed)

@@ -17,6 +17,8 @@ from tests.e2e.disk import Switch, disk_settings
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
 from tests.e2e.sharedstore import Store
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 

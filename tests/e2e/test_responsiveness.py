@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from kvoffloadd.lanes import TURN_S, Lane
@@ -27,6 +28,7 @@ def loop_cpu_s(daemon: Daemon) -> float:
     return int(text.split()[0]) / 1e9
 
 
+@pytest.mark.slow
 def test_jobs_of_many_keys_cost_the_loop_little(start_daemon: Callable[..., Daemon]) -> None:
     """A long prompt of a deep model, in blocks that are scattered: millions of descriptors."""
     daemon = start_daemon(memory="96MiB")

@@ -29,6 +29,8 @@ from tests.e2e import rank as ranks
 from tests.e2e.users import Stranger, needs_root
 from tests.notify import Manager, manager_in
 
+pytestmark = pytest.mark.slow
+
 WATCHDOG_S = 2.0
 
 BLOCKED = """

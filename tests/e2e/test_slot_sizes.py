@@ -14,6 +14,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings
 from tests.e2e.rank import Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 StartDaemon = Callable[..., Daemon]
 
 PAYLOADS = (49_152, 196_608, 4096, 131_072)

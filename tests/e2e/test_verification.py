@@ -191,6 +191,7 @@ def test_a_load_that_waits_does_not_copy_what_is_found_meanwhile(daemon: Daemon,
     assert rank.clean()
 
 
+@pytest.mark.slow
 def test_the_operator_s_verify_exits_with_bad_news(start_daemon: Start, keys: Keys) -> None:
     daemon = start_daemon()
     rank = stored(daemon, keys)
@@ -203,6 +204,7 @@ def test_the_operator_s_verify_exits_with_bad_news(start_daemon: Start, keys: Ke
     rank.client.clear()
 
 
+@pytest.mark.slow
 def test_planted_faults_are_seen_by_who_compares(start_daemon: Start, keys: Keys) -> None:
     """`serve --faults corrupt_every=1` is how scripts prove that they would notice."""
     daemon = start_daemon(faults="corrupt_every=1")
@@ -213,6 +215,7 @@ def test_planted_faults_are_seen_by_who_compares(start_daemon: Start, keys: Keys
     assert daemon.status()["devices"]["host"]["faults_planted"] == 1
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_stores_nothing(start_daemon: Start, keys: Keys) -> None:
     daemon = start_daemon(faults="fail_every=2")
     rank = daemon.welcome(Rank(daemon.socket))

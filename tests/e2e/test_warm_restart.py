@@ -19,6 +19,8 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings, group_of, idle, served, store_all
 from tests.e2e.rank import Keys, Rank, new_keys
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 SIZES = (100, 4096, 9000, 20_000)
 TAKEN_OVER = "keys were taken over"

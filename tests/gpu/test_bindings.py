@@ -12,6 +12,8 @@ import pytest
 
 from kvoffloadd.trial.process import ROOT
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = re.findall(r"^cuda-bindings==(\S+)$", (ROOT / "requirements-bindings.lock").read_text(), re.MULTILINE)
 TIMEOUT_S = 300.0
 SELECTED = (

@@ -111,6 +111,7 @@ def test_a_process_that_nothing_ends_costs_its_part_alone(tmp_path: Path) -> Non
                 os.killpg(waits.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcomes", "state"), [((), "timed out"), (("passed",), "cut short"), (("passed", "failed"), "timed out")]
 )
@@ -136,6 +137,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of another part\n")
@@ -160,6 +162,7 @@ tell(arguments, {"cases": cases, "tables": [table("rows", ["rows"], [[4096]])]},
 """
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_asked_to_end_says_what_it_has(tmp_path: Path) -> None:
     ended = run(_STOPPED, tmp_path / "log", limit_s=5.0)
     assert ended["state"] == "cut short"
@@ -168,6 +171,7 @@ def test_a_benchmark_that_is_asked_to_end_says_what_it_has(tmp_path: Path) -> No
     assert ended["daemon_lines"][0] not in ended["last_lines"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_says_how_and_goes_on(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
     worker = start_worker(gpu_daemon)
     with pytest.raises(WorkerError, match=r"(?s)^AttributeError: .*no_such_thing.*Traceback.*worker"):
@@ -194,6 +198,7 @@ def test_what_the_machine_says_is_never_fatal(tmp_path: Path) -> None:
     assert all("failed" not in case for case in cases.values()), cases
 
 
+@pytest.mark.slow
 def test_without_a_driver_every_step_says_so(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.gpu.bench_contact", "--quick", "--json", "--steps", "memory", "context"]
     environment = {**os.environ, "SOFTCUDA_FAULTS": "init_error=100"}
@@ -228,6 +233,7 @@ def environment_from(bundle: Path, venv: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_the_environment_is_the_bundle_before_what_the_machine_has(tmp_path: Path) -> None:
     """But for numpy, which the rest of the machine's packages were built for. No pip is needed."""
     bundle, venv = tmp_path / "bundle", tmp_path / "venv"
@@ -249,6 +255,7 @@ def test_the_environment_is_the_bundle_before_what_the_machine_has(tmp_path: Pat
     assert versions(PYTHONPATH=str(venv / MACHINES_BINDINGS)) == f"{own} of the bundle {np.__version__}"
 
 
+@pytest.mark.slow
 def test_a_python_that_has_everything_needs_no_bundle(tmp_path: Path) -> None:
     assert environment_from(tmp_path, tmp_path / "venv").returncode == 0
     command = [str(tmp_path / "venv" / "bin" / "python"), "-c", "import cuda.bindings, pytest_asyncio"]

@@ -15,7 +15,7 @@ from tests.gpu.conftest import Record, StartWorker, gauges, mapped_bytes
 from tests.gpu.layouts import INSIDE, MIB, Layout
 from tests.gpu.test_memory import DONE, KEYS, loads_right, sharing
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 FREED_MAX_S = 1.0
 SLOW = "link_bytes_per_s=400000000"

@@ -31,6 +31,7 @@ def loads_right(worker: GpuWorker, keys: list[int], blocks: list[int]) -> bool:
     return bool(worker.call("load", keys=keys, blocks=blocks) == DONE and worker.call("wrong_bytes") == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ipc", "vmm"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_bytes_come_back(start_worker: StartWorker, gpu_daemon: Daemon, kind: str, layout: Layout) -> None:
@@ -44,6 +45,7 @@ def test_bytes_come_back(start_worker: StartWorker, gpu_daemon: Daemon, kind: st
     assert loads_right(worker, KEYS, list(range(len(KEYS))))
 
 
+@pytest.mark.slow
 def test_what_one_worker_stored_another_loads(start_worker: StartWorker, gpu_daemon: Daemon) -> None:
     first = sharing(start_worker, gpu_daemon, "ipc", INSIDE)
     first.call("fill", keys=KEYS, blocks=list(range(40)))

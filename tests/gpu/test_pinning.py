@@ -16,7 +16,7 @@ from tests.gpu.conftest import StartWorker, gauges
 from tests.gpu.layouts import INSIDE, MIB
 from tests.gpu.test_memory import DONE, KEYS, loads_right
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SIZE_BYTES = 32 * MIB
 LIMIT_S = 40.0

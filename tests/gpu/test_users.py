@@ -15,7 +15,7 @@ from tests.gpu.conftest import Record
 from tests.gpu.layouts import INSIDE
 from tests.gpu.test_memory import DONE, KEYS, loads_right
 
-pytestmark = [pytest.mark.gpu, needs_root]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_root]
 
 NOBODY, OTHER = 65534, 65533
 

@@ -48,6 +48,8 @@ from tests.layout.worker import (
     wipe,
 )
 
+pytestmark = pytest.mark.slow
+
 HEADS, SIZE = 2, 16
 NUM_BLOCKS = 64
 

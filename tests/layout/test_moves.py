@@ -30,6 +30,8 @@ from kvoffloadd.layout import (
 from tests.layout.models import named
 from tests.layout.oracle import check_moves, check_plan
 
+pytestmark = pytest.mark.slow
+
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
 DTYPES = st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8"])

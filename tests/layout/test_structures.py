@@ -42,6 +42,8 @@ from tests.layout.worker import (
 )
 from tests.planner.models import changed
 
+pytestmark = pytest.mark.slow
+
 NUM_BLOCKS = 512
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {

@@ -205,6 +205,7 @@ def ask_quietly(path: str) -> int:
 # --- a daemon -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_daemon_serves_on_a_port_and_ends_in_order(start_daemon: Callable[..., Daemon]) -> None:
     port = free_port()
     daemon = start_daemon(f"metrics.listen=localhost:{port}")
@@ -219,6 +220,7 @@ def test_a_daemon_serves_on_a_port_and_ends_in_order(start_daemon: Callable[...,
     assert ask(("127.0.0.1", port))[0] == 200
 
 
+@pytest.mark.slow
 def test_a_daemon_that_can_not_have_its_port_does_not_start(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     assert ask_nobody(daemon)
@@ -233,6 +235,7 @@ def ask_nobody(daemon: Daemon) -> bool:
     return not [name for name in os.listdir(daemon.socket.parent) if "metrics" in name]
 
 
+@pytest.mark.slow
 def test_reasons_are_all_told(start_daemon: Callable[..., Daemon], socket_dir: Path) -> None:
     daemon = start_daemon(f"metrics.listen={socket_dir}/metrics.sock")
     rank: Rank = daemon.welcome(Rank(daemon.socket))

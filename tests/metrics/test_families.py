@@ -44,10 +44,12 @@ def exported(status: dict[str, Any]) -> dict[str, Metric]:
     return found
 
 
+@pytest.mark.slow
 def test_the_document_lists_every_metric_and_no_other(status: dict[str, Any]) -> None:
     assert fill(DOCUMENT, status) == DOCUMENT, "python -m scripts.metric_tables --write"
 
 
+@pytest.mark.slow
 def test_labels_are_those_that_are_listed(status: dict[str, Any]) -> None:
     for name, metric in exported(status).items():
         (row,) = re.findall(rf"^\| `{name}` \| \w+ \| ([\w, ]*?) ?\|", DOCUMENT, re.MULTILINE)
@@ -100,6 +102,7 @@ def test_text_says_what_the_status_did(status: dict[str, Any]) -> None:
     assert total("lane_threads", lane="memory hash") == 1
 
 
+@pytest.mark.slow
 def test_no_more_namespaces_than_are_told_apart(status: dict[str, Any]) -> None:
     one = status["namespaces"][0]
     many = [{**one, "namespace": f"model#{number}", "keys": 1, "bytes": 10} for number in range(100)]

@@ -31,6 +31,7 @@ def figures(*arguments: str | Path) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_for_people() -> None:
     code, out, err = run(
         "--model-config", path_of(GPT_OSS), "--block-size", "16", "--tp", "2", "--memory", "64GiB", "--disk", "2TiB"
@@ -40,6 +41,7 @@ def test_for_people() -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_for_programs() -> None:
     found = figures("--model-config", path_of(QWEN), "--tp", "2", "--attn-pack-size", "4", "--memory", "64GiB")
     assert (found["pack_size"], found["block_tokens"], len(found["groups"])) == (4, 528, 13)

@@ -14,6 +14,8 @@ from kvoffloadd.planner.layouts import KV_APART, PER_LAYER, ROWS, Layout, possib
 from scripts.harness.daemon import Daemon
 from tests.planner.models import GEMMA_3, GPT_OSS, rank
 
+pytestmark = pytest.mark.slow
+
 BLOCK_TOKENS = 64
 FEW_BLOCKS, LOADED_BLOCKS = 4, 6 * 17 + 63
 """Of the worker. Several keys may be stored from a block, but only one loaded to it; what is counted is the same."""

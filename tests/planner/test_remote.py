@@ -41,6 +41,7 @@ def test_windows_need_less_than_is_asked_for() -> None:
     assert prompt.fetch_bytes == made.prompts[0].needed_bytes + 221 * 4096
 
 
+@pytest.mark.slow
 def test_settings_where_defaults_would_not_do() -> None:
     made = plan(LLAMA, prompt_tokens=40_000, memory_bytes=64 * GIB)
     found = make_remote_plan(made, RemoteTerms("mooncake", link_bytes_per_s=1 << 30, prefill_tokens_per_s=1000))
@@ -48,6 +49,7 @@ def test_settings_where_defaults_would_not_do() -> None:
     assert not found.warnings
 
 
+@pytest.mark.slow
 def test_warnings() -> None:
     small = plan(LLAMA, prompt_tokens=100_000, memory_bytes=64 << 20)
     found = make_remote_plan(small, RemoteTerms("mooncake", 32 << 20, 64 << 20, 1_000_000))

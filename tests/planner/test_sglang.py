@@ -149,6 +149,7 @@ def test_large_payloads_need_large_slabs(tmp_path: Path) -> None:
     assert (made.held[1].prompts[0] or 0) > 0
 
 
+@pytest.mark.slow
 def test_a_daemon_takes_what_the_plan_is_for(start_daemon: Callable[..., Daemon]) -> None:
     """Pages of 16 MiB, which do not fit the slabs that a small memory has."""
     made = plan(path_of(LLAMA), block_size=128, memory_bytes=128 * MIB)

@@ -136,6 +136,7 @@ def test_a_sweep_takes_one_prefix(cluster: Cluster, prefix: str) -> None:
     assert engine.exists(*(each.name for each in kept)) == [YES] * len(kept)
 
 
+@pytest.mark.slow
 def test_who_writes_first_wins(cluster: Cluster, prefix: str) -> None:
     """And all agree on who that was: an era is chosen so."""
     engines = [cluster.engine(number) for number in range(3)]
@@ -173,6 +174,7 @@ def test_calls_of_many_threads_do_not_meet(cluster: Cluster, prefix: str, seed: 
         assert [wrong for found in threads.map(work, range(6)) for wrong in found] == []
 
 
+@pytest.mark.slow
 def test_a_full_store_makes_room(cluster: Cluster, prefix: str) -> None:
     """What an `exists` still uses, and is pinned, is there at the end; the newest objects are; and all is bounded."""
     engine = cluster.engine()
@@ -204,6 +206,7 @@ def test_what_is_too_large_is_refused(cluster: Cluster, prefix: str) -> None:
     assert places.holds(0)
 
 
+@pytest.mark.slow
 def test_it_does_what_a_table_of_objects_does(cluster: Cluster, prefix: str, rng: random.Random) -> None:
     """Some hundred calls at random, from two hosts, beside a dict."""
     engines = [cluster.engine(0), cluster.engine(1)]

@@ -34,6 +34,7 @@ def test_bench_lookup() -> None:
     assert found["ratio_to_limit"] > 0
 
 
+@pytest.mark.slow
 def test_bench_engines() -> None:
     sizes = ("--keys", "4", "--page-bytes", "4KiB", "--rounds", "1", "--seconds", "0.3")
     found = result_of("bench_engines.py", "--engines", "1", "2", *sizes)
@@ -45,6 +46,7 @@ def test_bench_engines() -> None:
     assert len(found["bounds"]) == 3
 
 
+@pytest.mark.slow
 def test_bench_copy() -> None:
     found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", "--rows", "4KiB")
     cases = [(case["tensors"], case["contiguous"]) for case in found["cases"]]
@@ -59,6 +61,7 @@ def test_bench_copy() -> None:
     assert found["ratio_to_limit"] == least
 
 
+@pytest.mark.slow
 def test_bench_copy_of_a_layout() -> None:
     arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b")
     found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
@@ -67,6 +70,7 @@ def test_bench_copy_of_a_layout() -> None:
     assert all(ratio >= 0 for ratio in case["ratio_to_limit"].values())
 
 
+@pytest.mark.slow
 def test_bench_layouts() -> None:
     """A block of each of Gemma 3's 7 groups: 34 descriptors in a tensor a layer, 7 in others, as planned."""
     found = result_of(
@@ -100,6 +104,7 @@ def test_bench_submit() -> None:
         assert parts["in all"] == pytest.approx(parts["plan"] + parts["build"] + parts["calls"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_missed_bound_is_an_error_when_asked() -> None:
     done = run_script("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
     assert done.status == (0 if done.figures["within_budget"] else 1)
@@ -136,6 +141,7 @@ def test_bench_disk() -> None:
             assert 0 <= case[what]["lag_ms"] <= case[what]["lag_worst_ms"]
 
 
+@pytest.mark.slow
 def test_bench_recovery() -> None:
     found = result_of("bench_recovery.py", "--records", "1000", "40000", "--rounds", "1")
     assert [(level["records"], level["segments"]) for level in found["levels"]] == [(0, 0), (1000, 1), (40_000, 2)]

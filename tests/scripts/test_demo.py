@@ -17,6 +17,8 @@ from kvoffloadd.trial.wait import HANG_S
 from tests import softcuda
 from tests.e2e import gpu_rank
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 4.5 * HANG_S
 
 

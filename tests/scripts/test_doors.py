@@ -35,6 +35,7 @@ def test_a_door_does_nothing_but_open(door: Path) -> None:
     assert "def main() -> int:" in (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_door_opens_from_any_directory(tmp_path: Path) -> None:
     """It is what its usage names; the package need not be installed, and other packages are not hidden by ours."""
     for door in ("stress.py", "vllm_smoke.py", "sglang_smoke.py"):

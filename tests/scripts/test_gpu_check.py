@@ -15,6 +15,8 @@ import pytest
 from kvoffloadd.trial.process import ROOT
 from tests import softcuda
 
+pytestmark = pytest.mark.slow
+
 PARTS = ("pinning", "raw", "paths", "life", "submit", "bindings")
 """Those that nothing else runs: tests are tests, and `contact` and `stress` have tests of their own."""
 LIMIT_S = 280.0

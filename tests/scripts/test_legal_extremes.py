@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scripts.running import run_script
+
+pytestmark = pytest.mark.slow
 
 CASES = (
     "lookup_of_held_keys",

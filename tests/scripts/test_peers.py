@@ -136,6 +136,7 @@ def test_a_bit_is_flipped_in_another_process() -> None:
         assert [at for at in range(64) if found[at] != needle[at]] == [32]
 
 
+@pytest.mark.slow
 def test_of_this_process_shared_memory_alone_is_flipped() -> None:
     needle = os.urandom(64)
     with mmap.mmap(-1, 8192) as shared:
@@ -236,6 +237,7 @@ def test_the_page_is_what_was_measured() -> None:
 # --- systems ---
 
 
+@pytest.mark.slow
 def test_a_round_of_a_system_that_does_its_work() -> None:
     samples, said = had_of(fake())
     assert samples.keys() == LOOKUPS | {"start", "store", "load", "write", "read", "restart", "restart_killed"}
@@ -243,6 +245,7 @@ def test_a_round_of_a_system_that_does_its_work() -> None:
     assert said == {"ping": "not compared: there is nobody"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "case", "begin"),
     [
@@ -265,6 +268,7 @@ def test_a_system_that_fails_has_no_figure_and_the_reason_is_told(
     assert lacks not in samples
 
 
+@pytest.mark.slow
 def test_kvoffloadd() -> None:
     """All that its peers are asked, with little of it: every figure, and what it does is what its documents say."""
     peer = PEERS[0]

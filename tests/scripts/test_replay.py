@@ -11,6 +11,8 @@ import pytest
 
 from tests.scripts.running import run_script
 
+pytestmark = pytest.mark.slow
+
 Requests = list[list[int]]
 
 

@@ -11,6 +11,8 @@ from scripts.stress.run import STILL_S
 from tests.e2e import gpu_rank
 from tests.scripts.running import run_script
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = ("--device", "cuda", "--software-driver")
 needs_cuda = pytest.mark.skipif(bool(gpu_rank.why_no_cuda()), reason=gpu_rank.why_no_cuda())
 

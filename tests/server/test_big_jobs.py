@@ -107,8 +107,11 @@ def test_big_reservations_are_answered_in_order(scene: Scene) -> None:
     assert reserved["states"] == [bytes([3]) * MANY]
     assert rest["states"] == [bytes([2]) * MANY]
     assert not rest["lease"]
-    scene.peer.ok("release", lease=reserved["lease"])
-    assert scene.peer.ok("lookup", groups=asked)["states"] == [bytes(MANY)]
+    release = scene.peer.begin("release", lease=reserved["lease"])
+    lookup = scene.peer.begin("lookup", groups=asked)
+    assert scene.peer.answer(release)["type"] == "done"
+    assert scene.peer.answer(lookup)["states"] == [bytes(MANY)], "all are freed before the next request"
+    scene.peer.refused("bad_lease", "release", lease=reserved["lease"])
     assert scene.daemon.verify() == ()
 
 

@@ -241,6 +241,7 @@ def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
     assert used(daemon)["descriptors"] == before
 
 
+@pytest.mark.slow
 def test_what_jobs_hold(start_daemon: Start) -> None:
     """Block ids and slots of jobs under way are the daemon's own memory, and counted until each job has ended."""
     daemon = start_daemon("limits.job_bytes=1MiB")
@@ -318,6 +319,7 @@ def none(count: int, first: int = 0) -> list[Fields]:
     return [{"group": first + n, "kind": "full", "tokens_per_key": 16} for n in range(count)]
 
 
+@pytest.mark.slow
 def test_groups_of_a_user(start_daemon: Start) -> None:
     """In all namespaces; those of a namespace without sessions and keys are given back."""
     daemon = start_daemon("limits.groups=8")
@@ -395,6 +397,7 @@ def test_requests_that_wait(scene: Scene, hold: Hold) -> None:
     assert scene.daemon.mapped("bad_input") == 0
 
 
+@pytest.mark.slow
 def test_completions_that_nobody_reads(start_daemon: Start, hold: Hold) -> None:
     """What a completion may need is set aside at admission: above the outbox's size a job is `busy`, not lost."""
     daemon = start_daemon("limits.outbox_bytes=64KiB", faults=hold.fault)
@@ -414,6 +417,7 @@ def test_completions_that_nobody_reads(start_daemon: Start, hold: Hold) -> None:
     assert daemon.status()["server"]["busy"] == 1
 
 
+@pytest.mark.slow
 def test_a_hello_needs_no_more_descriptors_than_the_connection(start_daemon: Start) -> None:
     """The daemon's own pidfd goes with every welcome; for that there is one, not one each."""
     daemon = start_daemon()

@@ -226,6 +226,7 @@ def test_more_descriptors_than_fit_are_not_closed_by_the_kernel(daemon: Daemon, 
     other.ok("ping")
 
 
+@pytest.mark.slow
 def test_descriptors_with_an_out_of_band_byte_arrive(daemon: Daemon, stuck: Lingering) -> None:
     """The kernel would close them within the read of what comes behind."""
     other = daemon.peer()
@@ -244,6 +245,7 @@ def test_descriptors_with_an_out_of_band_byte_arrive(daemon: Daemon, stuck: Ling
     other.ok("ping")
 
 
+@pytest.mark.slow
 def test_descriptors_of_frames_that_never_come_count(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon("limits.fds=4", "limits.sessions=16")
     whole = frame({"type": "attach", "seq": 9, "kind": "shm", "fds": 64})

@@ -5,9 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+import pytest
+
 from kvoffloadd.server.frameroom import ROOM_BYTES, FrameRoom
 from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene, ids, keys
+
+pytestmark = pytest.mark.slow
 
 SESSIONS = 60
 FRAME_BYTES = 4 << 20

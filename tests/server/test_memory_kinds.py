@@ -89,6 +89,7 @@ def test_memory_stays_mapped_when_its_owner_has_closed_it(daemon: Daemon) -> Non
     until(lambda: daemon.mapped("kinds") == 0, "the end of the session unmaps it")
 
 
+@pytest.mark.slow
 def test_sizes_are_the_kernel_s(start_daemon: Callable[..., Daemon]) -> None:
     """A terabyte of holes costs its owner nothing; it is counted all the same."""
     daemon = start_daemon("limits.mapped_bytes=1TiB")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvoffloadd.client import Client
 from kvoffloadd.trial.wait import until
@@ -49,6 +50,7 @@ def keys_of(status: dict[str, Any]) -> Iterator[str]:
                 yield from keys_of(one)
 
 
+@pytest.mark.slow
 def test_every_key_is_explained_and_every_explained_key_exists(
     start_daemon: Callable[..., Daemon], hold: Hold, tmp_path: Path, seed: int
 ) -> None:

@@ -149,6 +149,7 @@ def readable(peer: RawPeer, registration: int) -> dict[str, Any]:
     return {path: value for path, value in flat(told).items() if not path.endswith(derived)}
 
 
+@pytest.mark.slow
 def test_nothing_tells_one_user_of_another(start_daemon: Callable[..., Daemon]) -> None:
     """Whatever a peer can read changes by its own asking alone, the same each time, whatever others do meanwhile: they
     store and pin the very keys that it asks for, are refused, cleared, and evicted.
@@ -206,6 +207,7 @@ def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> No
     assert set(ours["accounts"]) == {"0", str(OTHER_UID)}
 
 
+@pytest.mark.slow
 def test_caps_are_counted_by_user(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666", "limits.sessions=3")
     os.chmod(daemon.socket.parent, 0o755)

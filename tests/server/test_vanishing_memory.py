@@ -22,6 +22,8 @@ from tests.server import vanishing
 from tests.server.scene import ids, keys
 from tests.server.vanishing import BLOCK, BLOCKS, GONE_BLOCK, SIZE, Vanish
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 KINDS = (vanishing.cut_off, vanishing.full_tmpfs, vanishing.huge_pages)
 WAYS = {(): "native", **HIDDEN}

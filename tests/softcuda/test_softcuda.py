@@ -79,6 +79,7 @@ def test_it_can_be_loaded_into_a_process() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True, timeout=30)
 
 
+@pytest.mark.slow
 def test_it_can_be_built_by_several_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with ThreadPoolExecutor(2) as pool:

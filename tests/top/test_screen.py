@@ -79,6 +79,7 @@ def test_once_is_one_picture(daemon: Daemon) -> None:
     assert rank.mapped_bytes
 
 
+@pytest.mark.slow
 def test_json_is_one_object_a_line(daemon: Daemon) -> None:
     done = top(daemon, "--once", "--json", "--interval", "0.3")
     (line,) = done.stdout.splitlines()
@@ -89,6 +90,7 @@ def test_json_is_one_object_a_line(daemon: Daemon) -> None:
     assert {"throughput", "lookups", "instances", "lanes", "roots", "loop", "slow_jobs"} <= set(shown)
 
 
+@pytest.mark.slow
 def test_a_picture_can_be_kept(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "top.svg"
     done = top(daemon, "--once", "--interval", "0.2", "--svg", str(path))
@@ -104,6 +106,7 @@ def test_no_daemon_is_told_at_once_when_once_is_asked(socket_dir: Path) -> None:
     assert "none.sock" in done.stderr
 
 
+@pytest.mark.slow
 def test_at_a_terminal_it_outlives_the_daemon_and_ends_with_q(
     start_daemon: Callable[..., Daemon], open_terminal: Callable[[Daemon], Terminal]
 ) -> None:

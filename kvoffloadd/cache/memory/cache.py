@@ -258,22 +258,26 @@ class Cache:
         """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""
         columns = self.entries.parts
         same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.COMMITTED)
-        columns.digest[parts[same]] = digests[same]
-        columns.state[parts[same]] = PartState.SEALED
-        self.counters.parts_sealed += int(same.sum())
-        self._write_slot_records(parts[same])
+        if not same.all():
+            parts, digests = parts[same], digests[same]
+        columns.digest[parts] = digests
+        columns.state[parts] = PartState.SEALED
+        self.counters.parts_sealed += len(parts)
+        self._write_slot_records(parts, digests)
 
-    def _write_slot_records(self, parts: I64Array) -> None:
+    def _write_slot_records(self, parts: I64Array, digests: U64Array) -> None:
         """Write slot records of sealed parts, for a successor."""
         entries = self.entries
-        parts = parts[entries.state[entries.parts.row[parts]] == RowState.LIVE]
+        rows = entries.parts.row[parts]
+        live = entries.state[rows] == RowState.LIVE
+        if not live.all():
+            parts, digests, rows = parts[live], digests[live], rows[live]
         if self._state_changed and len(parts):
             self.save_state()
-        rows = entries.parts.row[parts]
         self.tier.slot_records.write(
             entries.parts.page[parts],
-            entries.index.keys[rows],
-            entries.parts.digest[parts],
+            entries.index.keys.take(rows, axis=0),
+            digests,
             entries.index.keyspace[rows].astype(np.int64),
             parts - entries.first[rows],
         )

@@ -315,7 +315,7 @@ class KeyTable:
             by_namespace.setdefault(keyspace.namespace.fingerprint, []).append((keyspace, indices))
         for fingerprint, keyspaces in by_namespace.items():
             group = groups_of([(keyspace, len(indices)) for keyspace, indices in keyspaces])
-            keys = self.index.keys[rows[np.concatenate([indices for _, indices in keyspaces])]]
+            keys = self.index.keys.take(rows[np.concatenate([indices for _, indices in keyspaces])], axis=0)
             hashes = self.ghosts.hash(group, keys)
             if added:
                 self.ghosts.came(keyspaces[0][0].namespace.uid, fingerprint, hashes)

@@ -119,17 +119,29 @@ class Leases:
             raise LeaseError(f"this instance holds no write lease {lease_id}")
         return lease
 
-    def end(self, lease_id: int) -> LetGo:
-        """End a lease. Raises LeaseError if this instance holds no such lease."""
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._leases
+
+    def size(self, lease_id: int) -> int:
+        """How many rows or parts a lease has; of one that has ended 0."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return 0
+        return len(lease.rows) if isinstance(lease, ReadLease) else len(lease.parts)
+
+    def end(self, lease_id: int, most: int = sys.maxsize) -> LetGo:
+        """End a lease; one that has more than `most` rows or parts only loses its last ones. Raises LeaseError if this
+        instance holds no such lease.
+        """
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseError(f"this instance holds no lease {lease_id}")
-        if isinstance(lease, ReadLease):  # as `_cut`, by fewer operations
+        if isinstance(lease, ReadLease) and len(lease.rows) <= most:  # as `_cut`, by fewer operations
             del self._leases[lease_id]
             self.held.keys -= len(lease.rows)
             self.held.read -= 1
             return LetGo(lease.rows, _NO_PARTS, len(lease.rows) + LEASE_KEYS)
-        return self._cut(lease, sys.maxsize)
+        return self._cut(lease, most)
 
     def end_some(self, most: int) -> LetGo:
         """End the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A

@@ -211,5 +211,5 @@ class PolicyMachine(RuleBasedStateMachine):
             assert self.policy.num_aside <= len(self.held & self.in_use)
 
 
-TestPolicyMachine = PolicyMachine.TestCase
+TestPolicyMachine = pytest.mark.slow(PolicyMachine.TestCase)
 TestPolicyMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -140,6 +140,7 @@ def test_densities_where_next_to_nothing_is_left_are_exact() -> None:
     assert np.allclose(values[:-2:2] * 2.0 ** np.arange(31), values[0], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_hot_prefixes_survive_scans_where_lru_loses_them() -> None:
     random = np.random.default_rng(0)
     capacity, prompt = 400, 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -82,7 +83,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert len(self.queues) == sum(map(len, self.model)) + len(self.aside)
 
 
-TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine = pytest.mark.slow(QueueMachine.TestCase)
 TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 

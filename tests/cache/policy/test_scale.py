@@ -18,6 +18,7 @@ CALL_S_MAX = 0.1
 """CPU time of this thread; calls take tens of microseconds, anything that walks all rows takes longer than this."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_calls_stay_short_with_a_million_rows(name: str) -> None:
     positions = np.arange(PROMPT, dtype=np.uint32)

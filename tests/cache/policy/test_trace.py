@@ -68,6 +68,7 @@ def test_hits_by_hand() -> None:
         assert simulate([], policy, 1) == 0
 
 
+@pytest.mark.slow
 def test_simulated_lru_is_the_exact_one() -> None:
     random = np.random.default_rng(1)
     requests = [random.choice(300, int(random.integers(1, 40)), replace=False) for _ in range(500)]
@@ -83,6 +84,7 @@ def test_perfect_signals_by_hand() -> None:
     assert soon == [never, *[Signal.SOON] * 99, never]
 
 
+@pytest.mark.slow
 def test_signals_help_as_far_as_they_are_right() -> None:
     requests = chat(np.random.default_rng(0))[:4000]
     perfect, capacity = perfect_signals(requests), int(0.02 * num_blocks(requests))

@@ -73,6 +73,7 @@ def use(scene: Scene, *numbers: int) -> None:
     scene.cache.uses.settle()
 
 
+@pytest.mark.slow
 async def test_what_is_put_stays_where_it_is_until_the_end(make: Make) -> None:
     """The store's client reads the slots meanwhile; memory needs all of them for others."""
     scene = await make(pages=1024)
@@ -192,6 +193,7 @@ async def test_in_a_new_era_keys_are_put_again(make: Make) -> None:
     assert scene.remote.pushing.counters.keys == 2
 
 
+@pytest.mark.slow
 async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
     """What was known of the key that memory has evicted says nothing about it."""
     scene = await make(pages=1024)

@@ -32,6 +32,8 @@ from tests.integrations.sglang.fakedevice import (
 from tests.integrations.sglang.fakesglang import ADAPTER, PoolHitPolicy, PoolTransfer
 from tests.integrations.sglang.test_pagestore import PATIENCE_S, SHORT_S, StartDaemon, names
 
+pytestmark = pytest.mark.slow
+
 PAGE, PAGES = 4, 32
 
 

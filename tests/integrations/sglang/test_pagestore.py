@@ -28,6 +28,8 @@ from tests.conftest import SEED
 from tests.e2e.daemons import Hold
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
+pytestmark = pytest.mark.slow
+
 NAMESPACE = NamespaceSpec(model="m", dtype="bfloat16", layout="sglang test", parallel="tp1", key_bytes=32)
 PAGE = 64
 PAGES = 64

@@ -16,6 +16,8 @@ from tests.integrations.sglang.test_pagestore import PAGE, StartDaemon, names
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.slow
+
 
 class Rank:
     """An engine's storage, started as SGLang starts it."""

@@ -70,6 +70,7 @@ def test_what_comes_and_goes(daemon: Daemon, lines: Make, keys: Keys) -> None:
     assert router.told == 24
 
 
+@pytest.mark.slow
 def test_a_daemon_that_dies(start_daemon: Start, lines: Make, keys: Keys, tmp_path: Path) -> None:
     """What it had is gone; what it has on disk is there again with it."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))

@@ -91,6 +91,7 @@ def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, ke
     assert leased(daemon) == 1
 
 
+@pytest.mark.slow
 def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon("limits.keys_per_request=5")
     line = lines(daemon)
@@ -107,6 +108,7 @@ def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, key
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
+@pytest.mark.slow
 def test_a_refused_piece_leaves_nothing_pinned(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon("limits.keys_per_request=5", f"limits.leases={LEASE_KEYS + 8}")
     line = lines(daemon)
@@ -122,6 +124,7 @@ def test_a_refused_piece_leaves_nothing_pinned(start_daemon: Start, lines: Make,
     assert answered(lookup_thread, again) == [{0: [HIT] * 5}]
 
 
+@pytest.mark.slow
 def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: int) -> None:
     """Answered twice, in several pieces, and pinned in the end."""
     settings = disk_settings((tmp_path / "disk", 64 << 20))
@@ -142,6 +145,7 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
+@pytest.mark.slow
 def test_forgotten_on_its_way_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: int) -> None:
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)), memory="1MiB")
     line = lines(daemon)
@@ -157,6 +161,7 @@ def test_forgotten_on_its_way_from_disk(start_daemon: Start, lines: Make, tmp_pa
     until(lambda: leased(daemon) == 0, "all of it is released")
 
 
+@pytest.mark.slow
 def test_a_daemon_that_dies_and_comes_back_while_nothing_is_asked(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
     line = lines(daemon)
@@ -182,6 +187,7 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_asked(start_daemon: 
     assert leased(daemon) == 6
 
 
+@pytest.mark.slow
 def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon()
     daemon.kill()
@@ -223,6 +229,7 @@ def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -
     connected(lookup_thread)
 
 
+@pytest.mark.slow
 def test_cleared_before_there_is_a_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
     """As soon as there is one, the namespace is empty, and what the engine has is known there."""
     daemon = start_daemon()
@@ -274,6 +281,7 @@ def test_close_ends_the_session_and_its_leases(daemon: Daemon, lines: Make, keys
     assert [session["role"] for session in daemon.sessions()] == ["worker"]
 
 
+@pytest.mark.slow
 def test_how_many_keys_fill_half_of_the_memory(start_daemon: Start, lines: Make, keys: Keys) -> None:
     """As soon as there are some."""
     daemon = start_daemon(memory="1MiB")

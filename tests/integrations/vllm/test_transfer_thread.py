@@ -19,6 +19,8 @@ from tests.e2e.daemons import Hold
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 from tests.integrations.vllm.conftest import Lines
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., Daemon]
 Make = Callable[[Daemon], Lines]
 STORE, LOAD = Direction.STORE, Direction.LOAD

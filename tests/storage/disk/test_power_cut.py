@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files
@@ -18,6 +19,8 @@ from kvoffloadd.storage.disk.format import KeyspaceId, Records, SegmentHeader
 from kvoffloadd.storage.disk.recovery import Kind
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of
+
+pytestmark = pytest.mark.slow
 
 SECTOR_BYTES = 512
 SEGMENT_BYTES = 40 * PAGE_BYTES

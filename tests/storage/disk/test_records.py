@@ -66,6 +66,7 @@ def test_direct_reads_and_writes(folder: Folder) -> None:
     assert status.tolist() == [OK] * 3
 
 
+@pytest.mark.slow
 def test_each_flipped_byte_costs_exactly_its_record(folder: Folder) -> None:
     """The same flips, seen by a read and by the walk of a segment that was not sealed."""
     entries = entries_of([300, 1500, 700])

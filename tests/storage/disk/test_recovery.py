@@ -221,6 +221,7 @@ _numbers = itertools.count()
 items = st.tuples(st.sampled_from(["good", "good", "bad", "old", "junk", "torn"]), st.integers(1, 5 * PAGE_BYTES))
 
 
+@pytest.mark.slow
 @given(layout=st.lists(items, max_size=7), number=st.integers(0, 1 << 30))
 @settings(max_examples=60, deadline=None)
 def test_a_walk_finds_exactly_the_good_ones(walk_bytes: int, layout: list[tuple[str, int]], number: int) -> None:

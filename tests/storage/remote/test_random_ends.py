@@ -20,6 +20,8 @@ from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, RemoteStatus
 from tests.storage.remote.conftest import Open
 from tests.storage.remote.host import FOREVER_S, PARTS, Engine, Host, names_of, until
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 STEPS = 120

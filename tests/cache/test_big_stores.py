@@ -1,0 +1,124 @@
+"""The end of a store of very many parts: they are committed, or freed, in steps, with turns for others in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.jobs import STEP_PARTS, Completion, CopyOptions, Jobs
+from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.device.base import CopyResult
+from kvoffloadd.lanes import Lane
+from kvoffloadd.model import Outcome
+
+from .fakes import keys_of, make_cache, make_keyspace
+
+KEYS = 2 * STEP_PARTS + 5
+
+
+class HeldDevice:
+    """Its copies end when they are told to."""
+
+    def __init__(self) -> None:
+        self.done: Callable[[CopyResult], None] = lambda _: None
+
+    def submit(self, *_: object, done: Callable[[CopyResult], None], **__: object) -> HeldDevice:
+        self.done = done
+        return self
+
+    def cancel(self) -> None: ...
+
+
+class Scene:
+    """A store of KEYS keys whose copy is under way."""
+
+    def __init__(self) -> None:
+        nobody: Any = None
+        self.lane = Lane("hash", 1, asyncio.get_running_loop())
+        self.cache = make_cache(pages=KEYS + 64, slab_pages=256)
+        self.namespace, self.keyspace = make_keyspace(self.cache)
+        self.jobs = Jobs(self.cache, None, self.lane, nobody, verify_loads=False)
+        self.keys = keys_of(*range(KEYS))
+        self.parts = reserve(self.cache, self.keyspace, self.keys, np.zeros(1, np.uint16), 0).parts
+        self.device = HeldDevice()
+        self.ends: list[Completion] = []
+        held = cast(Any, self.device)
+        self.job = self.jobs.store(self.parts, [], CopyOptions(held, 1e9), self.ends.append)
+
+    def end_copy(self, outcome: Outcome) -> None:
+        self.device.done(CopyResult(outcome, 0, 0, 0, 0.0))
+
+    def audit(self) -> list[str]:
+        return audit.check(self.cache, self.jobs.holds, self.jobs.reserved)
+
+    def hits(self) -> int:
+        return self.cache.find(self.keyspace, self.keys).num_hits
+
+
+@pytest.fixture
+async def scene() -> Any:
+    scene = Scene()
+    yield scene
+    assert scene.audit() == []
+    assert await scene.lane.close(20.0)
+    scene.cache.tier.close()
+
+
+async def steps(scene: Scene) -> None:
+    for _ in range(0, KEYS, STEP_PARTS):
+        assert scene.audit() == [], "what is committed is not counted as reserved any more"
+        await asyncio.sleep(0)
+    await scene.job.ended.wait()
+
+
+async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_sealed(scene: Scene) -> None:
+    scene.end_copy(Outcome.DONE)
+    assert scene.hits() == STEP_PARTS
+    assert scene.cache.find(scene.keyspace, scene.keys[-STEP_PARTS:]).hits.all(), "a prompt's beginning comes last"
+    assert not scene.ends, "the worker is told when all of it is"
+    scene.job.cancel()  # too late: the bytes are there
+    await steps(scene)
+    assert (scene.ends[0].outcome, scene.hits(), scene.jobs.reserved) == (Outcome.DONE, KEYS, 0)
+    assert await scene.jobs.until_sealed(asyncio.get_running_loop().time() + 20)
+    assert (scene.cache.entries.parts.state[scene.parts] == PartState.SEALED).all()
+
+
+async def test_a_big_store_that_failed_is_freed_in_steps(scene: Scene) -> None:
+    scene.end_copy(Outcome.FAILED)
+    assert scene.jobs.reserved == KEYS - STEP_PARTS
+    await steps(scene)
+    assert (scene.ends[0].outcome, scene.hits(), scene.jobs.reserved) == (Outcome.FAILED, 0, 0)
+    assert len(scene.cache.entries.index) == 0
+
+
+async def test_a_clear_between_two_steps(scene: Scene) -> None:
+    """What was committed before goes with the clear, as what is stored before a clear does; the rest is not stored."""
+    scene.end_copy(Outcome.DONE)
+    scene.cache.epochs.advance(scene.namespace.fingerprint)
+    clearing: Iterator[object] = scene.cache.clear(scene.namespace)
+    assert all(step is not None for step in clearing)
+    await steps(scene)
+    assert scene.ends[0].outcome is Outcome.PARTIAL
+    assert scene.ends[0].bad[: KEYS - STEP_PARTS].all()
+    assert not scene.ends[0].bad[KEYS - STEP_PARTS :].any()
+    assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
+
+
+async def test_an_eviction_between_two_steps_does_not_seal_what_took_the_slots(scene: Scene) -> None:
+    scene.end_copy(Outcome.DONE)
+    theirs = reserve(scene.cache, scene.keyspace, keys_of(*range(KEYS, KEYS + 100)), np.zeros(1, np.uint16), 0)
+    assert len(theirs.parts) == 100
+    taken = np.isin(scene.parts, theirs.parts)
+    assert taken.any(), "some of the store's keys had to go"
+    scene.cache.commit(theirs.parts)
+    await scene.job.ended.wait()
+    assert await scene.jobs.until_sealed(asyncio.get_running_loop().time() + 20)
+    states = scene.cache.entries.parts.state
+    assert (states[theirs.parts] == PartState.COMMITTED).all(), "their own store has them sealed"
+    assert (states[scene.parts[~taken]] == PartState.SEALED).sum() == KEYS - (100 - 64)
