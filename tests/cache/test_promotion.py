@@ -332,7 +332,7 @@ async def test_a_root_that_comes_back_while_the_system_is_poor_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(tier.files, "open", poor)
         tier.root.health.become(RootState.OFF, "as if its file system had gone for a moment")
-        await tier.until(lambda: "no descriptors" in tier.root.health.reason)
+        await tier.until(lambda: "out of descriptors" in tier.root.health.reason)
         assert tier.root.state == RootState.OFF
     await tier.until(lambda: tier.root.state == RootState.OK)
     assert tier.on_disk(keyspace, *range(20)) == list(range(20))

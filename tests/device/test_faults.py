@@ -139,7 +139,7 @@ def test_faults_from_text(text: str, faults: dict[str, float | Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("delay=1", 'unknown "delay"; there are delay_s, hold, corrupt_every, fail_every'),
+        ("delay=1", 'unknown "delay"; known are delay_s, hold, corrupt_every, fail_every'),
         ("hold=", "hold=: must be a path"),
         ("delay_s", "delay_s=: must be a number of seconds"),
         ("delay_s=-1", "number of seconds"),
