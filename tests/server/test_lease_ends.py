@@ -18,6 +18,7 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import context as contexts
+from kvoffloadd.server import session as sessions
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
@@ -221,4 +222,21 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
         with pytest.raises(ZeroDivisionError):
             scene.reserve(scene.first, KEYS)
     assert scene.charged() == 0
+    await scene.close()
+
+
+async def test_a_large_lease_is_released_some_each_turn(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes behind the release on the same connection finds all of it free."""
+    monkeypatch.setattr(sessions, "ENDED_PER_TURN", PER_TURN)
+    lease = scene.pin(scene.first, *range(5 * PER_TURN))
+    answer = scene.first.handle(m.Release(seq=2, lease=lease), [])
+    assert asyncio.iscoroutine(answer)
+    released = asyncio.create_task(answer)
+    ended = steps(await scene.watch(released))
+    assert max(ended) <= PER_TURN + LEASE_KEYS
+    assert sum(1 for step in ended if step) >= 5
+    assert isinstance(released.result(), m.Done)
+    assert (scene.leases()["keys"], scene.charged()) == (0, 0)
+    with pytest.raises(LeaseError):
+        scene.first.handle(m.Release(seq=3, lease=lease), [])
     await scene.close()
