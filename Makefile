@@ -15,7 +15,7 @@ DEMO_VENV := build/demo-venv
 DEMO_READY := $(DEMO_VENV)/.ready
 KERNELS_VENV := build/kernels-venv
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
-C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c)
+C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c kvoffloadd/storage/*.c)
 # These want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
 BENCHMARKS := $(filter-out scripts/bench_vllm.py scripts/bench_sglang.py scripts/bench_remote.py,$(wildcard scripts/bench_*.py))
 # The Python of the GPU machine, and what is given to the scripts: `make gpu-bundle GPU_BUNDLE=--cupy`,
@@ -235,5 +235,5 @@ uninstall: ## remove what `make install` installed, but for the config
 	@echo "uninstall: $(DESTDIR)$(CONFFILE), disk roots and /var/lib/kvoffloadd are still there"
 
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so kvoffloadd/cache/memory/*.so
+	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so kvoffloadd/cache/memory/*.so kvoffloadd/storage/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -51,11 +51,11 @@ def check_kernel(host: Host) -> Iterator[Diagnosis]:
 
 def check_helpers() -> Iterator[Diagnosis]:
     """The parts in C, which pip leaves out where there is no compiler."""
-    names = ("kvoffloadd.device._copyruns", "kvoffloadd.cache.memory._indexfind")
+    names = ("kvoffloadd.device._copyruns", "kvoffloadd.cache.memory._indexfind", "kvoffloadd.storage._hashruns")
     lacking = [name.rpartition("_")[2] for name in names if importlib.util.find_spec(name) is None]
     if lacking:
         remedy = "install a C compiler and Python's headers (Debian: gcc python3-dev), then install kvoffloadd again"
-        yield note("compiled helpers", f"not built: {', '.join(lacking)}; small copies and lookups are slower", remedy)
+        yield note("compiled helpers", f"not built: {', '.join(lacking)}; small copies, lookups and checksums are slower", remedy)
     else:
         yield ok("compiled helpers", "built")
 
