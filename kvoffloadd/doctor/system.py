@@ -55,7 +55,11 @@ def check_helpers() -> Iterator[Diagnosis]:
     lacking = [name.rpartition("_")[2] for name in names if importlib.util.find_spec(name) is None]
     if lacking:
         remedy = "install a C compiler and Python's headers (Debian: gcc python3-dev), then install kvoffloadd again"
-        yield note("compiled helpers", f"not built: {', '.join(lacking)}; small copies, lookups and checksums are slower", remedy)
+        yield note(
+            "compiled helpers",
+            f"not built: {', '.join(lacking)}; small copies, lookups and checksums are slower",
+            remedy,
+        )
     else:
         yield ok("compiled helpers", "built")
 

@@ -185,6 +185,32 @@ def test_eviction_takes_exactly_what_is_needed(cache: Cache) -> None:
     assert states(cache, keyspace, *range(8)) == [M, M, M, H, H, H, H, H]
 
 
+@pytest.mark.parametrize("policy", ["", *POLICIES])
+def test_some_slots_are_freed_for_the_stores_to_come(policy: str) -> None:
+    """A 256th of 2,048 slots, each time that there is no room; never keys that are held or named."""
+    cache = make_cache(pages=2048, slab_pages=64, policy=policy)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, *range(2040))
+    store(cache, keyspace, *range(3000, 3008))
+    assert cache.eviction.keys_evicted == 0, "there was room"
+    held = cache.find(keyspace, keys_of(*range(2030))).hit_rows
+    cache.hold(held)
+    gone = []
+    for number in range(4000, 4012):
+        store(cache, keyspace, number)
+        gone.append(cache.eviction.keys_evicted)
+    assert gone == [9] * 9 + [18] * 3
+    assert states(cache, keyspace, *range(2030)) == [H] * 2030
+    named = [*range(2030, 2040), *range(3000, 3008), *range(4000, 4012)]
+    there = [number for number, state in zip(named, states(cache, keyspace, *named), strict=True) if state == H]
+    free = cache.tier.num_free(1)
+    made = reserve(cache, keyspace, keys_of(*there, *range(5000, 5001 + free)), ONE, 0)
+    assert made.states.tolist() == [H] * len(there) + [R] * free + [N], "all others are held"
+    cache.unhold(held)
+    assert check(cache, 0, free) == []
+    cache.tier.close()
+
+
 def asked_of(keyspace: Keyspace) -> list[int]:
     """How many victims the policy of this keyspace is asked for, from now on."""
     asked: list[int] = []
@@ -200,8 +226,9 @@ def asked_of(keyspace: Keyspace) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["", *POLICIES])
-def test_what_others_might_store_makes_no_eviction_long(policy: str) -> None:
+def test_what_others_might_store_makes_no_eviction_long(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose keys would have 64 parts each: as many keys as are needed go all the same, in few rounds."""
+    monkeypatch.setattr(eviction, "SPARE_MAX", 0)
     cache = make_cache(pages=512, slab_pages=16, policy=policy)
     _, keyspace = make_keyspace(cache)
     asked = asked_of(keyspace)
@@ -234,8 +261,11 @@ def test_keys_of_several_sizes_are_evicted_as_they_are_needed(policy: str) -> No
 
 @pytest.mark.parametrize("policy", ["", *POLICIES])
 @pytest.mark.parametrize("same", [True, False])
-def test_what_has_none_of_the_slots_that_are_wanted_stays(policy: str, same: bool) -> None:
+def test_what_has_none_of_the_slots_that_are_wanted_stays(
+    policy: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though it is next to go. Those that have some are behind it in the queue, or in another one."""
+    monkeypatch.setattr(eviction, "SPARE_MAX", 0)
     cache = make_cache(pages=1024, slab_pages=64, policy=policy)
     _, large = make_keyspace(cache, b"a" * 16, pages=(1, 3))
     _, other = make_keyspace(cache, b"b" * 16, pages=(3,))

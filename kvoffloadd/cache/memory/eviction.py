@@ -25,6 +25,10 @@ RECORDS_MAX = 1 << 18
 that there is: keys of thousands of parts, of which few are there, would take hundreds of milliseconds. When so many
 were looked at in vain, it takes over slabs instead.
 """
+SPARE_MAX, SPARE_SHARE = 1024, 256
+"""Slots that are freed beyond those that are wanted: so many, or so small a share of all slots of the size. Most stores
+then find room, and the price of an eviction, hundreds of microseconds for however few keys, is paid once for many.
+"""
 QUEUES_MAX = 64
 """Each takes memory and mappings. Engines have few slot sizes; one too many shares the queue that is next in size."""
 
@@ -79,16 +83,17 @@ class Eviction:
         return len(self.sizes)
 
     def make_room(self, size: int, wanted: int) -> int:
-        """Evict until `wanted` slots of `size` pages are free. Returns how many of them are: fewer if no more keys can
-        be evicted.
+        """Evict until `wanted` slots of `size` pages are free, and some to spare. Returns how many of those wanted are:
+        fewer if no more keys can be evicted.
         """
         self._entries.uses.settle()
         free = self._tier.num_free(size)
+        spare = min(SPARE_MAX, self._tier.num_slots(size) // SPARE_SHARE) if free < wanted else 0
         looked_at, evicted, tries = 0, 0, 1
         while free < wanted and evicted < RECORDS_MAX:
             rows = NO_ROWS
             if not self._take_colder_slab(size):
-                rows, more = self._victims(size, wanted - free, tries, RECORDS_MAX - looked_at)
+                rows, more = self._victims(size, wanted - free + spare, tries, RECORDS_MAX - looked_at)
                 looked_at += more
                 if not len(rows) and not self._take_slab(size):
                     break

@@ -99,8 +99,8 @@ def reserve(
 
 
 def reserve_all(cache: Cache, request: Sequence[Wanted]) -> list[Reservation]:
-    """Slots for what one request wants, in key order, evicting exactly what is needed, and nothing that the request
-    names. Its groups are distinct.
+    """Slots for what one request wants, in key order, evicting what is needed and some to spare, and nothing that the
+    request names. Its groups are distinct.
 
     States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
     the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
