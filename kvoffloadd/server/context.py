@@ -191,7 +191,9 @@ class Context:
 
     def _count_uses(self) -> None:
         self._counting = None
-        self.cache.uses.settle()
+        self.cache.uses.settle_some()
+        if self.cache.uses.waiting:
+            self._counting = self.loop.call_later(0, self._count_uses)
 
     def let_go(self, ended: LetGo, uid: int) -> None:
         """Release what leases held: rows may be evicted, and reserved parts that no job fills are freed."""

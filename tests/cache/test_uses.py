@@ -156,6 +156,42 @@ def test_many_keys_do_not_wait(told: tuple[Cache, Namespace, Keyspace, Told], mo
     assert not cache.uses.waiting
 
 
+def test_very_many_keys_are_counted_in_steps_from_the_last_to_the_first(
+    told: tuple[Cache, Namespace, Keyspace, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _, keyspace, heard = told
+    monkeypatch.setattr(uses, "STEP_KEYS", 3)
+    rows = use(cache, keyspace, 1, 2, 3, 4, 5, 6, 7, first=10) + use(cache, keyspace, 8, 9)
+    seen = []
+    while cache.uses.waiting:
+        cache.uses.settle_some()
+        seen.append(heard.pop())
+        assert not heard
+    assert seen == [
+        (rows[6:7], [16], None),
+        (rows[3:6], [13, 14, 15], None),
+        (rows[:3], [10, 11, 12], None),
+        (rows[7:], [0, 1], None),
+    ]
+    use(cache, keyspace, 1, 2, 3, 4)
+    cache.uses.settle()
+    assert heard == [([rows[3], *rows[:3]], [3, 0, 1, 2], [0, 1])], "all at once, where the order matters"
+
+
+def test_only_as_many_wait_as_may(
+    told: tuple[Cache, Namespace, Keyspace, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _, keyspace, heard = told
+    monkeypatch.setattr(uses, "STEP_KEYS", 2)
+    monkeypatch.setattr(uses, "KEYS_MAX", 4)
+    rows = use(cache, keyspace, 1, 2, 3, 4, 5)
+    assert heard == [([rows[4]], [4], None)], "one piece is enough, and the rest may wait"
+    use(cache, keyspace, 6)
+    assert [rows for rows, _, _ in heard] == [[rows[4]], rows[2:4]]
+    cache.uses.settle()
+    assert not cache.uses.waiting
+
+
 @pytest.mark.parametrize("how", ["reserve", "drop", "clear", "victims", "readmit", "make room"])
 def test_they_are_told_before_the_order_matters(told: tuple[Cache, Namespace, Keyspace, Told], how: str) -> None:
     cache, namespace, keyspace, heard = told

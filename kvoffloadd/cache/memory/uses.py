@@ -8,7 +8,8 @@ several requests use in this time counts as used once, by the last of them: they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -21,6 +22,11 @@ from kvoffloadd.model import I64Array, U32Array
 
 KEYS_MAX = 1 << 16
 """So many keys do not wait any longer, so that counting them takes some milliseconds."""
+
+STEP_KEYS = 1 << 15
+"""Keys that one turn of the event loop counts, if nothing needs the order. More keys of one request are counted in
+pieces of so many, the last piece first, as a policy takes the keys of a prompt.
+"""
 
 Used = tuple[Keyspace, LookupResult, int]
 """A group of a request, whose hits it uses, and the position of its first key in the prompt."""
@@ -36,7 +42,7 @@ class Uses:
         self._parts = parts
         self._first = first
         self._lower = lower
-        self._waiting: list[Used] = []
+        self._waiting: deque[Used] = deque()
         self._num_keys = 0
 
     @property
@@ -46,17 +52,28 @@ class Uses:
 
     def add(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups."""
-        self._waiting += groups
-        for _, lookup, _ in groups:
-            self._num_keys += len(lookup.rows)
-        if self._num_keys > KEYS_MAX:
-            self.settle()
+        for used in groups:
+            self._waiting += _pieces(used)
+            self._num_keys += len(used[1].rows)
+        while self._num_keys > KEYS_MAX:
+            self.settle_some()
 
     def settle(self) -> None:
         """Count all uses that were added."""
-        if not self._waiting:
-            return
-        waiting, self._waiting, self._num_keys = self._waiting, [], 0
+        if self._waiting:
+            self._count(self._waiting)
+            self._waiting, self._num_keys = deque(), 0
+
+    def settle_some(self) -> None:
+        """Count those that were added first, STEP_KEYS or so."""
+        some, room = list[Used](), STEP_KEYS
+        while self._waiting and (not some or len(self._waiting[0][1].rows) <= room):
+            some.append(self._waiting.popleft())
+            room -= len(some[-1][1].rows)
+        self._num_keys -= STEP_KEYS - room
+        self._count(some)
+
+    def _count(self, waiting: Iterable[Used]) -> None:
         queues: dict[int, tuple[Queue, list[Used]]] = {}
         for used in waiting:
             queue = used[0].queue
@@ -68,6 +85,16 @@ class Uses:
             self._touch(self._parts.page[self._first[rows]])
             for lower in self._lower:
                 lower.used(rows)
+
+
+def _pieces(used: Used) -> list[Used]:
+    """The same uses, in pieces of at most STEP_KEYS keys, the last one first."""
+    keyspace, lookup, first = used
+    if len(lookup.rows) <= STEP_KEYS:
+        return [used]
+    pieces = [slice(begin, begin + STEP_KEYS) for begin in range(0, len(lookup.rows), STEP_KEYS)][::-1]
+    rows, states, hits = lookup
+    return [(keyspace, LookupResult(rows[one], states[one], hits[one]), first + one.start) for one in pieces]
 
 
 def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
