@@ -33,6 +33,10 @@ BUCKET_BYTES = 32 * MIB
 """A file of its disk, written when it is full; a whole number of them has a prompt."""
 CLIENT_TTL_S = 3
 """After which the master forgets a store. One that comes back before finds none of its disk's keys again."""
+CALL_BUFFERS = 1024
+"""Buffers that one call reads from its disk. They come over its TCP transport, whose queue turns some of 4,096 away,
+and then the whole call fails.
+"""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -161,7 +165,11 @@ class Mooncake:
             return 0
         keys = _keys(prompt)[: found // prompt.chunk_tokens]
         places = self._places(blocks[: len(keys) * self._setting.geometry.chunk_blocks])
-        codes = self._engine.batch_get_into_multi_buffers(keys, places, self._sizes(len(places)))
+        step = len(keys) if self._setting.disk is None else max(1, CALL_BUFFERS // len(places[0]))
+        codes: list[int] = []
+        for at in range(0, len(keys), step):
+            some = places[at : at + step]
+            codes += self._engine.batch_get_into_multi_buffers(keys[at : at + step], some, self._sizes(len(some)))
         good = next((at for at, code in enumerate(codes) if code < 0), len(codes))
         return good * prompt.chunk_tokens
 

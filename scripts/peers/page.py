@@ -52,7 +52,8 @@ And for each:
   them. Checksums: none that it can be told to make.
 - **Mooncake Store**: a master, one `mooncake_client` that lends memory and disk, and the engine as a client that
   shares memory with it, all on one host. **What it is made for, RDMA between hosts, is not in these figures.** Its
-  disk uses io_uring, with which it reads past the page cache. It looks once a heartbeat for what is to go there,
+  disk uses io_uring, with which it reads past the page cache; prompts are read in calls of four chunks, because its
+  queue does not take the buffers of a whole prompt. It looks once a heartbeat for what is to go there,
   and a heartbeat is a second at least. A store that starts again waits until the master has forgotten it
   (`client_ttl`, set to 3 s), since one that is back sooner finds nothing of its disk again; the wait is in its
   figures. *From disk* is after such a restart. Checksums: `MOONCAKE_STORE_CHECKSUM`, off by default."""
