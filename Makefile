@@ -1,4 +1,5 @@
-# `make` lists the targets. All of them work on a bare machine with Python 3.11 and a C compiler; nothing needs root.
+# `make` lists the targets. They work on a bare machine with Python 3.11 and a C compiler, without root. A target that
+# needs more says so.
 
 PYTHON ?= python3
 VENV := .venv
