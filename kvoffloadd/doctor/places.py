@@ -234,7 +234,8 @@ def _make(folder: Path, host: Host) -> str:
 def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
     """Whom the daemon would run as."""
     if host.uid == 0:
-        yield note("user", "root", "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor")
+        remedy = "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor"
+        yield note("user", "root", remedy)
     else:
         others = (
             f"; also served: uids {', '.join(map(str, config.server.allowed_uids))}"
