@@ -146,12 +146,12 @@ def test_targets_of_make_exist() -> None:
 
 def script_commands() -> list[tuple[str, str, str]]:
     """Document, script, and the rest of the line: what a comment says of options, too."""
-    found = []
-    for path in DOCUMENTS:
-        for line in code_lines(path):
-            if match := re.search(r"python3? scripts/(\w+)\.py(.*)$", line):
-                found.append((str(path.relative_to(ROOT)), match[1], match[2]))
-    return found
+    return [
+        (str(path.relative_to(ROOT)), match[1], match[2])
+        for path in DOCUMENTS
+        for line in code_lines(path)
+        if (match := re.search(r"python3? scripts/(\w+)\.py(.*)$", line))
+    ]
 
 
 @pytest.mark.parametrize(("document", "script", "rest"), script_commands())
