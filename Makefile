@@ -68,7 +68,7 @@ $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@$(PYTHON_IS_NEW_ENOUGH)
 	@echo "venv: making $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@echo "venv: installing kvoffloadd and its tools (a minute or two)"
+	@echo "venv: installing kvoffloadd and its tools (some minutes; torch is up to 3 GB, TORCH= leaves it out)"
 	@$(PIP) install -qq --constraint requirements-dev.lock --editable '.[dev,uvloop]' $(TORCH)
 	@touch $@
 	@echo "venv: ready"
