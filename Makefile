@@ -1,4 +1,5 @@
-# `make` lists the targets. All of them work on a bare machine with Python 3.11 and a C compiler; nothing needs root.
+# `make` lists the targets. They work on a bare machine with Python 3.11 and a C compiler, without root. A target that
+# needs more says so.
 
 PYTHON ?= python3
 VENV := .venv
@@ -67,7 +68,7 @@ $(READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@$(PYTHON_IS_NEW_ENOUGH)
 	@echo "venv: making $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@echo "venv: installing kvoffloadd and its tools (a minute or two)"
+	@echo "venv: installing kvoffloadd and its tools (some minutes; torch is up to 3 GB, TORCH= leaves it out)"
 	@$(PIP) install -qq --constraint requirements-dev.lock --editable '.[dev,uvloop]' $(TORCH)
 	@touch $@
 	@echo "venv: ready"

@@ -144,6 +144,38 @@ def test_targets_of_make_exist() -> None:
             assert named <= targets, f"{path}: {named - targets}"
 
 
+def script_commands() -> list[tuple[str, str, str]]:
+    """Document, script, and the rest of the line: what a comment says of options, too."""
+    return [
+        (str(path.relative_to(ROOT)), match[1], match[2])
+        for path in DOCUMENTS
+        for line in code_lines(path)
+        if (match := re.search(r"python3? scripts/(\w+)\.py(.*)$", line))
+    ]
+
+
+@pytest.mark.parametrize(("document", "script", "rest"), script_commands())
+def test_options_of_scripts_exist(document: str, script: str, rest: str) -> None:
+    (module,) = re.findall(r"^from (scripts\.[\w.]+) import main$", text_of(ROOT / "scripts" / f"{script}.py"), re.M)
+    sources = (ROOT / f"{module.replace('.', '/')}.py", ROOT / "scripts" / "harness" / "program.py")
+    known = set(re.findall(r'"(--[a-z-]+)"', "".join(map(text_of, sources))))
+    assert set(re.findall(r"(--[a-z][a-z-]*)", rest)) <= known
+
+
+def test_commands_of_scripts_are_found() -> None:
+    assert len(script_commands()) > 15
+
+
+def test_variables_of_make_exist() -> None:
+    known = set(re.findall(r"^([A-Z_]+) [?:]?=", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for path in DOCUMENTS:
+        if path.name != "CHANGELOG.md":
+            commands = [line for line in code_lines(path) if line.startswith("make ")]
+            commands += re.findall(r"`(make [a-z-]+ [^`]*)`", text_of(path))
+            named = {name for command in commands for name in re.findall(r" ([A-Z_]+)=", command.split("#")[0])}
+            assert named <= known | {"DESTDIR"}, f"{path}: {named - known}"
+
+
 @pytest.mark.parametrize("name", NARROW)
 def test_lines_are_narrow(name: str) -> None:
     """In what is read in the source, too. A row of a table is one line, whatever is in it."""

@@ -84,6 +84,12 @@ def calls_of(group: str) -> set[str]:
     return {call for name in names if not name.startswith("#") for call in calls_of(name)}
 
 
+def test_the_unit_runs_only_what_every_system_has() -> None:
+    """Beside our own program. Debian has /bin/kill in a package that a small one lacks."""
+    programs = {line.split()[0] for line in re.findall(r"^Exec\w+=(.+)$", text(SERVICE), re.MULTILINE)}
+    assert programs == {"/usr/local/bin/kvoffloadd", "/bin/sh"}
+
+
 def test_systemd_waits_longer_than_a_drain() -> None:
     config = Config()
     waits = config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s

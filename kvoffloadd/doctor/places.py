@@ -22,6 +22,9 @@ from kvoffloadd.units import format_bytes
 ANSWER_S = 10.0
 """A disk that answers no sooner is ill."""
 
+SERVICE_FOLDER = Path("/run/kvoffloadd")
+"""tmpfiles.d makes it root's, and RuntimeDirectory= of the unit its user's at each start."""
+
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 
@@ -51,7 +54,11 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
     if not existing.is_dir():
         yield problem("socket", f"{existing} is not a directory", "choose another server.socket")
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
+        if existing == SERVICE_FOLDER and (host.root / "run/systemd/system").is_dir():
+            made = f"kvoffloadd@{_user(host.uid)} changes that when it starts; from a shell, use --socket PATH"
+            yield note("socket", f"{_user(host.uid)} may not write in {existing} yet", made)
+        else:
+            yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
     elif path.exists() and not path.is_socket():
         yield problem("socket", f"{path} exists and is not a socket", "remove it, or choose another server.socket")
     elif _is_locked(Path(f"{path}.lock")):
@@ -234,7 +241,8 @@ def _make(folder: Path, host: Host) -> str:
 def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
     """Whom the daemon would run as."""
     if host.uid == 0:
-        yield note("user", "root", "run it, and this command, as the engines' user: sudo -u ENGINE kvoffloadd doctor")
+        remedy = "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor"
+        yield note("user", "root", remedy)
     else:
         others = (
             f"; also served: uids {', '.join(map(str, config.server.allowed_uids))}"

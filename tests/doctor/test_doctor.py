@@ -263,6 +263,21 @@ def test_sockets(host: Host, socket_dir: Path) -> None:
     assert beside.verdict == Verdict.PROBLEM
 
 
+def test_the_directory_of_a_service_before_its_first_start(
+    host: Host, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tmpfiles.d has made it, and it is root's until the service starts. Elsewhere it would be a problem."""
+    monkeypatch.setattr(places, "SERVICE_FOLDER", socket_dir)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    path = socket_dir / "k.sock"
+    assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.NOTE
+    (host.root / "run/systemd/system").rmdir()
+    assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.PROBLEM
+    monkeypatch.setattr(places, "SERVICE_FOLDER", socket_dir / "other")
+    (host.root / "run/systemd/system").mkdir()
+    assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.PROBLEM
+
+
 def test_a_socket_that_another_daemon_is_about_to_have(host: Host, socket_dir: Path) -> None:
     import fcntl
 
