@@ -213,7 +213,8 @@ def test_what_others_store_between_two_steps_is_not_evicted_for_the_steps_behind
     next(turns)  # there is room
     next(turns)  # the last four have theirs
     store(cache, keyspace, keys_of(5))
-    store(cache, keyspace, keys_of(*range(100, 110)))
+    next(turns)  # the four before them, of which one hits
+    store(cache, keyspace, keys_of(*range(100, 108)))
     for _ in turns:
         pass
     (reserved,) = made.reservations()

@@ -74,7 +74,8 @@ async def steps(scene: Scene) -> None:
     for _ in range(0, KEYS, STEP_PARTS):
         assert scene.audit() == [], "what is committed is not counted as reserved any more"
         await asyncio.sleep(0)
-    await scene.job.ended.wait()
+    async with asyncio.timeout(20):
+        await scene.job.ended.wait()
 
 
 async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_sealed(scene: Scene) -> None:
