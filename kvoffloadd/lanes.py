@@ -265,6 +265,11 @@ class Lane:
         return await ended
 
     @property
+    def closing(self) -> bool:
+        """Whether `close` was called: it takes no more work."""
+        return self._closing
+
+    @property
     def queued(self) -> int:
         """Tickets that wait for a thread."""
         with self._lock:

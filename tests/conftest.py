@@ -39,6 +39,7 @@ STANDING_SETTINGS = (f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0
 _DISK = "the disk tier reads and writes the arena, whatever device copies to and from it"
 _MEMFDS = "counts mappings by the names of memfds; test_cuda_memory and test_cuda_ends have the GPU's"
 HOST_ONLY = {
+    "test_between_steps": "what takes several turns is the cache's and the sessions', whatever device copies",
     "test_bugs": "what is planted lies in the cache and before it",
     "test_disk_capacity": _DISK,
     "test_disk_chaos": _DISK,

@@ -27,6 +27,7 @@ import numpy as np
 from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
@@ -277,11 +278,15 @@ class Jobs:
 
     async def _commit(self, job: Job) -> None:
         """Make what was stored readable. Then its checksums are due, from its first part on."""
-        generations = self.cache.entries.parts.generation
+        entries = self.cache.entries
+        generations = entries.parts.generation
         kept, at_commit = deque([job.parts[:0]]), deque([generations[:0]])
+        early: list[tuple[Keyspace, I64Array]] = []  # by keyspace, the parts of all steps but the last
 
         def commit(step: slice) -> None:
             parts = job.parts[step]
+            if step.start:  # before the commit, which may free rows of keys that were cleared
+                early.extend((of, at + step.start) for of, at in entries.by_keyspace(entries.parts.row[parts]))
             some = self.cache.commit(parts)
             if len(some) < len(parts):  # cleared meanwhile
                 job.bad[step] = ~np.isin(parts, some)
@@ -289,6 +294,9 @@ class Jobs:
             at_commit.appendleft(generations[some])
 
         await self._settle(job, commit)
+        for keyspace, at in early:
+            if keyspace.retired:  # cleared between two steps: to the worker the store was still running
+                job.bad[at] = True
         self.sealing.add(job.options.flow, np.concatenate(kept), np.concatenate(at_commit))
 
     async def _settle(self, job: Job, do: Callable[[slice], None]) -> None:

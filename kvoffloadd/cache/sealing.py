@@ -15,7 +15,7 @@ import numpy as np
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress
-from kvoffloadd.lanes import TURN_BYTES, CancelledWork, Flow, Lane
+from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads
 
@@ -73,7 +73,9 @@ class Sealing:
         self._submit(flow)
 
     def _submit(self, flow: Flow) -> None:
-        """As many tickets of the flow as may be in the lane at a time."""
+        """As many tickets of the flow as may be in the lane at a time; none if it is closing: what waits is lost."""
+        if self.lane.closing:
+            return
         while flow in self._waiting and self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:
             batches, addresses, sizes = self._next_turn(flow)
             if not batches:
@@ -138,8 +140,7 @@ class Sealing:
                 self.cache.seal(parts, generations, digests[at : at + len(parts)])
                 self.cache.sealed(parts)
             at += len(parts)
-        if flow in self._waiting and not isinstance(digests, CancelledWork):  # which says that the lane is closed
-            self._submit(flow)
+        self._submit(flow)
 
     def _settle(self, number: int, count: int) -> None:
         self.unsealed -= count

@@ -203,3 +203,22 @@ def test_others_evict_and_store_the_same_keys_between_two_steps(cache: Cache) ->
     commit(cache, [reserved])
     assert held(cache, keyspace, range(100, 110)) == list(range(10))
     assert check(cache, 0, 0) == []
+
+
+def test_what_others_store_between_two_steps_is_not_evicted_for_the_steps_behind(cache: Cache) -> None:
+    """A key that was told to hit is not taken away by the very request that was told so."""
+    _, keyspace = make_keyspace(cache)
+    made = Admission(cache, [wanted(keyspace, range(12))])
+    turns = made.steps()
+    next(turns)  # there is room
+    next(turns)  # the last four have theirs
+    store(cache, keyspace, keys_of(5))
+    next(turns)  # the four before them, of which one hits
+    store(cache, keyspace, keys_of(*range(100, 108)))
+    for _ in turns:
+        pass
+    (reserved,) = made.reservations()
+    assert reserved.states.tolist() == [R] * 5 + [H] + [R] * 6
+    commit(cache, [reserved])
+    assert held(cache, keyspace, range(12)) == list(range(12))
+    assert check(cache, 0, 0) == []

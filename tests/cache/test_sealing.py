@@ -19,7 +19,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Waits
 from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads
 
 from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
@@ -167,6 +167,32 @@ async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
     gate.set()
     assert await closing
     assert scene.lane.queued == 0
+
+
+async def test_a_lane_that_closes_while_a_seal_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sealed, what waits behind it is not, and the loop hears of no bug."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
+    begun, gate = threading.Event(), threading.Event()
+
+    def hash_late(addresses: U64Array, sizes: I64Array) -> U64Array:
+        begun.set()
+        gate.wait()
+        return hash_payloads(addresses, sizes)
+
+    monkeypatch.setattr(sealing, "hash_payloads", hash_late)
+    monkeypatch.setattr(sealing, "TURN_BYTES", PAGE_BYTES)
+    scene.store(*range(20))
+    scene.gate.set()
+    assert await asyncio.to_thread(begun.wait, 20)
+    closing = asyncio.ensure_future(scene.lane.close(5.0))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await closing
+    assert told == []
+    assert (scene.sealed(), scene.lane.queued) == (1, 0)
+    scene.store(20)  # as a job would whose end comes late
+    assert scene.sealed() == 1
 
 
 async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) -> None:

@@ -23,7 +23,7 @@ from kvoffloadd.model import I64Array, KeyState
 STEP_KEYS = 4096
 """Keys and parts for which one step makes room, or takes slots: a few milliseconds."""
 
-_NO_SPACE = int(KeyState.NO_SPACE)
+_RESERVED, _NO_SPACE = int(KeyState.RESERVED), int(KeyState.NO_SPACE)
 _Slice = list[tuple[int, slice]]
 """Of which groups of the request which keys."""
 
@@ -37,7 +37,7 @@ class Admission:
         self._cache = cache
         self._request = list(request)
         self._fits = True
-        self._some_held = False  # of the keys, at the beginning
+        self._some_held = False  # of the keys: at the beginning, or found in a step
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
 
     @staticmethod
@@ -69,6 +69,8 @@ class Admission:
                 reserved = reserve_all(self._cache, wanted)
             for (number, keys), made in zip(one, reserved, strict=True):
                 self._made[number].append((keys.start, made))
+                others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
+                self._some_held |= bool(others.any())  # stored meanwhile: the steps that follow must not evict it
             without = sum(int(np.count_nonzero(made.states == _NO_SPACE)) for made in reserved)
             if self._fits and without:  # others were faster, or sizes of slots took each other's memory
                 self._cache.counters.keys_without_space -= without  # they are tried again, from the first key on

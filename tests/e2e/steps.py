@@ -1,0 +1,81 @@
+"""A daemon whose operations of several turns take few parts a turn, and can be held between two turns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+STEP = 64
+"""Parts that one turn commits, frees, reserves or takes out of a lease."""
+
+_PROGRAM = """
+import asyncio, os, sys
+from kvoffloadd.cache import jobs
+from kvoffloadd.cache.memory import admission
+from kvoffloadd.server import context, session
+
+passed = {ENDS: 0, REQUESTS: 0}
+
+def is_held(path):
+    try:
+        allowed = os.stat(path).st_size
+    except FileNotFoundError:
+        return False
+    if passed[path] == allowed:
+        return True
+    passed[path] += 1
+    return False
+
+class Asyncio:
+    '''As the module, but `sleep` takes as long as requests are held.'''
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(seconds)
+        while is_held(REQUESTS):
+            await asyncio.sleep(0.001)
+
+once = jobs.Job.pause
+
+async def pause(job):
+    await once(job)
+    while is_held(ENDS):
+        asyncio.get_running_loop().call_later(0.001, job._go_on, None)
+        await jobs._suspend()
+
+jobs.STEP_PARTS = admission.STEP_KEYS = context.ENDED_PER_TURN = session.ENDED_PER_TURN = STEP
+jobs.Job.pause = pause
+context.asyncio = Asyncio()
+from kvoffloadd.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Held:
+    """Within `with held:` what is meant waits between two of its turns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        self.path.touch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def let_pass(self, turns: int) -> None:
+        """So many turns more, of all such operations together, are not held."""
+        with self.path.open("ab") as stream:
+            stream.write(bytes(turns))
+
+
+def program(ends: Held, requests: Held) -> tuple[str, str]:
+    """`kvoffloadd` with such turns, for `Daemon`. `ends`: holds stores that are committed or freed; `requests`: holds
+    what is reserved, and leases that end. Both may hold once.
+    """
+    names = f"ENDS, REQUESTS, STEP = {os.fspath(ends.path)!r}, {os.fspath(requests.path)!r}, {STEP}"
+    return "-c", f"{names}\n{_PROGRAM}"
